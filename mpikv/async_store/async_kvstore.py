@@ -1,11 +1,12 @@
-"""The store whose pushes and pulls no rank waits for: each push is applied by the owner of its key when it arrives.
+"""The asynchronous store: a key's owner applies each push when it arrives, and no rank waits for the others.
 
-Every key has one owner. The calls of the other ranks come to it as letters, which a thread of its own answers while it
-computes; see :mod:`mpikv.transports.rpc`. What the owner does with them is in :mod:`mpikv.async_store.owner`, and how
-far ranks may be ahead of each other in :mod:`mpikv.async_store.ssp`, which one rank keeps for all. All other calls are
-collective, and each begins with a rest: every rank waits until what it has pushed is answered, so that no letter is on
-its way when the ranks agree. Letters carry the number of the last collective call; one that arrives before its owner
-has made that call is answered afterwards.
+Every key has one owner. Other ranks send it requests; a thread of the owner answers them while the owner computes, see
+:mod:`mpikv.transports.rpc`. :mod:`mpikv.async_store.owner` applies the requests. :mod:`mpikv.async_store.ssp` bounds
+the lead of one rank over another; one rank keeps its clocks.
+
+All other calls are collective. Each collective call first drains outstanding requests: every rank waits for the answers
+to its pushes, so that no request is in flight when the ranks agree. A request carries the number of its rank's last
+collective call. An owner that has not made that call yet answers the request afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")
 
-# The rank that keeps the clocks.
+# The rank that keeps the clocks of all.
 _KEEPER = 0
 _INSTEAD = "'dist_sync' has it"
 
@@ -56,24 +57,24 @@ _INSTEAD = "'dist_sync' has it"
 class AsyncKVStore(KVStore):
     """A store that applies each rank's push when it arrives: ``create("dist_async", staleness=4)``.
 
-    :meth:`push`, :meth:`pull` and :meth:`pushpull` are *not* collective: a rank calls them when it likes, as often as
-    it likes, and needs no other rank but the owner of the key, whose thread answers while it computes. Every push makes
-    one update of its own; the sum over ranks of :class:`mpikv.KVStore` is not made. Updates of one key come one after
-    the other, none is lost, and a pull returns a whole value. In which order the pushes of several ranks come is not
-    said; those of one rank to one key come in its order, and it reads what it has pushed.
+    :meth:`push`, :meth:`pull` and :meth:`pushpull` are *not* collective. A rank calls them at any time and any number
+    of times. A call needs the owner of the key only, and the owner's thread answers while the owner computes. Every
+    push makes one update of its own; the store does not sum over ranks as :class:`mpikv.KVStore` does. Updates of one
+    key run one after the other, none is lost, and a pull returns a whole value. Pushes from different ranks are
+    unordered. The pushes of one rank to one key keep their order, and the rank reads its own pushes.
 
-    With ``staleness=s`` no rank is more than ``s`` calls of push (or pushpull) ahead of another; one that would be
-    waits in that call. So what a rank reads after ``c`` of them has at least the first ``c - s`` of every rank's. With
-    0 the pushes of a key of all ranks are added up, in rank order, before they make one update, for which the next
-    pull, or push of the key, waits: the result is that of ``dist_sync``, and ranks must push keys in one order as
-    there. A rank that is in a collective call is not waited for, and all counts start there anew.
+    With ``staleness=s`` no rank is more than ``s`` calls of push (or pushpull) ahead of another; a rank that would be
+    waits in that call. So after ``c`` pushes a rank reads values with at least the first ``c - s`` pushes of every
+    rank. With 0 one update applies the sum of all ranks' pushes of a key, in rank order. The next pull or push of the
+    key waits for it. The result is that of ``dist_sync``, and ranks must push keys in one order as there. No rank waits
+    for one in a collective call, and all counts start there anew.
 
-    All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
-    before is in the values when they run. It has no ``buffer``, ``view``, ``join`` and compression, and ``wait=False``
-    only for :meth:`KVStore.save`. Each compares the settings of the optimizer, which count from then on;
-    :meth:`set_learning_rate` is one, too.
+    All other methods are collective, as in :class:`mpikv.KVStore`. They drain outstanding requests first: earlier
+    pushes of any rank are in the values. They also compare the settings of the optimizer; these settings count from
+    then on. :meth:`set_learning_rate` is collective, too. The store has no ``buffer``, ``view``, ``join`` or
+    compression, and takes ``wait=False`` in :meth:`KVStore.save` only.
 
-    Example (one rank; on n ranks w becomes -n, once all have pushed):
+    Example (one rank; on n ranks w becomes -n after the pushes of all):
         >>> import mpikv, numpy as np
         >>> with mpikv.create("dist_async", staleness=2) as kv:
         ...     kv.init("w", np.zeros(2))
@@ -90,29 +91,29 @@ class AsyncKVStore(KVStore):
     _in_rounds = False
 
     def __init__(self, *parts: Any, staleness: int | None = None, **options: Any) -> None:
-        """Collective. Use :func:`mpikv.create`. The rest as for :class:`mpikv.KVStore`."""
+        """Use :func:`mpikv.create`. Collective. Other options as for :class:`mpikv.KVStore`."""
         super().__init__(*parts, **options)
         group, config = self._group, self._config
         self._bound = staleness
         self._exchange.summed = self.size if staleness == 0 else 0
         self._lock, self._holder = present().lock(), 0
-        self._ledger = KeyOwner(group.size, staleness == 0, self._answer)
+        self._owner = KeyOwner(group.size, staleness == 0, self._answer)
         self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, self._board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
-        self._post = Endpoint(group, self._serve) if group.size > 1 else None
-        self._asking = AsyncClient(group.rank, self._post, self._act_here, self._waiting)
+        self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
+        self._client = AsyncClient(group.rank, self._endpoint, self._act_here, self._waiting)
         self._freeze()
         self._begin()
-        if self._post is not None:
-            self._post.start()
+        if self._endpoint is not None:
+            self._endpoint.start()
 
     # --- Facts
 
     @property
     def staleness(self) -> int | None:
-        """How many calls of push a rank may be ahead of another; None: any number."""
+        """How many calls of push a rank may be ahead of another; None: no bound."""
         return self._bound
 
     def is_capable(self, capability: str) -> bool:
@@ -121,34 +122,34 @@ class AsyncKVStore(KVStore):
         return {"async": True, "compression": False, "sparse": False}.get(capability.lower(), capable)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the store has found out about itself. Local.
+        """Return measurements of the store. Local.
 
-        ``staleness``: the bound, and on the first rank, which keeps the clocks if there is one from 1, the largest lead
-        of one rank over another that there was. ``updates``: how many this rank has made as an owner.
+        ``staleness``: the bound, and on the first rank, with a bound from 1, the largest lead of one rank over another
+        so far. ``updates``: how many updates this rank has made as an owner.
         """
         staleness = {"bound": self._bound, "largest": self._clocks.widest}
-        return {**super().statistics(), "staleness": staleness, "updates": self._ledger.applied}
+        return {**super().statistics(), "staleness": staleness, "updates": self._owner.applied}
 
     def version(self, key: Key) -> int:
-        """Return how many updates the value of a key had seen when this rank last heard of it: by a pull, by a push of
-        which it knows the end, or in a collective call. Local.
+        """Return how many updates a key's value had seen by the last news of this rank: a pull, the answer to a push,
+        or a collective call. Local.
 
         Raises:
             KeyNotInitialized: the key is unknown.
         """
         version = super().version(key)
-        return self._asking.seen.get(key, version)
+        return self._client.seen.get(key, version)
 
     # --- Verbs
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_unknown: NoReturn) -> None:
-        """Send one value per key to its owner, whose updater changes the stored value by it: ``updater(key, value,
+        """Send one value per key to its owner; the owner's updater changes the stored value: ``updater(key, value,
         stored)``.
 
-        Not collective. Returns when the value is on its way, with a staleness from 1 when it was applied; a later push
-        of the same key waits until this one was. An exception of the updater, which has then changed nothing, is raised
-        here, or by the next call that pulls or pushes the key, or by the next collective one, and in place of it. Of a
-        list of keys each is applied by itself.
+        Not collective. Returns when the value is on its way; with a staleness from 1, after the update. A later push of
+        the same key waits for the update. If the updater raises, the value keeps its content. This call raises the
+        exception, or the next pull or push of the key, or the next collective call instead of its work. Each key of a
+        list is updated by itself.
 
         Args:
             key: as in :meth:`mpikv.KVStore.push`.
@@ -157,7 +158,7 @@ class AsyncKVStore(KVStore):
             wait: must be True.
 
         Raises:
-            ConfigError: there is no updater; or an option of the optimizer was set, on which ranks have not agreed yet.
+            ConfigError: there is no updater; or an option of the optimizer has changed since ranks last compared them.
             KeyNotInitialized, ValueMismatch: as in :meth:`mpikv.KVStore.push`.
             PeerFailed: the updater raised, at the owner, in an earlier push.
             Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
@@ -179,8 +180,8 @@ class AsyncKVStore(KVStore):
     ) -> Any:
         """Read the value of a key, or of each key of a list, from its owner.
 
-        Not collective. Each value is whole and has all that this rank has pushed; :meth:`version` says how many updates
-        it has seen. Values of a list need not be of one moment.
+        Not collective. Each value is whole and contains all pushes of this rank; :meth:`version` returns its number of
+        updates. The values of a list may be from different moments.
 
         Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
         """
@@ -206,12 +207,12 @@ class AsyncKVStore(KVStore):
         return self._enter("pushpull", self._run_pushpull, key, value, out, priority)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the optimizer's learning rate for the pushes that come after. Collective in this store, whose owners
-        apply the pushes of all ranks.
+        """Set the optimizer's learning rate for later pushes. Collective in this store: owners apply the pushes of all
+        ranks.
 
         Raises:
-            ConfigError: no optimizer is set, its rate is given by a schedule, or this is no rate.
-            RankMismatch: ranks have other rates.
+            ConfigError: no optimizer is set, a schedule gives its rate, or the rate is invalid.
+            RankMismatch: ranks give different rates.
         """
         self._collective("set_learning_rate", self._rated, learning_rate)
 
@@ -229,7 +230,7 @@ class AsyncKVStore(KVStore):
         self._lacks("buffer")
 
     def view(self, key: Any) -> Any:
-        """Not in this store, whose values change at any time. Raises Unsupported."""
+        """Not in this store: its values change at any time. Raises Unsupported."""
         self._lacks("view")
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
@@ -246,11 +247,11 @@ class AsyncKVStore(KVStore):
         self._lacks("row_sparse_pull")
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
-        """Not in this store, whose calls are not those of all ranks. Raises Unsupported."""
+        """Not in this store: its calls are not collective. Raises Unsupported."""
         self._lacks("capture")
 
     def join(self) -> Any:
-        """Not in this store, whose ranks have unequal work anyway. Raises Unsupported."""
+        """Not in this store: its ranks may make unequal numbers of calls anyway. Raises Unsupported."""
         self._lacks("join")
 
     def set_gradient_compression(self, compression: Any) -> None:
@@ -294,32 +295,32 @@ class AsyncKVStore(KVStore):
                 "an option of the optimizer was changed, and ranks compare options only in collective calls; call "
                 "kv.barrier() on every rank first, or change the rate by kv.set_learning_rate(...)"
             )
-        asking = self._asking
-        asking.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
-        asking.raise_failures(plan.keys)
+        client = self._client
+        client.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
+        client.raise_failures(plan.keys)
         self._wait_for_slower()
         for entry, group in zip(plan.entries, arrays, strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
-            self._pushes[entry.key] = asking.ask(Kind.PUSH, _owner(entry), entry, payload)
+            self._pushes[entry.key] = client.ask(Kind.PUSH, _owner_of(entry), entry, payload)
         if self._bound:
-            asking.wait([self._pushes[key] for key in plan.keys])
+            client.wait([self._pushes[key] for key in plan.keys])
             self._clock += 1
-            asking.ask(Kind.TICK, _KEEPER, number=self._clock)
-        if self._bound != 0:  # in rounds all ranks raise in the same call, the next one, whoever has come last
-            asking.raise_failures(plan.keys)
+            client.ask(Kind.TICK, _KEEPER, number=self._clock)
+        if self._bound != 0:  # in rounds all ranks raise in the same call: the next one, in any order of arrival
+            client.raise_failures(plan.keys)
 
     def _wait_for_slower(self) -> None:
-        """Wait until the next push is not too far ahead."""
-        if self._bound and self._clock + 1 - self._bound > self._asking.slowest:
-            self._asking.wait([self._asking.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
+        """Wait until this rank may push again within the bound."""
+        if self._bound and self._clock + 1 - self._bound > self._client.slowest:
+            self._client.wait([self._client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
         for entry, given in zip(plan.entries, arrays, strict=True):
             outs = (given,) if type(given) is np.ndarray else given
-            tickets.append(self._asking.ask(Kind.PULL, _owner(entry), entry, take=_filling(outs)))
-        self._asking.wait(tickets)
-        self._asking.raise_failures(plan.keys)
+            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_filling(outs)))
+        self._client.wait(tickets)
+        self._client.raise_failures(plan.keys)
 
     # --- The doors
 
@@ -328,7 +329,7 @@ class AsyncKVStore(KVStore):
 
         def checked() -> Result:
             with self._translated():
-                self._asking.hear()
+                self._client.receive()
                 result: Result = self._memory.order.run(run, *arguments)
                 return result
 
@@ -336,28 +337,28 @@ class AsyncKVStore(KVStore):
         return self._door.make_alone(verb, checked)
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Rest; learn how often the owners have updated; then make the call as any store."""
+        """Drain outstanding requests, refresh update counts, then run the collective call."""
         self._check_caller(verb)
-        failure = self._rest(verb)
+        failure = self._drain(verb)
         try:
-            super()._collective(verb, self._rested, verb, failure)
+            super()._collective(verb, self._prepare_drained, verb, failure)
             result = super()._collective(verb, prepare, *arguments)
             if self._door.state is not State.ENDED:
-                self._freeze()  # what the call has set, on all ranks alike
+                self._freeze()  # the settings of this call, the same on all ranks
             return result
         finally:
             if self._door.state is not State.ENDED:
                 self._begin()
 
-    def _rested(self, verb: str, failure: BaseException | None) -> PreparedCall:
-        """Prepare to go on with the settings that the optimizer has now, if all ranks have the same."""
+    def _prepare_drained(self, verb: str, failure: BaseException | None) -> PreparedCall:
+        """Prepare to adopt the optimizer's current settings, if all ranks have the same."""
         if failure is not None:
             raise failure
         updater = self._exchange.updater
         if updater.revision != self._revision:
             self._exchange.check_slots()
         settings = f"updater {updater.settings()}"
-        call = Call(verb, digest(f"rest {settings}"), describe=lambda: [settings])
+        call = Call(verb, digest(f"drained {settings}"), describe=lambda: [settings])
         return call, self._recount
 
     def _recount(self) -> None:
@@ -365,28 +366,30 @@ class AsyncKVStore(KVStore):
         self._freeze()
 
     def _freeze(self) -> None:
-        """Let this rank's pushes be applied by the updater as it is now, whatever is set meanwhile."""
+        """Copy the updater, settings included; this rank applies pushes by the copy until the next collective call."""
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
             self._applied: Updater = copy.copy(updater)
             self._exchange.tell_ranks(self._applied)
 
-    def _rest(self, verb: str) -> BaseException | None:
-        """Wait until this rank's pushes are applied, and let no rank wait for more; return what went wrong."""
+    def _drain(self, verb: str) -> BaseException | None:
+        """Wait for the answers to this rank's requests, and release ranks that wait for its pushes. Return the failure,
+        if any; the caller raises it on all ranks.
+        """
 
         def run() -> None:
             with self._translated():
-                asking = self._asking
+                client = self._client
                 if self._bound is not None:
                     for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
-                        asking.ask(Kind.LEAVE, rank)
-                asking.wait_for_all()
-                asking.raise_failures()
+                        client.ask(Kind.LEAVE, rank)
+                client.wait_for_all()
+                client.raise_failures()
 
         try:
             self._door.make_alone(verb, run)
-        except BaseException as error:  # sys.exit in an updater, too
+        except BaseException as error:  # also sys.exit in an updater
             if self._door.state is State.ENDED:
                 raise
             return error
@@ -403,21 +406,22 @@ class AsyncKVStore(KVStore):
     # --- What this rank does as an owner
 
     def _begin(self) -> None:
-        """Take requests of after the last collective call."""
-        self._asking.begin(self._agreement.calls)
+        """Accept requests from after this collective call."""
+        self._client.begin(self._agreement.calls)
         with self._held(self._config.timeout):
+            # First the epoch: the thread may serve early requests as soon as the lock is free.
             self._epoch = self._agreement.calls
-            self._ledger.begin(self._exchange.values.table, self._applied)
+            self._owner.begin(self._exchange.values.table, self._applied)
             self._clocks.begin()
         self._clock = 0
         self._pushes.clear()
 
-    def _serve(self, letter: Request) -> bool:
-        kind, epoch, ticket, number = letter.head[:4]
+    def _serve(self, request: Request) -> bool:
+        kind, epoch, ticket, number = request.head[:4]
         with self._held():
             if epoch > self._epoch:
                 return False
-            self._act(letter.source, Kind(kind), ticket, number, letter.body)
+            self._act(request.source, Kind(kind), ticket, number, request.body)
         return True
 
     def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
@@ -436,79 +440,79 @@ class AsyncKVStore(KVStore):
             self._lock.release()
 
     def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
-        """Do what a rank asks for."""
+        """Run the request of a rank. Local; the lock is held."""
         if kind == Kind.PUSH:
             assert body is not None
-            self._ledger.push(rank, ticket, number, body)
+            self._owner.push(rank, ticket, number, body)
         elif kind == Kind.PULL:
-            self._ledger.pull(rank, ticket, number)
+            self._owner.pull(rank, ticket, number)
         elif kind == Kind.TICK:
             self._clocks.tick(rank, number)
         elif kind == Kind.WAIT:
             self._clocks.wait(rank, ticket, number)
         elif kind == Kind.LEAVE:
-            self._ledger.leave(rank)
+            self._owner.leave(rank)
             self._clocks.leave(rank)
             self._answer(rank, ticket, 0, None)
         else:
-            awaited = {*self._ledger.awaited(rank), *self._clocks.awaited(rank)}
+            awaited = {*self._owner.awaited(rank), *self._clocks.awaited(rank)}
             self._answer(rank, ticket, 0, np.array(sorted(awaited), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         if rank == self.rank:
-            # An error of the caller's own code is raised as it is.
+            # The updater ran in the caller's own process: its exception is raised as it is, not as PeerFailed.
             if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
                 settled(answer)
-            self._asking.take(ticket, version, answer)
+            self._client.take(ticket, version, answer)
             return
-        assert self._post is not None
+        assert self._endpoint is not None
         if isinstance(answer, BaseException):
             outcome = Outcome.HALFWAY if isinstance(answer, HalfUpdated) else Outcome.RAISED
-            self._post.answer(rank, (ticket, version, outcome), np.frombuffer(format_error(answer).encode(), np.uint8))
+            self._endpoint.answer(
+                rank, (ticket, version, outcome), np.frombuffer(format_error(answer).encode(), np.uint8)
+            )
         else:
-            self._post.answer(rank, (ticket, version, Outcome.WELL), answer)
+            self._endpoint.answer(rank, (ticket, version, Outcome.WELL), answer)
 
     # --- Ends
 
     def _leave(self, why: str) -> bool:
         left = super()._leave(why)
-        if left and self._post is not None:
-            self._post.stop()
+        if left and self._endpoint is not None:
+            self._endpoint.stop()
         return left
 
     def _parting(self) -> Callable[[], list[int]]:
-        """As in any store, but not before the thread has ended, and what this rank has sent has arrived; meanwhile it
-        takes what others have sent. For a message on its way MPI's end waits without a deadline, or reads memory that
-        is gone.
+        """Announce the shutdown as in any store, after the thread has ended and this rank's messages have arrived.
+        Meanwhile receive the others' messages. MPI would wait for a message in flight without a deadline, or write to
+        freed memory.
         """
-        if (post := self._post) is None:
+        if (endpoint := self._endpoint) is None:
             return super()._parting()
-        said: list[Callable[[], list[int]]] = []
+        announced: list[Callable[[], list[int]]] = []
         parting = super()._parting
 
         def absent() -> list[int]:
-            if post.answering:
+            if endpoint.answering:
                 return [self.rank]
-            if around := post.discard():
+            if around := endpoint.discard():
                 return around
-            if not said:
-                said.append(parting())
-            return said[0]()
+            if not announced:
+                announced.append(parting())
+            return announced[0]()
 
         return absent
 
     def _free(self) -> None:
-        if self._post is not None:
-            self._post.close(self._waiting)
+        if self._endpoint is not None:
+            self._endpoint.close(self._waiting)
         self._exchange.close()
-        self._begin()  # without keys, whose memory could not be freed while the ledger looks at it
+        self._begin()  # drop the keys: an owner that still refers to their memory would keep it from being freed
         super()._free()
 
 
 def check_options(config: Config, given: Mapping[str, Any]) -> None:
-    """Raise if a store of this kind cannot have these options, of which some were given and others come from the
-    environment. Local.
-    """
+    """Raise Unsupported for options that this store lacks, given by argument or environment. Local."""
     asked = {
         "placement": config.placement != "auto",
         "kernels": config.kernels != "numpy",
@@ -521,7 +525,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
         raise Unsupported(f"{', '.join(names)}: not in asynchronous mode; leave it out, or use 'dist_sync'")
 
 
-def _owner(entry: Entry) -> int:
+def _owner_of(entry: Entry) -> int:
     return entry.place.block.grid.owner(entry.place.start)
 
 

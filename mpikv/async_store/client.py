@@ -1,7 +1,8 @@
-"""What one rank has asked of the owners of keys, and what it has learnt from their answers.
+"""The client of one rank: its requests to the owners of keys, and their answers.
 
-It sends letters by a post and knows nothing of what owners do with them. What this rank asks of itself is a call, whose
-answer comes back by :meth:`AsyncClient.take`, at once or from the thread that answers other ranks.
+It sends requests through an endpoint; :mod:`mpikv.async_store.owner` runs them. A request of this rank to itself is a
+function call. Its answer comes through :meth:`AsyncClient.take`, at once or later from the thread that answers other
+ranks.
 """
 
 from __future__ import annotations
@@ -22,63 +23,63 @@ from ..transports.rpc import Endpoint
 __all__ = ["NUMBERS", "PATIENCE", "Act", "AsyncClient", "Kind", "Outcome"]
 
 NUMBERS = np.dtype(np.int64)
-"""Of the answer to a question for ranks."""
+"""Dtype of an answer that lists ranks."""
 PATIENCE = 1.0
-"""Seconds that an owner has to say whom it waits for."""
+"""Seconds that an owner has to name the ranks it waits for."""
 
 Act: TypeAlias = "Callable[[Kind, int, int, Array | None], None]"
-"""Does what this rank asks of itself: the kind, the ticket, a number, a body."""
+"""Runs a request of this rank to itself, by kind, ticket, number and body."""
 
 
 class Kind(IntEnum):
-    """What a letter asks for. Its number is a row of the table, or a clock."""
+    """The kind of a request. Its number is a row of the key table, or a clock."""
 
     PUSH = 0
     PULL = 1
     LEAVE = 2
     TICK = 3
-    """The only one to which there is no answer; a LEAVE follows on it."""
+    """The only kind without an answer. A LEAVE comes after it, so its arrival is known by then."""
     WAIT = 4
     WHO = 5
 
 
 class Outcome(IntEnum):
-    """How an answer begins."""
+    """The first field after ticket and version in an answer."""
 
     WELL = 0
     RAISED = 1
-    """The push has changed nothing."""
+    """The push failed; value and state are unchanged."""
     HALFWAY = 2
-    """The value is whatever it is."""
+    """The push failed in the middle; value and state are undefined."""
 
 
-class _Wanted(NamedTuple):
-    """An answer that has not come."""
+class _Outstanding(NamedTuple):
+    """An answer under way."""
 
     owner: int
     key: Key | None
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     take: Callable[[Array], None]
-    """Given what was asked for, which may change afterwards."""
+    """Called with the answer's array; the array may be overwritten afterwards."""
 
 
 class AsyncClient:
-    """The questions of one rank. All methods but :meth:`take` are for one thread."""
+    """The requests of one rank to owners. One thread calls all methods but :meth:`take`."""
 
-    def __init__(self, rank: int, post: Endpoint | None, act: Act, waiting: Waits) -> None:
-        """Without a post this rank owns everything."""
-        self._rank, self._post, self._act, self._waiting = rank, post, act, waiting
+    def __init__(self, rank: int, endpoint: Endpoint | None, act: Act, waiting: Waits) -> None:
+        """``endpoint`` is None if this rank owns all keys."""
+        self._rank, self._endpoint, self._act, self._waiting = rank, endpoint, act, waiting
         self._tickets = self._epoch = 0
-        self._wanted: dict[int, _Wanted] = {}
+        self._outstanding: dict[int, _Outstanding] = {}
         self._failures: dict[Key, BaseException] = {}
         self.seen: dict[Key, int] = {}
-        """The versions that keys had when this rank last heard of them."""
+        """The version of each key in the last answer about it."""
         self.slowest = 0
-        """The last that was heard of the rank that is furthest behind."""
+        """The clock of the slowest active rank in the last answer about it."""
 
     def begin(self, epoch: int) -> None:
-        """Start anew, when all ranks have met and nothing is wanted: letters carry this number from now on."""
+        """Start anew after a collective call, with no request outstanding. Requests carry this number from now on."""
         self._epoch, self.slowest = epoch, 0
         self.seen.clear()
 
@@ -91,17 +92,17 @@ class AsyncClient:
         take: Callable[[Array], None] = lambda array: None,
         number: int = 0,
     ) -> int:
-        """Send a request; return the ticket under which its answer will come."""
+        """Send a request; return the ticket of its answer."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
         if kind != Kind.TICK:
-            self._wanted[ticket] = _Wanted(owner, key, dtype, shape, take)
+            self._outstanding[ticket] = _Outstanding(owner, key, dtype, shape, take)
         if owner != self._rank:
-            assert self._post is not None
-            self._post.request(owner, (kind, self._epoch, ticket, number), body)
+            assert self._endpoint is not None
+            self._endpoint.request(owner, (kind, self._epoch, ticket, number), body)
         else:
-            # An update may overwrite it.
+            # Copy: body may be the caller's array, and the updater may change the array it is given.
             self._act(kind, ticket, number, None if body is None else body.copy())
         return ticket
 
@@ -109,60 +110,60 @@ class AsyncClient:
         """Wait for answers.
 
         Raises:
-            Stalled: they do not come before the deadline; it names the owners that do not answer, and the ranks for
-                which others wait.
+            Stalled: they do not come before the deadline; it names the silent owners, and the ranks that owners wait
+                for.
         """
-        if any(ticket in self._wanted for ticket in tickets):
-            self._waiting.until(lambda: self._has_heard(tickets), self._whom)
+        if any(ticket in self._outstanding for ticket in tickets):
+            self._waiting.until(lambda: self._has_answers(tickets), self._awaited_ranks)
 
     def wait_for_all(self) -> None:
-        """Wait until nothing is wanted, questions whose answers came too late for their asker included."""
-        self.hear()
-        if self._wanted:
-            self._waiting.until(lambda: self._has_heard(list(self._wanted)), self._whom)
+        """Wait for all outstanding answers, those to timed-out questions included."""
+        self.receive()
+        if self._outstanding:
+            self._waiting.until(lambda: self._has_answers(list(self._outstanding)), self._awaited_ranks)
 
-    def _has_heard(self, tickets: Iterable[int]) -> bool:
-        self.hear()
-        return not any(ticket in self._wanted for ticket in tickets)
+    def _has_answers(self, tickets: Iterable[int]) -> bool:
+        self.receive()
+        return not any(ticket in self._outstanding for ticket in tickets)
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take the answers that have arrived."""
-        if self._post is None:
+        if self._endpoint is None:
             return
-        if self._post.failure is not None:
-            failure = self._post.failure
+        if self._endpoint.failure is not None:
+            failure = self._endpoint.failure
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
-        while (letter := self._post.reply()) is not None:
-            ticket, version, outcome = letter.head[:3]
-            wanted = self._wanted.get(ticket)
-            if wanted is None or wanted.owner != letter.source:
-                raise TransportError(f"rank {letter.source} sent a reply without a request")
+        while (reply := self._endpoint.reply()) is not None:
+            ticket, version, outcome = reply.head[:3]
+            outstanding = self._outstanding.get(ticket)
+            if outstanding is None or outstanding.owner != reply.source:
+                raise TransportError(f"rank {reply.source} sent a reply without a request")
             if outcome == Outcome.WELL:
-                self.take(ticket, version, letter.body.view(wanted.dtype).reshape(-1))
+                self.take(ticket, version, reply.body.view(outstanding.dtype).reshape(-1))
                 continue
-            said = f"rank {letter.source}, the owner of key {wanted.key!r}, raised {bytes(letter.body).decode()}"
+            text = f"rank {reply.source}, the owner of key {outstanding.key!r}, raised {bytes(reply.body).decode()}"
             if outcome == Outcome.HALFWAY:
-                raise TransportError(f"{said}, in a push of this rank")
-            error = PeerFailed(f"{said} in a push of this rank; that push did not change the value", letter.source)
+                raise TransportError(f"{text}, in a push of this rank")
+            error = PeerFailed(f"{text} in a push of this rank; that push did not change the value", reply.source)
             self.take(ticket, version, error)
 
     def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Take an answer: the bytes of a value, in any shape, what a push has raised, or nothing."""
-        wanted = self._wanted[ticket]
+        """Accept an answer: the bytes of a value, the exception of a push, or None."""
+        outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
-            assert wanted.key is not None
-            self._failures[wanted.key] = answer
+            assert outstanding.key is not None
+            self._failures[outstanding.key] = answer
         elif answer is not None and answer.size:
-            wanted.take(answer.reshape(wanted.shape))
-        if wanted.key is None:
+            outstanding.take(answer.reshape(outstanding.shape))
+        if outstanding.key is None:
             self.slowest = max(self.slowest, version)
         else:
-            self.seen[wanted.key] = version
-        # Last: then another thread may go on.
-        del self._wanted[ticket]
+            self.seen[outstanding.key] = version
+        # Last: another thread takes the missing ticket as the sign that the answer is stored.
+        del self._outstanding[ticket]
 
     def raise_failures(self, keys: Iterable[Key] | None = None) -> None:
-        """Raise what pushes of keys, or of any, have raised and nobody was told of yet."""
+        """Raise the failures of pushes of these keys, or of any, once: the first, with a note of the others."""
         names = [key for key in list(self._failures if keys is None else keys) if key in self._failures]
         failures = [self._failures.pop(name) for name in names]
         if len(failures) > 1:
@@ -170,19 +171,19 @@ class AsyncClient:
         if failures:
             raise failures[0]
 
-    def _whom(self) -> list[int]:
-        """Find out for which ranks this one waits: owners that do not answer, and those for whom owners wait."""
+    def _awaited_ranks(self) -> list[int]:
+        """Return the ranks that this one waits for: silent owners, and the ranks that other owners wait for."""
         found: list[int] = []
         asked: dict[int, int] = {}
         silent = set()
-        for owner in sorted({wanted.owner for wanted in list(self._wanted.values())}):
+        for owner in sorted({outstanding.owner for outstanding in list(self._outstanding.values())}):
             try:
                 asked[self.ask(Kind.WHO, owner, take=lambda ranks: found.extend(ranks.tolist()))] = owner
-            except Stalled:  # this rank's own updater runs
-                del self._wanted[self._tickets]
+            except Stalled:  # this rank's updater runs and holds the lock
+                del self._outstanding[self._tickets]
                 silent.add(owner)
         with suppress(Stalled):
-            Waiting(PATIENCE).until(lambda: self._has_heard(asked), tuple)
-        # What was not answered stays wanted: the communicator is not freed while letters are on their way.
-        silent.update(owner for ticket, owner in asked.items() if ticket in self._wanted)
+            Waiting(PATIENCE).until(lambda: self._has_answers(asked), tuple)
+        # Unanswered questions stay outstanding: the communicator must not be freed with messages in flight.
+        silent.update(owner for ticket, owner in asked.items() if ticket in self._outstanding)
         return sorted({*found, *silent})

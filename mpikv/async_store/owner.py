@@ -1,8 +1,8 @@
-"""What the owner of keys does with the pushes and pulls that arrive in any order.
+"""The owner of keys: it applies pushes and answers pulls in any order of arrival.
 
-It knows no messages and no threads: a request is a call, and an answer is a call of ``answer``, in the same call or in
-a later one. A push is applied when it comes; or, in *rounds*, it is parked until every active rank has pushed the key,
-and the sum of theirs, in rank order, makes one update, which is what a synchronous store does.
+It knows no messages and no threads: a request is a call, and an answer is a call of ``answer``, at once or later. A
+push is applied when it comes. In *rounds* it is parked until every active rank has pushed the key; then the sum, in
+rank order, makes one update, as in a synchronous store.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from ..protocols import Array, Updater
 __all__ = ["Answer", "HalfUpdated", "KeyOwner"]
 
 Answer: TypeAlias = "Callable[[int, int, int, Array | BaseException | None], None]"
-"""Told the rank, its ticket, the version of the value, and for a pull the value, which may change when it returns; for
-a push that has changed nothing, what its updater raised; or a :class:`HalfUpdated`."""
+"""Receives the rank, its ticket, the version of the value, and an answer. A pull is answered by the value; the value
+may change after the call. A failed push is answered by the updater's exception, or by a :class:`HalfUpdated`.
+"""
 
 
 class HalfUpdated(TransportError):
-    """An optimizer has failed in the middle of its rule: nobody knows what the value is. The store cannot be used any
-    more.
-    """
+    """An optimizer failed in the middle of its rule. The value is undefined, and the store is unusable."""
 
 
 class _Push(NamedTuple):
@@ -37,19 +36,19 @@ class _Push(NamedTuple):
 
 
 class KeyOwner:
-    """The requests to one owner. Calls must come one at a time."""
+    """The keys of one owner. The caller makes one call at a time."""
 
     def __init__(self, size: int, rounds: bool, answer: Answer) -> None:
         self._size, self._rounds, self._answer = size, rounds, answer
         self.applied = 0
-        """How many updates were made."""
+        """Number of updates made."""
 
     def begin(self, table: KeyTable, updater: Updater) -> None:
-        """Start anew, when all ranks have met: nothing is parked, and all ranks are active.
+        """Start anew after a collective call: nothing is parked, and all ranks are active.
 
         Args:
-            table: the keys that there are, whose counts of updates are kept here.
-            updater: what makes an update. Nobody else uses or changes it until the next call.
+            table: the keys and their update counts; the owner counts its updates there.
+            updater: makes the updates. Nobody else may use or change it until the next call.
         """
         self._table, self._updater = table, updater
         self._entries = {entry.index: entry for entry in table.entries()}
@@ -58,10 +57,10 @@ class KeyOwner:
         self._pulls: dict[int, list[tuple[int, int]]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array) -> None:
-        """Update a value by what a rank has pushed, the elements or their bytes, now or when the round is complete.
+        """Update a value by a rank's push, now or when the round is complete.
 
-        A rank's pushes of a key wait for each other: it has none that is parked. ``payload`` may be overwritten, and
-        again by others when this returns.
+        ``payload`` holds the elements or their bytes. A rank pushes a key again only after the update: it has at most
+        one parked push. The owner may overwrite ``payload``, and the caller may reuse it on return.
         """
         payload = payload.reshape(-1).view(self._entries[row].dtype)
         if not self._rounds:
@@ -71,28 +70,29 @@ class KeyOwner:
         self._complete(row)
 
     def pull(self, rank: int, ticket: int, row: int) -> None:
-        """Answer with the value, once it has all that the rank itself has pushed."""
+        """Answer with the value, after the rank's own parked push is applied."""
         if any(push.rank == rank for push in self._parked.get(row, ())):
             self._pulls.setdefault(row, []).append((rank, ticket))
         else:
             self._show(row, rank, ticket)
 
     def leave(self, rank: int) -> None:
-        """Wait for a rank no more: it pushes nothing until all have met."""
+        """Stop waiting for a rank: it pushes nothing until the next collective call."""
         self._active.discard(rank)
         for row in list(self._parked):
             self._complete(row)
 
     def awaited(self, rank: int) -> list[int]:
-        """Return the ranks for which the rounds of a rank's pushes wait."""
+        """Return the ranks that hold up the rounds of a rank's pushes."""
         come = [{push.rank for push in pushes} for pushes in self._parked.values()]
         return sorted(set().union(*(self._active - ranks for ranks in come if rank in ranks)))
 
     def _complete(self, row: int) -> None:
-        """Make the update of a round if all have come."""
+        """Update a key if all active ranks have pushed it."""
         pushes = sorted(self._parked[row], key=lambda push: push.rank)
         if self._active <= {push.rank for push in pushes}:
             del self._parked[row]
+            # Before the update: if it raises, these pushes must not be applied again.
             self._apply(row, pushes)
 
     def _apply(self, row: int, pushes: Sequence[_Push]) -> None:
@@ -117,7 +117,7 @@ class KeyOwner:
             raise failure
 
     def _update(self, entry: Entry, payloads: Sequence[Array]) -> None:
-        """Make one update by the sum of the payloads. A failure but :class:`HalfUpdated` changes nothing."""
+        """Update a value once, by the sum of the payloads. Any failure but :class:`HalfUpdated` changes nothing."""
         updater = self._updater
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
         total = payloads[0]

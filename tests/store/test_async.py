@@ -708,7 +708,7 @@ def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
         kv.init("w", np.zeros(4))
         adding(kv)
         refused, often, ready = [], threading.Event(), threading.Event()
-        begin, serve = kv._begin, kv._post._serve
+        begin, serve = kv._begin, kv._endpoint._serve
 
         def serve_late(letter):
             if served := serve(letter):
@@ -728,7 +728,7 @@ def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
 
         kv.barrier()
         if kv.is_root:
-            monkeypatch.setattr(kv._post, "_serve", serve_late)
+            monkeypatch.setattr(kv._endpoint, "_serve", serve_late)
             monkeypatch.setattr(kv, "_begin", begin_late)
         kv.barrier()
         if kv.rank == 1:

@@ -1,4 +1,4 @@
-"""The order in which early letters are served, and the asker's side of updates on arrival, without MPI."""
+"""The order in which early requests are served, and the asynchronous client, without MPI."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def test_letters_of_one_rank_stay_in_order(data, sources):
         counts[source] += 1
         arriving.append(Request(source, [counts[source]], NOTHING))
 
-    def serve(letter):
+    def serve(request):
         if not data.draw(st.booleans()):
             return False
-        served.append(letter)
+        served.append(request)
         return True
 
-    for letter in arriving:
-        left = unserved([*left, letter], serve)
+    for request in arriving:
+        left = unserved([*left, request], serve)
         left = unserved(left, serve)
-    left = unserved(left, lambda letter: not served.append(letter))
+    left = unserved(left, lambda request: not served.append(request))
     assert left == []
     for source in range(4):
-        assert [letter.head[0] for letter in served if letter.source == source] == [*range(1, counts[source] + 1)]
+        assert [request.head[0] for request in served if request.source == source] == [*range(1, counts[source] + 1)]
 
 
 class Endpoint:
@@ -57,13 +57,13 @@ class Endpoint:
         return self.replies.pop(0) if self.replies else None
 
 
-def asker(timeout=0.05, **options):
-    post = Endpoint()
+def make_client(timeout=0.05, **options):
+    endpoint = Endpoint()
 
     def act(kind, ticket, number, body):
         raise Stalled("an update of this rank runs", [0])
 
-    return post, AsyncClient(0, post, act, Waiting(timeout, **options))
+    return endpoint, AsyncClient(0, endpoint, act, Waiting(timeout, **options))
 
 
 def answer(source, *head, body=NOTHING):
@@ -73,53 +73,53 @@ def answer(source, *head, body=NOTHING):
 def test_a_question_that_is_answered_late_is_waited_for():
     """Its answer would otherwise come to the next store, whose communicator is the same to MPI."""
     warned = []
-    post, asking = asker(5.0, warn_after=0.01, warn=lambda waited, missing: warned.append(missing))
+    endpoint, client = make_client(5.0, warn_after=0.01, warn=lambda waited, missing: warned.append(missing))
     looks = itertools.count()
-    reply = post.reply
-    ticket = asking.ask(Kind.LEAVE, 1)
+    reply = endpoint.reply
+    ticket = client.ask(Kind.LEAVE, 1)
 
     def answered():  # first the awaited answer, to the question for whom none in time
         if warned and next(looks) == 3:
-            post.replies.append(answer(1, ticket))
+            endpoint.replies.append(answer(1, ticket))
         return reply()
 
-    post.reply = answered
-    asking.wait([ticket])
+    endpoint.reply = answered
+    client.wait([ticket])
     assert warned == [[1]]
-    kinds = [(kind, ticket) for _, kind, _, ticket, _ in post.requests]
+    kinds = [(kind, ticket) for _, kind, _, ticket, _ in endpoint.requests]
     (_, left), (who, asked) = kinds
     assert (left, who) == (ticket, Kind.WHO)
-    assert asked in asking._wanted
-    post.replies.append(answer(1, asked, body=np.array([3]).view(np.uint8)))
-    asking.wait_for_all()
-    assert not asking._wanted
+    assert asked in client._outstanding
+    endpoint.replies.append(answer(1, asked, body=np.array([3]).view(np.uint8)))
+    client.wait_for_all()
+    assert not client._outstanding
 
 
 def test_who_is_waited_for():
     """An owner's answer names others; the owner that is this rank itself, and is in an update, is named at once."""
-    post, asking = asker()
-    ticket = asking.ask(Kind.LEAVE, 1)
+    endpoint, client = make_client()
+    ticket = client.ask(Kind.LEAVE, 1)
     with pytest.raises(Stalled, match="an update of this rank runs"):
-        asking.ask(Kind.LEAVE, 0)
-    request = post.request
+        client.ask(Kind.LEAVE, 0)
+    request = endpoint.request
 
     def ask(rank, head, body=None):
         request(rank, head, body)
-        post.replies.append(answer(rank, head[2], body=np.array([2, 3]).view(np.uint8)))
+        endpoint.replies.append(answer(rank, head[2], body=np.array([2, 3]).view(np.uint8)))
 
-    post.request = ask
+    endpoint.request = ask
     with pytest.raises(Stalled) as caught:
-        asking.wait([ticket])
+        client.wait([ticket])
     assert caught.value.missing == (0, 2, 3)
 
 
 @pytest.mark.parametrize(("source", "other"), [(1, 1), (2, 0)])
 def test_an_answer_to_nothing_is_an_error(source, other):
-    post, asking = asker()
-    ticket = asking.ask(Kind.LEAVE, 1)
-    post.replies.append(answer(source, ticket + other))
+    endpoint, client = make_client()
+    ticket = client.ask(Kind.LEAVE, 1)
+    endpoint.replies.append(answer(source, ticket + other))
     with pytest.raises(TransportError, match=f"rank {source} sent a reply without a request"):
-        asking.hear()
+        client.receive()
 
 
 def test_failures_are_raised_by_calls_that_name_the_key():
@@ -127,20 +127,20 @@ def test_failures_are_raised_by_calls_that_name_the_key():
     places = Arena(LocalTransport(1 << 20), pooling=False).place([(np.dtype(float), 2)] * 3)
     for key, place in zip("abc", places, strict=True):
         table.add(key, (2,), np.dtype(float), place)
-    post, asking = asker()
+    endpoint, client = make_client()
     text = np.frombuffer(b"ValueError: too large", np.uint8)
     for key in "abc":
-        post.replies.append(answer(1, asking.ask(Kind.PUSH, 1, table[key], np.ones(2)), 4, key != "b", body=text))
-    post.replies[1] = post.replies[1]._replace(body=NOTHING)
-    asking.hear()
-    asking.raise_failures(["b"])
+        endpoint.replies.append(answer(1, client.ask(Kind.PUSH, 1, table[key], np.ones(2)), 4, key != "b", body=text))
+    endpoint.replies[1] = endpoint.replies[1]._replace(body=NOTHING)
+    client.receive()
+    client.raise_failures(["b"])
     with pytest.raises(PeerFailed, match="rank 1, the owner of key 'a', raised ValueError: too large in a push"):
-        asking.raise_failures(["b", "a"])
-    asking.raise_failures(["b", "a"])
+        client.raise_failures(["b", "a"])
+    client.raise_failures(["b", "a"])
     with pytest.raises(PeerFailed, match="key 'c'"):
-        asking.raise_failures()
-    asking.raise_failures()
-    assert asking.seen == {"a": 4, "b": 4, "c": 4}
-    post.replies.append(answer(1, asking.ask(Kind.PUSH, 1, table["a"], np.ones(2)), 4, 2, body=text))
+        client.raise_failures()
+    client.raise_failures()
+    assert client.seen == {"a": 4, "b": 4, "c": 4}
+    endpoint.replies.append(answer(1, client.ask(Kind.PUSH, 1, table["a"], np.ones(2)), 4, 2, body=text))
     with pytest.raises(TransportError, match="too large"):
-        asking.hear()
+        client.receive()

@@ -13,10 +13,10 @@ def test_what_is_on_its_way_arrives_before_a_rank_parts(monkeypatch):
     monkeypatch.setattr(KVStore, "_parting", lambda store: parted.append("said") or (lambda: [0]))
     monkeypatch.setattr(KVStore, "rank", 1)
     store = object.__new__(AsyncKVStore)
-    store._post = SimpleNamespace(answering=True, discard=lambda: around.pop(0))
+    store._endpoint = SimpleNamespace(answering=True, discard=lambda: around.pop(0))
     absent = store._parting()
     assert absent() == [1]  # its thread still answers
-    store._post.answering = False
+    store._endpoint.answering = False
     assert absent() == [2]
     assert parted == []
     assert [absent(), absent()] == [[0], [0]]
