@@ -65,10 +65,13 @@ def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         try:
             return function(*arguments, **options)
-        except TypeError:
+        except BaseException as error:
             unknown = [name for name in options if name not in known]
-            if unknown:  # then the function was not entered
+            if isinstance(error, TypeError) and unknown:  # then the function was not entered
                 raise unknown_argument(function, unknown) from None
+            # Without the entry of this function. Not by assignment: an error of the caller's own may forbid it.
+            trace = error.__traceback__
+            BaseException.with_traceback(error, trace and trace.tb_next)
             raise
 
     return call
