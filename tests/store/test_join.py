@@ -7,9 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from support.oracle import UPDATERS, Oracle, adopt, swap
 
 import mpikv
-from mpikv import Closed, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported, optimizers
+from mpikv import Closed, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
 from mpikv.cluster.mpi_library import library_of
 from mpikv.cluster.tracebacks import place_of
 from mpikv.testing.faulty import store_over
@@ -23,11 +24,8 @@ SHAPES = {"large": (40, 60), "half": (7,), "one": ()}
 DTYPES = {"large": np.dtype(np.float64), "half": np.dtype(np.float16), "one": np.dtype(np.float32)}
 
 
-@pytest.fixture(params=["shm", "mpi", "hierarchical"])
-def transport(request, ranks):
-    if ranks == 1 and request.param != "shm":
-        pytest.skip("one rank has one transport")
-    return "auto" if ranks == 1 else request.param
+def zeros():
+    return {key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()}
 
 
 @pytest.fixture
@@ -41,64 +39,14 @@ def amounts(pattern, size):
     return {
         "root leaves first": list(range(size)),
         "root leaves last": [size - rank for rank in range(size)],
-        "equal": [2] * size,
-        "no work at all": [0] * size,
+        "nobody has work": [0] * size,
     }[pattern]
-
-
-def swap(key, given, stored):
-    """Depend on the key, the sum and the stored value, without growing."""
-    stored[...] = np.where(stored == 0, given + len(key), 0)
-
-
-UPDATERS = {
-    "assign": lambda: None,
-    "callable": lambda: swap,
-    "sgd": lambda: optimizers.SGD(learning_rate=0.25, momentum=0.5),
-    "adam": lambda: optimizers.Adam(multi_precision=True),
-    "lamb": lambda: optimizers.LAMB(learning_rate=0.125),
-}
-
-
-class Oracle:
-    """The values in one process."""
-
-    def __init__(self, updater):
-        self.updater = updater
-        self.values = {key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()}
-        self.counts = dict.fromkeys(SHAPES, 0)
-        self.state = {}
-        if isinstance(updater, optimizers.Optimizer):
-            for key, value in self.values.items():
-                slots = updater.slots(value.dtype).items()
-                self.state[key] = {name: np.zeros(value.shape, dtype) for name, dtype in slots}
-
-    def push(self, key, arrays):
-        value = self.values[key]
-        wide = np.dtype(np.float32) if value.dtype == np.float16 else value.dtype
-        total = np.zeros(value.shape, wide)
-        for array in arrays:
-            total += array.astype(wide)
-        self.counts[key] += 1
-        if self.updater is None:
-            value[...] = total
-        elif self.updater is swap:
-            swap(key, total.astype(value.dtype), value)
-        else:
-            self.updater.update(self.updater.step(key, self.counts[key]), total, value, self.state[key])
 
 
 def brought(step, rank, key):
     """Return what a rank pushes: small integers, whose sums are exact in every dtype and order."""
     random = np.random.default_rng([step, rank, len(key)])
     return random.integers(-4, 5, SHAPES[key]).astype(DTYPES[key])
-
-
-def adopt(kv, updater):
-    if isinstance(updater, optimizers.Optimizer):
-        kv.set_optimizer(updater)
-    elif updater:
-        kv.set_updater(updater)
 
 
 def check_values(kv, oracle):
@@ -120,16 +68,16 @@ def placements(name):
 
 
 @ALL
-@pytest.mark.parametrize("pattern", ["root leaves first", "root leaves last"])
+@pytest.mark.parametrize("pattern", ["root leaves first", "root leaves last", "nobody has work"])
 @pytest.mark.parametrize(
     ("name", "placement"), [(name, placement) for name in UPDATERS for placement in placements(name)]
 )
 @pytest.mark.feature("unequal-batches")
 def test_values(comm, transport, name, placement, pattern):
     with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
-        kv.init({key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()})
+        kv.init(zeros())
         adopt(kv, UPDATERS[name]())
-        oracle = Oracle(UPDATERS[name]())
+        oracle = Oracle(zeros(), UPDATERS[name]())
         steps = amounts(pattern, kv.size)
         with kv.join():
             for step in range(max(steps)):
@@ -170,13 +118,12 @@ def test_buffers(comm, transport, placement):
     """What the buffers of a rank that has left hold counts for nothing, and stays."""
     keys = list(SHAPES)
     with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
-        kv.init({key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()})
+        kv.init(zeros())
         buffers, views = kv.buffer(keys), kv.view(keys)
         for name in UPDATERS if placement == "root" else [name for name in UPDATERS if name != "callable"]:
-            kv.set(keys, [np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()])
-            kv.set_updater(None)
+            kv.set(keys, list(zeros().values()))
             adopt(kv, UPDATERS[name]())
-            oracle = Oracle(UPDATERS[name]())
+            oracle = Oracle(zeros(), UPDATERS[name]())
             for pattern in ("root leaves first", "root leaves last"):
                 work_with_buffers(kv, oracle, amounts(pattern, kv.size), buffers, views)
             check_values(kv, oracle)
@@ -253,16 +200,6 @@ def test_errors_with_buffers(kv, verb):
     in_block(kv, lambda: kv.is_root or getattr(kv, verb)("w"))
     np.testing.assert_array_equal(kv.pull("w"), np.full(600, 5.0 + kv.size * (kv.size + 1) / 2 - 1))
     np.testing.assert_array_equal(buffer, np.full(600, kv.rank + 1.0))
-
-
-@ALL
-@pytest.mark.parametrize("pattern", ["equal", "no work at all"])
-def test_equal_work(kv, pattern):
-    kv.init("w", np.zeros(5))
-    with kv.join():
-        for _ in range(amounts(pattern, kv.size)[kv.rank]):
-            kv.push("w", np.ones(5))
-    np.testing.assert_array_equal(kv.pull("w"), np.full(5, kv.size if pattern == "equal" else 0))
 
 
 @SEVERAL
