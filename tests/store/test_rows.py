@@ -217,7 +217,7 @@ class Program:
 EXACT = {assign: DTYPES, descend: ("float64",), twice: ("float64", "int32", "bool", "complex128")}
 
 
-@pytest.mark.feature("sparse-push")
+@pytest.mark.feature("sparse-push", "sparse-assign", "sparse-pull")
 @pytest.mark.deadline(30 + 2 * SEQUENCES)
 @pytest.mark.parametrize("store", STORES, indirect=True, ids=str)
 def test_random_programs_do_what_whole_arrays_do(store, request):
@@ -300,13 +300,12 @@ def test_a_few_rows_of_a_large_value_take_little_memory():
 
 @pytest.mark.processes
 @pytest.mark.feature("sparse-ignore")
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 def test_pull_leaves_rows_as_they_are_or_fills_them(comm, transport, caplog):
     caplog.set_level("INFO", "mpikv")
     value = np.zeros((40, 31))
     value[[3, 17, 39]] = comm.size if comm else 1
     none, half = np.zeros((4, 0)), np.array([[1, 0], [0, 0], [0, -0.0], [0, np.nan]], np.float16)
-    with mpikv.create(comm=comm, transport=transport if comm else "local", bucket_bytes=4096) as kv:
+    with mpikv.create(comm=comm, transport=transport, bucket_bytes=4096) as kv:
         kv.init(["s", "d", "none", "half"], [np.zeros((40, 31)), np.ones(3), none, half])
         kv.push("s", RowSparse([39, 3, 17], np.ones((3, 31)), (40, 31)))
         outs = RowSparse([5], np.ones((1, 31), np.float32), (40, 31)), np.empty((40, 31)), np.empty(3)
@@ -343,15 +342,6 @@ def test_rows_that_do_not_fit_a_pull(comm):
         np.testing.assert_array_equal(kv.pull("s"), np.ones((3, 2)))
 
 
-@pytest.mark.feature("sparse-assign", "sparse-pull")
-def test_rows_that_are_not_there_are_zeros(comm):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("s", RowSparse([2], np.ones((1, 2)), (6, 2)))
-        assert kv.row_sparse_pull("s", row_ids=[2, 5]).values.tolist() == [[1, 1], [0, 0]]
-        kv.push("s", RowSparse([5], np.ones((1, 2)), (6, 2)))
-        assert kv.row_sparse_pull("s", row_ids=[2, 5]).values.tolist() == [[0, 0], [kv.size, kv.size]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -380,30 +370,8 @@ def test_bad_pulls(comm, arguments, error, text):
         assert kv.row_sparse_pull("s", row_ids=[5]).values.tolist() == [[10, 11]]
 
 
-WRITES = {
-    "push": lambda kv: kv.push("s", VALUE),
-    "buffer": lambda kv: (kv.buffer("s").fill(1.0), kv.push("s")),
-    "set": lambda kv: kv.set("s", VALUE),
-    "broadcast": lambda kv: kv.broadcast("s", VALUE),
-    "updater": lambda kv: (kv.set_updater(add_twice), kv.push("s", few()), kv.set_updater(None)),
-    "optimizer": lambda kv: (kv.set_optimizer("test"), kv.push("s", few()), kv.set_updater(None)),
-}
-
-
 def few():
     return RowSparse([4], np.ones((1, 2)), (6, 2))
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
-@pytest.mark.parametrize("write", WRITES)
-def test_what_others_have_written_is_cleared(comm, write, transport):
-    rows = RowSparse([1], np.ones((1, 2)), (6, 2))
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
-        kv.init("s", rows)
-        kv.push("s", rows)
-        WRITES[write](kv)
-        kv.push("s", rows)
-        np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
 
 
 # --- What does not go
@@ -487,13 +455,12 @@ def lazily(name, options, value, state, ids, total, count):
 
 
 @pytest.mark.feature("sparse-optimizers")
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("rule", RULES)
 def test_optimizers_change_the_rows_in_the_sum(comm, rule, transport):
     options, shape = RULES[rule], (500, 5)
     rng = np.random.default_rng(3)
     expected, state = rng.standard_normal(shape), {}
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
+    with mpikv.create(comm=comm, transport=transport, bucket_bytes=4096) as kv:
         kv.init("w", expected.copy())
         kv.set_optimizer("sgd" if rule == "momentum" else rule, **options)
         for count in range(1, 6):
@@ -545,20 +512,6 @@ def test_a_function_receives_rows(comm):
         np.testing.assert_array_equal(kv.pull("d"), expected)
 
 
-def test_a_function_that_raises_changes_nothing(comm):
-    def update(key, received, stored):
-        stored += 1
-        if key == "s":
-            raise ZeroDivisionError("on purpose")
-
-    with filled(comm) as kv:
-        kv.set_updater(update)
-        with pytest.raises(ZeroDivisionError if kv.is_root else mpikv.PeerFailed, match="on purpose"):
-            kv.push(["d", "s"], [RowSparse([1], np.ones((1, 2)), (6, 2))] * 2)
-        np.testing.assert_array_equal(kv.pull("d"), VALUE)
-        assert (kv.version("d"), kv.version("s")) == (0, 0)
-
-
 # --- With the rest of the store
 
 
@@ -608,51 +561,6 @@ def test_pushes_of_all_rows_and_of_few(comm):
             assert (kv.statistics()["rows"]["bytes_sent"] > before) is (kv.size > 1)
 
 
-@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
-def test_ranks_that_bring_much_and_nothing(comm, bucket_bytes):
-    with mpikv.create(comm=comm, bucket_bytes=bucket_bytes) as kv:
-        kv.init("s", RowSparse([], np.zeros((0, 7)), (5000, 7)))
-        kv.set_optimizer("test", learning_rate=1.0)
-        expected = np.zeros((5000, 7))
-        for turn, count in enumerate((0, 3000, 1, 4000, 0, 5000)):
-            busy = turn % kv.size
-            ids = np.arange(count) if kv.rank == busy else np.arange(0)
-            kv.push("s", RowSparse(ids, np.ones((ids.size, 7)), (5000, 7)))
-            expected[:count] -= 1
-            rows = kv.row_sparse_pull("s", row_ids=np.arange(0, 5000, kv.rank + 1))
-            np.testing.assert_array_equal(rows.values, expected[:: kv.rank + 1])
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
-@pytest.mark.parametrize("shape", [(40, 31), (5, 2100), (3, 200, 5), (2, 100000)])
-def test_rows_of_several_owners(comm, shape, transport):
-    rng = np.random.default_rng(5)
-    expected = rng.integers(-9, 10, shape).astype(float)
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
-        kv.init("w", expected)
-        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
-        for row in range(shape[0]):
-            total = np.zeros(shape[1:])
-            for rank in range(kv.size):
-                given = rng.integers(-9, 10, (1, *shape[1:])).astype(float)
-                total += given[0]
-                if rank == kv.rank:
-                    kv.push("w", RowSparse([row], given, shape))
-            expected[row] -= 0.5 * total
-            wanted = np.arange(kv.rank % shape[0], shape[0], 2)
-            rows = kv.row_sparse_pull("w", row_ids=wanted)
-            np.testing.assert_array_equal(rows.values, expected[wanted])
-        np.testing.assert_array_equal(kv.pull("w"), expected)
-
-
-def test_memory_that_another_value_has_left_is_cleared(comm):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("d", np.ones((100000, 3)))
-        kv.delete("d")
-        kv.init("s", RowSparse([7], np.ones((1, 3)), (100000, 3)))
-        assert kv.pull("s").sum() == 3
-
-
 def test_checkpoints(comm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     name = str(folder if comm is None else comm.bcast(str(folder))) + "/rows.mpikv"
@@ -684,7 +592,7 @@ def resident() -> int:
 def test_rows_that_are_never_touched_take_no_memory(comm, transport):
     """A table of 800 MB, of whose two states every rank would have 1.6 GB more; nobody writes to all of it."""
     shape = (400_000, 500)
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
+    with mpikv.create(comm=comm, transport=transport if comm else "local") as kv:
         before = resident()
         kv.init("s", RowSparse([5], np.ones((1, 500), np.float32), shape))
         if kv.transport == "shm":
@@ -699,10 +607,9 @@ def test_rows_that_are_never_touched_take_no_memory(comm, transport):
         assert resident() - before < 64 << 20
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_more_keys_than_a_message_can_tell_the_lengths_of(comm, transport):
     keys = [f"k{number}" for number in range(300)]
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
+    with mpikv.create(comm=comm, transport=transport, bucket_bytes=4096) as kv:
         kv.init(keys, [RowSparse([], np.zeros((0, 3)), (9, 3))] * 300)
         for _ in range(2):
             kv.push(keys, [RowSparse([number % 9], np.full((1, 3), 1.0 * number), (9, 3)) for number in range(300)])
@@ -732,51 +639,9 @@ def test_the_bits_are_those_of_whole_arrays(comm, transport, deterministic, dtyp
             np.testing.assert_array_equal(kv.pull("s"), kv.pull("d"))
 
 
-# --- What is read after something else has been sent
+# --- Views
 
 
-def parts_of(rng, shape, count):
-    return [np.unique(rng.integers(0, shape[0], count)) for _ in "ab"]
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
-@pytest.mark.parametrize("placement", ["sharded", "root"])
-def test_rows_of_two_keys_that_only_their_owners_have(comm, transport, placement):
-    shape, rng = (3000, 9), np.random.default_rng(8)
-    values = [rng.integers(-9, 10, shape).astype(float), rng.integers(-9, 10, (3000,)).astype(np.float32)]
-    transport = "local" if comm is None else transport
-    with mpikv.create(comm=comm, transport=transport, placement=placement, bucket_bytes=4096) as kv:
-        kv.init(["a", "b"], values)
-        kv.set_optimizer("test", learning_rate=1.0)
-        mine = np.random.default_rng([9, kv.rank])
-        for count in (5, 60, 60, 700, 3, 2000):
-            kv.push(["a", "b"], [RowSparse(np.arange(3000), np.ones_like(value), value.shape) for value in values])
-            for value in values:
-                value -= kv.size
-            wanted = parts_of(mine, shape, count)
-            for ids, value, rows in zip(wanted, values, kv.row_sparse_pull(["a", "b"], row_ids=wanted), strict=True):
-                np.testing.assert_array_equal(rows.indices, ids)
-                np.testing.assert_array_equal(rows.values, value[ids])
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-def test_rows_of_a_view_of_another_key_of_the_push(comm, transport):
-    """That key is updated in the same push, perhaps by another rank."""
-    shape = (100, 1)
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
-        kv.init(["a", "b"], [RowSparse([], np.zeros((0, 1)), shape)] * 2)
-        many, more = (RowSparse(np.arange(100), np.full(shape, number), shape) for number in (3.0, 10.0))
-        for _ in range(2):
-            kv.push("a", many)
-        kv.pull("a")
-        for _ in range(5):
-            kv.push(["a", "b"], [more, RowSparse([0, 1], kv.view("a")[:2], shape)])
-            assert kv.pull("b").sum() == 2 * 3 * kv.size * kv.size
-            kv.push("a", many)
-            kv.pull("a")
-
-
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_keys_that_start_anew_from_views(comm, transport, placement):
     """The views lie in memory that the new values may be given."""
@@ -786,7 +651,7 @@ def test_keys_that_start_anew_from_views(comm, transport, placement):
     def rows(kv, key):
         return RowSparse(ids, kv.view(key)[:400], shape)
 
-    with mpikv.create(comm=comm, transport="local" if comm is None else transport, placement=placement) as kv:
+    with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
         for new, old in (("a", "a"), ("ab", "ba"), ("d", "d"), ("da", "ad")):
             for given, kept in ((rows, 400), (lambda kv, key: kv.view(key), 900)):
                 kv.init({key: RowSparse(np.arange(900), value[key], shape) for key in "ab"}, overwrite=True)
@@ -802,7 +667,7 @@ def test_keys_that_start_anew_from_views(comm, transport, placement):
 
 def test_rows_are_rounded_once(comm):
     exact = np.array([[1 + 2.0**-11 + 2.0**-40]])
-    with mpikv.create(comm=comm, transport="local" if comm is None else "auto") as kv:
+    with mpikv.create(comm=comm) as kv:
         kv.init(["d", "s"], [np.zeros((2, 1), np.float16)] * 2)
         # From one rank alone, so that nothing is added.
         kv.push("d", np.concatenate([exact, exact]) * (kv.rank == 0))
@@ -845,7 +710,6 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypatch):
     """What a plan lacks after calls of rows is worked out before the ranks agree on a call that needs it."""
@@ -854,7 +718,7 @@ def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypat
         raise MemoryError("on purpose")
 
     rows = RowSparse(np.arange(6), VALUE, (6, 2))
-    with filled(comm, transport="local" if comm is None else transport) as kv:
+    with filled(comm, transport=transport) as kv:
         kv.buffer("s")
         kv.set_optimizer("test", learning_rate=1.0)
         kv.set_updater(None)  # which forgets all plans
