@@ -1,14 +1,14 @@
 """Run a step of ``scripts/gpu_check``, and print a line of JSON: ``python scripts/gpu_step.py NAME``.
 
-``mpikv run -n 2 scripts/gpu_step.py NAME`` runs one on several ranks, the first of which prints. With ``--ask`` and
-``--die`` it is a process that a step has started.
+``mpikv run -n 2 scripts/gpu_step.py NAME`` runs one on several ranks, the first of which prints. With ``--die`` it is a
+process that a step has started.
 """
 
 from __future__ import annotations
 
 import sys
 
-from gpu_steps import asking, ends, questions
+from gpu_steps import ends
 from gpu_steps.step import Skip, prepare, tell
 from gpu_steps.table import STEPS
 
@@ -16,18 +16,13 @@ from gpu_steps.table import STEPS
 def main(arguments: list[str]) -> None:
     from mpikv.config import launch_of
 
-    if arguments[0] == "--ask":
-        asking.answer(questions.QUESTIONS, arguments[1:])
     launch = launch_of()
-    rank, size = (launch.rank, launch.size) if launch is not None else (0, 1)
+    prepare(*((launch.rank, launch.size) if launch is not None else (0, 1)))
     if arguments[0] == "--die":
-        prepare(rank, size, {})
         ends.die(arguments[1])
         return
-    step = STEPS[arguments[0]]
-    prepare(rank, size, step.environ, step.one_gpu)
     try:
-        tell(step.run())
+        tell(STEPS[arguments[0]].run())
     except Skip as reason:
         tell({"skip": str(reason)})
 

@@ -14,28 +14,6 @@ COUNT, EACH = 1000, 1024
 """Keys of a step, of 4 KB of float32."""
 
 
-def launches() -> Numbers:
-    """Time the host as it queues a kernel that does nothing, and try one that takes 20,000 bytes by value."""
-    import cupy
-    import numpy as np
-
-    small = cupy.RawKernel('extern "C" __global__ void nothing(int) {}', "nothing")
-    found: Numbers = {"launch_us": 1e6 * host_seconds(lambda: small((1,), (32,), (np.int32(0),)))}
-    array = cupy.ones(32, "f4")
-    found["elementwise_us"] = 1e6 * host_seconds(lambda: cupy.add(array, 1, out=array))
-    large = (
-        'struct Large { int many[5000]; }; extern "C" __global__ void last(Large l, int* out) { *out = l.many[4999]; }'
-    )
-    given, out = np.zeros(1, np.dtype([("many", np.int32, 5000)])), cupy.zeros(1, np.int32)
-    given["many"][0, 4999] = 7
-    try:
-        cupy.RawKernel(large, "last")((1,), (1,), (given, out))
-        found["by_value_20000_B"] = "yes" if int(out[0]) == 7 else "wrong"
-    except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as error:
-        found["by_value_20000_B"] = f"no: {error}"[:200]
-    return found
-
-
 def host_cost() -> Numbers:
     """Time the host in calls of a store: with the comparison of calls over ranks, and without."""
     import cupy

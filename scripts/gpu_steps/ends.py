@@ -1,4 +1,4 @@
-"""Ranks that stop, are killed, raise, or leave, and forked children."""
+"""Ranks that stop, are killed, raise, or leave."""
 
 from __future__ import annotations
 
@@ -167,28 +167,3 @@ def told(status: int | None, said: str, ended: float) -> Numbers:
     elif any("struck" in line for line in lines):
         found["others_raised"] = "nothing before the job was ended"
     return found
-
-
-def ends() -> Numbers:
-    """Use a store in a forked child, which is to be refused, and end the program without closing it."""
-    import cupy
-
-    from mpikv.errors import Closed
-
-    kv = store(timeout=20.0)
-    kv.init("w", cupy.zeros(MB, "f4"))
-    gradient = cupy.ones(MB, "f4")
-    kv.push("w", gradient)
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            kv.push("w", gradient)  # CUDA makes nothing here
-        except Closed:
-            status = 0
-        finally:
-            os._exit(status)
-    refused = os.waitpid(child, 0)[1] == 0
-    assert refused, "a forked child used the store"
-    assert (kv.pull("w").get() == kv.size).all()
-    return {"forked_child": "refused", "closed": "by the end of the program"}

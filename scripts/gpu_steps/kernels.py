@@ -132,18 +132,3 @@ def find_torch() -> Any:
     if not torch.cuda.is_available():
         raise Skip("this torch has no CUDA")
     return torch
-
-
-def torch_updates() -> Numbers:
-    """Measure the bandwidth of torch's fused optimizers on 1 GB."""
-    torch = find_torch()
-    found: Numbers = {"torch": torch.__version__, "elements": fitting(16)}
-    for name, kind, options, moved in (
-        ("momentum", torch.optim.SGD, {"momentum": 0.9}, 20),
-        ("adam", torch.optim.Adam, {}, 28),
-    ):
-        weight = torch.ones(found["elements"], device="cuda", requires_grad=True)
-        weight.grad = torch.full_like(weight, 1e-3)
-        optimizer = kind([weight], lr=1e-3, fused=True, **options)
-        found[f"{name}_GB_s"] = moved * weight.numel() / gpu_seconds(optimizer.step) / 1e9
-    return found

@@ -89,13 +89,11 @@ def bench_numbers(document: Numbers) -> Numbers:
     return found
 
 
-def synthetic(ranks: int, gigabytes: float) -> Callable[[], Numbers]:
+def synthetic(gigabytes: float) -> Callable[[], Numbers]:
     def run() -> Numbers:
         """Train layers whose optimizer state fills gigabytes, and check the values."""
-        start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
         options = ["--device", "gpu", "--gigabytes", str(gigabytes), "--steps", "5"]
-        line = [*start, str(ROOT / "scripts/train_synthetic.py"), *options]
-        return synthetic_numbers(said_by(line, environment(ranks)))
+        return synthetic_numbers(said_by([sys.executable, str(ROOT / "scripts/train_synthetic.py"), *options]))
 
     return run
 

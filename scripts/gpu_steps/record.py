@@ -164,11 +164,9 @@ def numbers_in(line: str) -> Record | None:
 def shown(value: Any) -> str:
     """Return a number with three digits, and anything else as a text for a table.
 
-    >>> shown(1234.56), shown(0.012345), shown([]), shown({"abort": "hangs", "s": 1.5})
-    ('1235', '0.0123', '', 'abort hangs; s 1.5')
+    >>> shown(1234.56), shown(0.012345), shown([]), shown(["a", 1.5])
+    ('1235', '0.0123', '', 'a; 1.5')
     """
-    if isinstance(value, dict):
-        value = [f"{name} {shown(each)}" for name, each in value.items()]
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, list):

@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/gpu_step.py"
 Numbers: TypeAlias = "dict[str, Any]"
-Variables: TypeAlias = "Mapping[str, str | None]"
-"""Variables of the environment, None for one that is not to be there."""
 MB = 1 << 20
 
 
@@ -35,9 +33,6 @@ class Step:
     ranks: int = 1
     dies: bool = False
     """Whether a rank is killed, so that the job's exit status is none of success."""
-    environ: Variables = field(default_factory=dict)
-    one_gpu: bool = False
-    """Whether ranks are to use one GPU, even where there are more."""
     jobs: bool = False
     """Whether it starts jobs of its own."""
 
@@ -63,18 +58,12 @@ def count_gpus() -> int:
     return count.value if works else 0
 
 
-def prepare(rank: int, size: int, environ: Variables, one_gpu: bool = False) -> None:
-    """Set the environment of a rank. It counts from the import of CuPy and the first call of NCCL on."""
+def prepare(rank: int, size: int) -> None:
+    """Let ranks that are more than the GPUs share them. Call it before the import of CuPy."""
     from mpikv.compute.cuda.sharing import sharing
 
-    if one_gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
-    if size > 1 and (one_gpu or count_gpus() < size):
+    if count_gpus() < size > 1:
         os.environ |= sharing(rank)
-    for name, value in environ.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 def own_rank() -> int:

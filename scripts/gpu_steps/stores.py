@@ -1,8 +1,7 @@
-"""Stores of one rank and of several: sums, their bits, and what is refused."""
+"""Stores of one rank and of several: sums, their bits, and graphs."""
 
 from __future__ import annotations
 
-import os
 import time
 
 from .step import MB, Numbers, own_rank, store
@@ -44,34 +43,6 @@ def bits() -> Numbers:
     for what, other in (("from one run to the next", found[1]), ("from the host's", found[2])):
         assert found[0].tobytes() == other.tobytes(), f"{(found[0] != other).sum()} elements differ {what}"
     return {"elements": sent.size}
-
-
-def refused() -> Numbers:
-    """Ask for stores that cannot work: each is to be refused on every rank, and soon."""
-    from mpikv.errors import MPIKVError
-
-    found: Numbers = {}
-    own = os.environ.get("NCCL_HOSTID", "")
-    for name, variables, why in (
-        ("two_ranks_on_a_gpu", {"NCCL_HOSTID": "one-host"}, "ranks 0 and 1 use one GPU"),
-        (
-            "not_blocking",
-            {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own},
-            "NCCL_COMM_BLOCKING=0 makes NCCL's calls return",
-        ),
-    ):
-        os.environ.update(variables)
-        begin = time.perf_counter()
-        try:
-            store(timeout=20.0).close()
-        except MPIKVError as error:
-            if why not in str(error):
-                raise
-            found[name] = f"{type(error).__name__}: {error}"
-            found[f"{name}_s"] = time.perf_counter() - begin
-        else:
-            raise AssertionError(f"{name} was not refused")
-    return found
 
 
 def graph() -> Numbers:

@@ -89,14 +89,3 @@ def host_seconds(run: Callable[[], object], repeat: int = 200) -> float:
         if number % 20 == 0:
             cupy.cuda.get_current_stream().synchronize()  # the queue is not to fill
     return sorted(taken)[repeat // 2]
-
-
-def once(run: Callable[[], object]) -> tuple[float, float]:
-    """Return after how many seconds a call returns, and after how many the present stream is done with it."""
-    import cupy
-
-    begin = time.perf_counter()
-    run()
-    returned = time.perf_counter() - begin
-    cupy.cuda.get_current_stream().synchronize()
-    return returned, time.perf_counter() - begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import doctest
 import json
 import math
@@ -30,11 +29,11 @@ from mpikv.compute.cuda.sharing import sharing
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/gpu_check"
 MODULES = sorted(path.stem for path in (ROOT / "scripts/gpu_steps").glob("[!_]*.py"))
-USES = [*(ROOT / "scripts/gpu_steps").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")]
+USES = [*(ROOT / "scripts/gpu_steps").glob("*.py"), *(ROOT / "tests/gpu/real").glob("*.py")]
 has_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def check() -> ModuleType:
     sys.path.insert(0, str(SCRIPT.parent))
     try:
@@ -58,7 +57,6 @@ def test_it_starts_without_any_package():
     assert not {"numpy", "cupy", "mpi4py", "mpikv"} & set(done.stdout.split())
 
 
-@pytest.mark.usefixtures("check")
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     assert doctest.testmod(module(name)).failed == 0
@@ -68,15 +66,14 @@ def test_examples_of_the_page(check):
     assert doctest.testmod(check).failed == 0
 
 
+def without_gpu(*options: object) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, str(SCRIPT), *map(str, options)]
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=18, check=False)
+
+
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--out", tmp_path / "out"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=18,
-        check=False,
-    )
+    done = without_gpu("--out", tmp_path / "out")
     assert (done.returncode, done.stderr) == (2, "")
     said, advice = done.stdout.splitlines()
     assert said == (
@@ -156,14 +153,14 @@ def test_the_help_lists_the_steps(check, main, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_loses_one_step(check, main, monkeypatch, tmp_path, capsys, number):
     def take(name: str, *others: object) -> dict[str, Any]:
-        if name == "kernels":
+        if name == "bits_2":
             signal.raise_signal(number)
         return {"status": "ok", "seconds": 1.0, "numbers": {}}
 
     monkeypatch.setattr(check, "take", take)
     assert main() == 130
-    assert "stopped in the step kernels" in capsys.readouterr().out
-    assert list(json.loads((tmp_path / "a-gpu.json").read_text())) == ["versions", "communicator"]
+    assert "stopped in the step bits_2" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "a-gpu.json").read_text())) == ["versions", "sums_2"]
 
 
 def nothing() -> dict[str, Any]:
@@ -229,8 +226,7 @@ def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     }
     monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
     for name, step in check.STEPS.items():
-        several = re.search(r"_[24](_as_|$)", name) and name not in module("questions").TOGETHER
-        assert step.needs_mpi == bool(several or name == "bench_1"), name
+        assert step.needs_mpi == (name.endswith(("_2", "_4")) or name == "bench_1"), name
     assert "no MPI library" in check.take("sums_2", check.STEPS["sums_2"], {}, 100)["reason"]
 
 
@@ -302,9 +298,9 @@ def test_a_step_that_spent_a_budget_comes_last(check, book):
 
 def test_two_commands_keep_what_either_found(book):
     first, second = book(), book()
-    for one, name in ((first, "versions"), (second, "kernels"), (first, "graph")):
+    for one, name in ((first, "versions"), (second, "graph"), (first, "kernels")):
         one.add(name, {"status": "ok", "seconds": 1.0, "numbers": {}})
-    assert list(book().records) == ["versions", "kernels", "graph"]
+    assert list(book().records) == ["versions", "graph", "kernels"]
 
 
 def test_the_summary(check, book):
@@ -312,7 +308,7 @@ def test_the_summary(check, book):
         book().add(name, {"status": status, "seconds": 1.0, "reason": "?", "output": ""})
     count = len(check.STEPS)
     counted = f"{count} steps: 1 ok, 1 skipped, 2 failed, {count - 4} left"
-    failed = "failed: kernels, graph; scripts/gpu_check --steps kernels  runs one again"
+    failed = "failed: graph, kernels; scripts/gpu_check --steps graph  runs one again"
     assert book().summary().splitlines()[:2] == [counted, failed]
     assert counted in book().page.read_text()
     assert book("of other code").summary().splitlines()[0] == f"{count} steps: 0 ok, 0 skipped, 0 failed, {count} left"
@@ -369,16 +365,9 @@ def test_where_nothing_is_missing_nothing_is_unpacked(check, tmp_path, monkeypat
 
 @has_cupy
 def test_steps_fail_for_want_of_a_gpu_alone(tmp_path):
-    names = ["versions", "graph", "sums_2", "duplicate_2", "synthetic_1", "bench_1"]
+    names = ["versions", "sums_2", "graph", "synthetic_1", "bench_1"]
     for some in (names[:3], names[3:]):
-        done = subprocess.run(
-            [sys.executable, SCRIPT, "--no-gpu", "--steps", ",".join(some), "--out", tmp_path],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=18,
-            check=False,
-        )
+        done = without_gpu("--no-gpu", "--steps", ",".join(some), "--out", tmp_path)
         assert done.returncode == 1, done.stdout + done.stderr
     records = json.loads((tmp_path / "no-gpu.json").read_text())
     assert sorted(records) == sorted(names)
@@ -386,7 +375,6 @@ def test_steps_fail_for_want_of_a_gpu_alone(tmp_path):
         assert re.search("no GPU can be used here|CUDA driver", found["output"]), (name, found)
 
 
-@pytest.mark.usefixtures("check")
 def test_figures_of_the_benchmark():
     case = {"name": "copy", "median": 2e-3, "floor": 8}
     sums = {"name": "sizes/64", "elements": 16, "cases": [case | {"floor": None, "algbw": 0.5}], "skipped": {"a": "b"}}
@@ -404,7 +392,6 @@ def test_figures_of_the_benchmark():
     assert numbers({"jobs": [job | {"functional_only": "ranks share"}]})["label"] == "ranks share"
 
 
-@pytest.mark.usefixtures("check")
 def test_figures_of_the_workload():
     numbers = module("programs").synthetic_numbers
     said = "Adam on gpu\nvalues_bytes 10  state_bytes 20\nstep_ms 1.5 (first 3.0), of 5\nupdate_GB_s 4.25 for each\n"
@@ -414,7 +401,6 @@ def test_figures_of_the_workload():
         numbers(said + "check failed, both ends")
 
 
-@pytest.mark.usefixtures("check")
 def test_a_program_that_fails_fails_its_step():
     said_by = module("step").said_by
     assert said_by([sys.executable, "-c", "print(3)"]) == "3\n"
@@ -446,7 +432,6 @@ def verdicts(records: dict[str, Any]) -> list[tuple[str, str]]:
     return [aim.row(records)[2:] for aim in module("aims").AIMS]
 
 
-@pytest.mark.usefixtures("check")
 def test_aims_that_are_met_and_missed():
     assert verdicts(recorded()) == [
         ("0.75", "missed"),
@@ -464,7 +449,6 @@ def test_aims_that_are_met_and_missed():
     ]
 
 
-@pytest.mark.usefixtures("check")
 def test_aims_of_which_a_figure_is_missing():
     missing = {"torch_cost": {"status": "skip", "reason": "torch is not installed"}}
     assert verdicts(recorded(**missing))[5] == ("not measured (torch_cost: torch is not installed)", "not measured")
@@ -496,53 +480,19 @@ def test_there_is_time_for_all_steps(check):
     assert sum(step.expected for step in check.STEPS.values()) < check.BUDGET - 20
     for name, step in check.STEPS.items():
         assert step.expected < step.seconds < check.BUDGET, name
-        assert (step.ranks > 1) <= name.split("_as_")[0].endswith(f"_{step.ranks}"), name
+        assert (step.ranks > 1) <= name.endswith(f"_{step.ranks}"), name
         assert re.fullmatch("[A-Z].{20,200}[.]", step.what), name
 
 
-@pytest.fixture
-def environ(check, monkeypatch):
-    """The environment of a rank, which what is tested may change."""
-    found = {"CUDA_VISIBLE_DEVICES": "3,5", "NCCL_ALGO": "Tree"}
-    monkeypatch.setattr(module("step"), "os", SimpleNamespace(environ=found))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("name", "gpus", "expected"),
-    [
-        ("sums_2", 2, {"CUDA_VISIBLE_DEVICES": "3,5", "NCCL_ALGO": "Tree"}),
-        ("sums_2", 1, {"CUDA_VISIBLE_DEVICES": "3,5", **sharing(1)}),
-        ("refused_2", 2, {"CUDA_VISIBLE_DEVICES": "3", **sharing(1)}),
-    ],
-)
-def test_what_ranks_are_told(check, environ, monkeypatch, name, gpus, expected):
+@pytest.mark.parametrize(("gpus", "size", "shared"), [(1, 1, False), (2, 2, False), (1, 2, True)])
+def test_ranks_that_are_more_than_the_gpus_share_them(monkeypatch, gpus, size, shared):
+    environ = {"NCCL_ALGO": "Tree"}
+    monkeypatch.setattr(module("step"), "os", SimpleNamespace(environ=environ))
     monkeypatch.setattr(module("step"), "count_gpus", lambda: gpus)
-    step = check.STEPS[name]
-    module("step").prepare(1, 2, step.environ, step.one_gpu)
-    assert environ == expected
+    module("step").prepare(size - 1, size)
+    assert environ == {"NCCL_ALGO": "Tree", **(sharing(1) if shared else {})}
 
 
-def test_the_lanes_of_sums(check, environ, monkeypatch):
-    monkeypatch.setattr(module("step"), "count_gpus", lambda: 2)
-    chosen = {"NCCL_ALGO", "NCCL_PROTO"}
-    for name, missing, added in (
-        ("sums_2_as_nccl_chooses", chosen, {}),
-        ("several_on_one_2", {"NCCL_HOSTID"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}),
-        (
-            "several_on_one_2_as_nccl_chooses",
-            chosen | {"NCCL_HOSTID"},
-            {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"},
-        ),
-    ):
-        environ.clear()
-        step = check.STEPS[name]
-        module("step").prepare(1, 2, step.environ, one_gpu=True)
-        shared = {key: value for key, value in sharing(1).items() if key not in missing}
-        assert environ == {"CUDA_VISIBLE_DEVICES": "0", **shared, **added}
-
-
-@pytest.mark.usefixtures("check")
 def test_bytes_that_must_move():
     """A sum is read; a value and its state are read and written."""
     for name, optimizer, dtype, moved in module("kernels").optimizers():
@@ -553,53 +503,6 @@ def test_bytes_that_must_move():
             assert moved == 4 + value + 2 * slots, name
 
 
-RANK = """
-import json, os, signal, sys, time
-how = sys.argv[2]
-print("noise")
-if how == "raises":
-    raise RuntimeError("oh")
-if how == "dies" and sys.argv[3] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-if how != "hangs":
-    print(json.dumps({"answer": how + sys.argv[3]}), flush=True)
-if how in ("hangs", "tells"):
-    time.sleep(60)
-"""
-
-
-@pytest.mark.usefixtures("check")
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("works", ["works0", "works1"]),
-        ("dies", ["dies0", "was ended by signal 9"]),
-        ("hangs", ["hangs", "hangs"]),
-        ("tells", ["tells0, then hangs", "tells1, then hangs"]),
-    ],
-)
-def test_every_outcome_is_an_answer(tmp_path, monkeypatch, how, expected):
-    asking = module("asking")
-    (tmp_path / "rank.py").write_text(RANK)
-    monkeypatch.setattr(asking, "SCRIPT", tmp_path / "rank.py")
-    found = asking.answers(how, asking.Question(nothing, 2, 1.5))
-    assert found[0] == expected[0]
-    assert found[1].removesuffix(": noise") == expected[1]
-
-
-@pytest.mark.usefixtures("check")
-def test_an_exception_is_no_answer(tmp_path, monkeypatch):
-    asking = module("asking")
-    (tmp_path / "rank.py").write_text(RANK)
-    monkeypatch.setattr(asking, "SCRIPT", tmp_path / "rank.py")
-    with pytest.raises(AssertionError, match="RuntimeError: oh"):
-        asking.answers("raises", asking.Question(nothing, 2))
-    with pytest.raises(AssertionError, match="RuntimeError: oh"):
-        asking.answers_of_all({"works": asking.Question(nothing), "raises": asking.Question(nothing)})
-    assert asking.answers_of_all({"works": asking.Question(nothing)}) == {"works": "works0"}
-
-
-@pytest.mark.usefixtures("check")
 @pytest.mark.parametrize(
     ("wrong", "status"), [(None, 0), ("killed", 0), ("lost", None), ("raised", 0), ("unclosed", 1), ("unclosed", None)]
 )
@@ -654,7 +557,6 @@ class Clock:
         )
 
 
-@pytest.mark.usefixtures("check")
 @pytest.mark.parametrize("late", [0.1, 50.0, 300.0])
 def test_the_time_of_the_gpu_is_not_that_of_the_host(monkeypatch, late):
     timing, clock = module("timing"), Clock(late)
@@ -666,7 +568,6 @@ def test_the_time_of_the_gpu_is_not_that_of_the_host(monkeypatch, late):
         timing.device_seconds(clock.work)
 
 
-@pytest.mark.usefixtures("check")
 def test_what_is_told_of_the_end_of_a_job():
     told = module("ends").told
     said = 'said {"at": 5.0, "struck": 5.0}\n[rank 0/2] said {"at": 7.5, "raised": "Stalled", "abort": "returned"}\n'
@@ -697,75 +598,3 @@ def test_every_name_of_cupy_in_what_needs_a_gpu_is_one():
         for part in name.split(".")[1:]:
             assert hasattr(found, part), name
             found = getattr(found, part)
-
-
-@has_cupy
-@pytest.mark.usefixtures("check")
-def test_every_name_of_nccl_in_what_needs_a_gpu_is_one():
-    from cupy.cuda import nccl
-
-    if not nccl.available:
-        pytest.skip("NCCL is not installed")
-    text = "".join(path.read_text() for path in USES)
-    constants = set(re.findall(r"\bnccl\.(\w+)", text)) | {f"NCCL_{name}" for name in ("UINT32", "BFLOAT16", "AVG")}
-    methods = set(re.findall(r"\bcomm\.(\w+)", text))
-    functions = set(re.findall(r'"(nccl[A-Z]\w+)"', text)) | set(re.findall(r"\bplain\.(nccl\w+)", text))
-    assert min(len(constants), len(methods), len(functions)) > 5
-    assert not {name for name in constants if not hasattr(nccl, name)}
-    assert not {name for name in methods if not hasattr(nccl.NcclCommunicator, name)}
-    assert not {name for name in functions if not hasattr(module("communicators").library(), name)}
-
-
-@has_cupy
-@pytest.mark.usefixtures("check")
-def test_functions_of_nccl_say_what_is_refused():
-    """The real library refuses a communicator that is none."""
-    from cupy.cuda import nccl
-
-    if not nccl.available:
-        pytest.skip("NCCL is not installed")
-    questions = module("questions")
-    assert questions.answering(lambda peer: questions.add(0, 0, 1, 0))(None) == "error 4 of ncclAllReduce"
-    assert questions.answering(lambda peer: questions.call("ncclNothing"))(None) == "absent: ncclNothing"
-    assert questions.answering(lambda peer: None)(None) == "works"
-
-
-LAYOUT = """
-#include <cstddef>
-#include <cstdio>
-#include <nccl.h>
-#define SHOW(name) printf("%zu ", offsetof(ncclConfig_t, name));
-int main() {
-  SHOW(size) SHOW(magic) SHOW(version) SHOW(blocking) SHOW(cgaClusterSize) SHOW(minCTAs) SHOW(maxCTAs) SHOW(netName)
-  SHOW(splitShare) SHOW(trafficClass) SHOW(commName) SHOW(collnetEnable) SHOW(CTAPolicy) SHOW(shrinkShare)
-  SHOW(nvlsCTAs) SHOW(nChannelsPerNetPeer)
-  printf("%u %zu %d", NCCL_API_MAGIC, sizeof(ncclUniqueId), NCCL_SHRINK_ABORT);
-}
-"""
-
-
-@pytest.mark.usefixtures("check")
-@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
-def test_structures_are_those_of_the_header(tmp_path):
-    found = find_spec("nvidia") and [
-        Path(folder) / "nccl/include" for folder in find_spec("nvidia").submodule_search_locations
-    ]
-    headers = [folder for folder in found or [] if (folder / "nccl.h").exists()]
-    if not headers:
-        pytest.skip("NCCL's header is not installed")
-    for name in ("cuda_fp16", "cuda_bf16", "cuda_fp8"):
-        (tmp_path / f"{name}.h").touch()
-    (tmp_path / "cuda_runtime.h").write_text("typedef void* cudaStream_t; typedef void* cudaEvent_t;")
-    (tmp_path / "layout.cpp").write_text(LAYOUT)
-    program = tmp_path / "layout"
-    line = ["g++", "-I", tmp_path, "-I", headers[0], tmp_path / "layout.cpp", "-o", program]
-    subprocess.run(line, check=True, timeout=18)
-    numbers = [
-        int(word) for word in subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
-    ]
-    questions = module("questions")
-    fields = [getattr(questions.Config, name) for name, _ in questions.Config._fields_]
-    assert [field.offset for field in fields] == numbers[:15]
-    config = questions.Config.named("x")
-    assert (ctypes.sizeof(config), config.size, config.magic) == (numbers[15], numbers[15], numbers[16])
-    assert (ctypes.sizeof(questions.Identity), questions.SHRINK_ABORT) == tuple(numbers[17:])
