@@ -52,7 +52,7 @@ def _run(arguments: list[str]) -> int:
         return 2
     try:
         status: int = import_module(f"mpikv.cli.{name}").main(arguments[1:])
-    except ConfigError as error:  # of a variable, which is read where no command looks for it
+    except ConfigError as error:  # a bad MPIKV_ variable, read far below the command
         print(f"mpikv {name}: {error}", file=sys.stderr)
         return 2
     return status

@@ -27,46 +27,46 @@ OWN_AFFAIRS = ("abort", "full_traceback", "trace")
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort``, ``full_traceback`` and ``trace`` must be the same on every rank, as
-    :func:`mpikv.create` checks.
+    """Settings of a store. All but ``abort``, ``full_traceback`` and ``trace`` must be the same on every rank;
+    :func:`mpikv.create` compares them.
     """
 
     transport: str = choice("auto", TRANSPORTS)
-    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hierarchical`` (several hosts, with
-    ``shm`` inside of each), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
+    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hierarchical`` (several hosts, with ``shm``
+    inside of each), ``mpi`` (any hosts); ``auto`` chooses by the hosts of the ranks."""
     placement: str = choice("auto", PLACEMENTS)
-    """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
+    """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` chooses by the updater."""
     bucket_bytes: int = count(1 << 20)
     """Bytes of the largest message, a multiple of 64 from 4096 to 1 GiB. About the size of a core's cache is best."""
     timeout: float = number(60.0, "[0.001, 1e9]")
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
     warn_after: float = number(5.0, "[0.001, 1e9]")
-    """Seconds after which a waiting rank logs whom it waits for, and where they are; above 0."""
+    """Seconds after which a waiting rank logs the late ranks and their lines of code; above 0."""
     verify_calls: bool = flag(True)
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
     deterministic: bool = flag(False)
     """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
     the number of ranks, if that is a power of two and all push lists of equally many arrays."""
     native_halves: bool = flag(False)
-    """Whether NCCL sums half precision in its own dtype, which is half of the bytes, and rounds at each addition."""
+    """Whether NCCL sums half precision in its own dtype: half of the bytes, and a rounding at each addition."""
     kernels: str = choice("numpy", KERNELS)
-    """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
-    memory once and gives the same bits."""
+    """The code of optimizers' rules: ``numpy``, or ``numba``. numba compiles most rules to code that passes over memory
+    once and gives the same bits."""
     single_copy: bool = flag(True)
-    """Whether ranks of one host may read each other's large arrays where they lie, if the system lets them, instead of
-    copies in shared memory. A variable only."""
+    """Whether ranks of one host may read each other's large arrays in place, if the system lets them, instead of copies
+    in shared memory. A variable only."""
     abort: bool = flag(True)
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
     full_traceback: bool = flag(False)
     """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
     simulate_ranks_per_host: int = count(0)
-    """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
-    believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
+    """For tests and measurements: treat each group of so many ranks as a host of its own; 0 follows MPI. A variable
+    only, no argument of :func:`mpikv.create`."""
     gpu_sharing: bool = flag(False)
-    """For tests: ranks of a host share its GPUs where there are fewer of these. What is measured then means nothing. A
+    """For tests: ranks of a host share its GPUs if there are fewer GPUs than ranks. Measurements then mean nothing. A
     variable only."""
     trace: str = ""
-    """A directory in which this rank writes down when each call begins and ends, for ``mpikv trace``; empty for none. A
+    """A directory for this rank's record of the begin and end of each call, for ``mpikv trace``; empty for none. A
     variable only."""
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Config:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return what is to be said of variables that look like settings, and are none.
+    """Return a warning for each variable that looks like a setting and is none.
 
     >>> unknown_variables({"MPIKV_TIMOUT": "5", "MPIKV_TIMEOUT": "5"})
     ['unknown variable MPIKV_TIMOUT; did you mean MPIKV_TIMEOUT?']
@@ -137,7 +137,7 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return what MXNet's programs set by MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights.
+    """Return MXNET_UPDATE_ON_KVSTORE, as MXNet's programs set it: whether a Trainer's store updates the weights.
 
     >>> updates_on_kvstore({"MXNET_UPDATE_ON_KVSTORE": "0"}), updates_on_kvstore({})
     (False, True)
@@ -150,7 +150,7 @@ def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether MXNet's programs ask by DMLC_PS_VAN_TYPE for the store ``p3`` where they name another one.
+    """Return whether DMLC_PS_VAN_TYPE asks for the store ``p3``, as in MXNet's programs that name another one.
 
     >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
     (True, False, False)
@@ -171,17 +171,17 @@ def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what CUDA_VISIBLE_DEVICES says, or None where it is not set: which GPUs CUDA shows this process."""
+    """Return CUDA_VISIBLE_DEVICES, the GPUs that CUDA shows this process, or None if it is not set."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 
-# Where ranks differ in one of these, NCCL waits for ever, or moves other bytes than it should.
+# If ranks differ in one of these, NCCL waits for ever, or moves wrong bytes.
 _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", _ORDER, "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of NCCL that are set here and have to be the same on all ranks.
+    """Return the set variables of NCCL that must be the same on all ranks.
 
     >>> nccl_settings({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"})
     {'NCCL_ALGO': 'Ring'}
@@ -190,8 +190,9 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL launch the work of several communicators on a GPU in the order of the program, unless a variable says
-    otherwise: else ranks may wait for each other for ever. It counts before NCCL is first used.
+    """Make NCCL launch the work of several communicators on a GPU in program order, unless a variable says otherwise.
+
+    Without it ranks may wait for each other for ever. Call it before NCCL is first used.
 
     >>> order_launches(environ := {})
     >>> environ
@@ -201,7 +202,7 @@ def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what NCCL takes for the name of this host: NCCL_HOSTID, or the host's own.
+    """Return NCCL's name of this host: NCCL_HOSTID, or the host's own.
 
     >>> nccl_host({"NCCL_HOSTID": "a"})
     'a'
@@ -211,16 +212,17 @@ def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
 
 # Variables of the launcher, set for its ranks; not settings of a store.
 LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN", "MPIKV_RUN_AT"})
-# Begins the name of the file, in the directory that MPIKV_RUN names, in which a rank writes which files it shares.
+# Files in the directory MPIKV_RUN. The prefix of a rank's list of its shared files, which mpikv run removes if the rank
+# is killed.
 FILES = "files."
-# Begins the name of the file there by which a rank says that its script has ended well without starting MPI.
+# The prefix of a rank's mark that its script has ended well without starting MPI.
 UNSTARTED = "unstarted."
-# The name of the file there in which a rank says why it ends the job.
+# A rank's reason for ending the job.
 GIVEN_UP = "given-up"
 
 
 def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the directory in which ``mpikv run`` on this host wants to hear from its ranks."""
+    """Return the directory in which ``mpikv run`` on this host reads its ranks' files, or None."""
     directory = Path(environ.get("MPIKV_RUN", ""))
     return directory if directory.is_absolute() and directory.is_dir() else None
 
@@ -240,15 +242,15 @@ _PARSERS: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": int, "float":
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process through its environment."""
+    """A launcher's message to this process, from its environment."""
 
     launcher: str
     size: int
     rank: int
 
 
-# The variables by which launchers tell a process its size and rank; an inner launcher comes before the one that it may
-# have been started by. PMI is spoken by MPICH's hydra, Intel MPI and Slurm. The last two start processes, but no MPI.
+# The size and rank variables of launchers. An inner launcher comes before the outer one that may have started it.
+# MPICH's hydra, Intel MPI and Slurm speak PMI. The last two start processes, but no MPI.
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),
@@ -260,33 +262,32 @@ _LAUNCHERS = (
 
 
 def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return what the launcher said, or None when no MPI launcher started this process.
+    """Return the launcher's size and rank, or None if no launcher started this process.
 
     >>> launch_of({"PMI_SIZE": "4", "PMI_RANK": "1"}).size
     4
     """
     for launcher, size, rank in _LAUNCHERS:
         if rank in environ and (not size or size in environ):
-            # A launcher that speaks PMIx tells the rank but not always the size.
+            # A PMIx launcher sets the rank but not always the size.
             return Launch(launcher, _number(environ, size) if size in environ else 0, _number(environ, rank))
     return None
 
 
-# The variables by which launchers tell a process its number among those on its host, and how many these are.
-_PLACES = (
+# The launchers' variables of the local rank and the number of local ranks.
+_LOCAL_RANKS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
 def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return this process's number among those of its launch on this host, and how many these are; None where no
-    launcher has said so.
+    """Return this process's local rank and the number of its launch's ranks on this host; None if no launcher says.
 
     >>> place_on_host({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"})
     (2, 4)
     """
-    for rank, size in _PLACES:
+    for rank, size in _LOCAL_RANKS:
         if rank in environ and size in environ:
             return _number(environ, rank), _number(environ, size)
     return None
@@ -298,16 +299,16 @@ def has_one_thread(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def forced_library(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the MPI library that mpi4py is told to load, or nothing."""
+    """Return MPI4PY_LIBMPI, the MPI library for mpi4py to load, or ""."""
     return environ.get("MPI4PY_LIBMPI", "")
 
 
-# Variables by which MPI libraries are known to take ranks of one machine for ranks of several hosts.
+# Variables that make MPI libraries take ranks of one machine for ranks of several hosts.
 _DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_CLIQUES", "PMIX_SECURITY_MODE")
 
 
 def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return those that are set and make MPI take ranks of one machine for ranks of several hosts, in some launches.
+    """Return the set variables that, in some launches, make MPI take ranks of one machine for ranks of several hosts.
 
     >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
     ['PMIX_SECURITY_MODE=native']
@@ -316,7 +317,7 @@ def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Have MPICH read no memory of other processes, unless it has started, and return whether it is told so.
+    """Tell MPICH to read no memory of other processes, unless it has started; return whether it knows.
 
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)
@@ -327,12 +328,12 @@ def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] =
 
 
 def tasks_set_aside(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of tasks for which Slurm gave this job its place; 1 outside of one."""
+    """Return the number of tasks of this Slurm job; 1 outside of one."""
     return _number(environ, "SLURM_NTASKS") if "SLURM_NTASKS" in environ else 1
 
 
 def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
-    """Return by which protocols a launcher tells this process of the other ranks: PMI (its versions 1 and 2) and PMIx.
+    """Return the launcher's protocols for this process to find the other ranks: PMI (versions 1 and 2) and PMIx.
 
     >>> sorted(offered_protocols({"PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.1.0"}))
     ['PMI', 'PMIx']
@@ -342,11 +343,12 @@ def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
 
 
 def demands_munge(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher's PMIx takes no rank that does not show it a credential of munge."""
+    """Return whether the launcher's PMIx admits only ranks with a credential of munge."""
     return environ.get("PMIX_SECURITY_MODE") == "munge"
 
 
-# What 'srun --mpi=' takes for each library that may work by it, and on which condition. Cray's says MPICH, too.
+# The value of 'srun --mpi=' for each library that may work by it, and its condition. Cray's text names MPICH too, so it
+# comes first.
 _OF_SRUN = (
     ("CRAY", "cray_shasta", ""),
     ("Intel", "pmi2", " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
@@ -356,7 +358,7 @@ _OF_SRUN = (
 
 
 def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """Return which commands start so many ranks here: outside of Slurm, or by what its srun offers the MPI library.
+    """Return the commands that start ``size`` ranks here; in Slurm also srun, if it offers the MPI library's protocol.
 
     >>> advise_start(4, environ={})
     'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
@@ -371,8 +373,8 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
 
 
 def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
-    """Return what ``srun --mpi=list`` says that ``--mpi=`` takes; nothing where it says nothing within 5 seconds."""
-    import subprocess  # which is slow to import
+    """Return the values that ``srun --mpi=list`` prints; none if it does not answer within 5 seconds."""
+    import subprocess  # slow to import
 
     try:
         answer = subprocess.run(
@@ -384,7 +386,7 @@ def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
-    """Return what a launcher has set a variable to."""
+    """Return the number in a launcher's variable."""
     text = environ[variable].strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")

@@ -8,8 +8,8 @@
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
     ├── CheckpointError(ValueError)         a file is not a whole checkpoint, or not one for this store
-    ├── NotFinite(ValueError)               an array that is to be compressed has NaN or infinity
-    ├── StaleGradient(UserWarning)          a Trainer's parameter was given no gradient since the last update
+    ├── NotFinite(ValueError)               an array to be compressed has NaN or infinity
+    ├── StaleGradient(UserWarning)          a Trainer's parameter got no gradient since the last update
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -76,11 +76,11 @@ class CheckpointError(MPIKVError, ValueError):
 
 
 class NotFinite(MPIKVError, ValueError):
-    """An array that is to be compressed has NaN, infinity or numbers that no residual can hold; nothing was sent."""
+    """An array to be compressed has NaN, infinity or numbers too large for a residual; nothing was sent."""
 
 
 class StaleGradient(MPIKVError, UserWarning):
-    """A parameter of a Trainer was given no gradient since the last update."""
+    """A parameter of a Trainer got no gradient since the last update."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):
@@ -88,7 +88,7 @@ class Unsupported(MPIKVError, NotImplementedError):
 
 
 class TransportUnavailable(MPIKVError, ImportError):
-    """A library or a device that a chosen transport, or chosen kernels, need is missing."""
+    """A chosen transport, or chosen kernels, need a missing library or device."""
 
 
 class TransportError(MPIKVError):
@@ -120,7 +120,7 @@ class Closed(MPIKVError, ValueError):
 
 
 def settled(error: Raised) -> Raised:
-    """Mark an error that every rank knows of, each at the same step, so that the store can be used again."""
+    """Mark an error that every rank has seen, each at the same step: the store can be used again. Local."""
     return _marked(error, "settled", True)
 
 
@@ -130,17 +130,17 @@ def is_settled(error: BaseException) -> bool:
 
 
 def unsettled(error: Raised) -> Raised:
-    """Take that mark away: the store cannot be used again after all."""
+    """Remove that mark: the store cannot be used again after all."""
     return _marked(error, "settled", False)
 
 
 def mark_repeated(error: Raised, first: bool) -> Raised:
-    """Note whether this is the first of the ranks that raise an error: the one that is to print it in full."""
+    """Note whether this is the first of the ranks with the same error. The first one prints it in full."""
     return _marked(error, "repeated", not first)
 
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
-    """Note whether this is the lowest of the ranks that came, as far as it is known which did not."""
+    """Note whether this is the lowest rank that came, as far as the missing ranks are known."""
     return mark_repeated(error, not error.missing or set(range(rank)) <= set(error.missing))
 
 
@@ -155,12 +155,12 @@ def mark_shortened(error: Raised) -> Raised:
 
 
 def is_shortened(error: BaseException) -> bool:
-    """Return whether that was done."""
+    """Return whether an error has that mark."""
     return bool(vars(error).get("shortened", False))
 
 
 def mark_unwritable(error: Raised) -> Raised:
-    """Note that what was to be filled is an array, and only cannot be written: a new one may take its place."""
+    """Note that the target is an array, and only read-only: a new array may take its place."""
     return _marked(error, "unwritable", True)
 
 
@@ -175,19 +175,20 @@ def noted(error: Raised, text: str) -> Raised:
 
 
 def notes(error: BaseException) -> list[str]:
-    """Return the lines that were added to an error."""
+    """Return the lines added to an error."""
     known = vars(error).get("__notes__")
     return list(map(str, known)) if isinstance(known, list) else []
 
 
 def _marked(error: Raised, name: str, value: object) -> Raised:
-    # An error of the caller's own may forbid it, as a frozen dataclass does; all ranks have to know it all the same.
+    # A caller's own exception may forbid attributes, as a frozen dataclass does. Without the mark, ranks would disagree
+    # whether the store can be used again.
     BaseException.__setattr__(error, name, value)
     return error
 
 
 def text_of(error: object, form: Callable[[object], str] = str) -> str:
-    """Return the text of an error, or of one of the caller's own that has none to give, why.
+    """Return the text of an error. If its ``str()`` raises, as a caller's own may, return that fact.
 
     >>> class Bad(Exception):
     ...     def __str__(self):
@@ -214,7 +215,7 @@ def a_kind(value: object) -> str:
 
 
 def brief(value: object, most: int = 120) -> str:
-    """Return a text, or the repr of what is none, without what is too much of it for a message.
+    """Return a string, or another value's repr, cut to ``most`` characters.
 
     >>> brief(["a" * 50], 20)
     "['aaaaaaaaaaaaaaaaa…"
@@ -224,7 +225,7 @@ def brief(value: object, most: int = 120) -> str:
 
 
 def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -> str:
-    """Return the sentence for an unknown name: what was given, what is known, and a hint, or the nearest known name.
+    """Return the sentence for an unknown name: the name, the known ones, and a hint, or the nearest known name.
 
     >>> known_names("placement", "shard", ["root", "sharded"])
     "unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?"
@@ -240,5 +241,5 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
 
 
 def no_attribute(what: str, name: str, known: Iterable[str], hint: str = "") -> AttributeError:
-    """Return the error for a name that a module does not have. Python asks for some by itself, such as ``__path__``."""
+    """Return the error for a name that a module lacks. Python itself asks for some, such as ``__path__``."""
     return AttributeError(name if name.startswith("__") else known_names(what, name, known, hint))

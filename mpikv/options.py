@@ -1,7 +1,7 @@
-"""How named options are checked.
+"""Checks of named options.
 
-An option is a dataclass field whose metadata holds a check. A check takes where a value was given, as ``"SGD: wd"``,
-and the value. It returns what is stored, so that equal settings have equal descriptions, or raises
+An option is a dataclass field with a check in its metadata. A check takes the place of a value, as ``"SGD: wd"``, and
+the value. It returns the stored value, so equal settings have equal descriptions, or raises
 :class:`~mpikv.errors.ConfigError`.
 """
 
@@ -41,13 +41,13 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound="type[Any]")
 
-# Arguments that calls do not have, and where they are.
+# Arguments that programs pass to the wrong call, and the calls that have them.
 _ELSEWHERE = {"average": "set_optimizer and mpikv.Trainer have it"}
 
 
 def naming_arguments(kind: Kind) -> Kind:
-    """Have the public functions of a class, and its constructor, answer an unknown argument with the nearest that they
-    have. A decorator.
+    """Make a class's constructor and public functions answer an unknown argument with the nearest known one. A
+    decorator.
     """
     for name, function in list(vars(kind).items()):
         if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -56,7 +56,7 @@ def naming_arguments(kind: Kind) -> Kind:
 
 
 def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function that does so. A decorator."""
+    """Make a function answer an unknown argument with the nearest known one. A decorator."""
     known = signature(function).parameters
     if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
         return function
@@ -67,9 +67,9 @@ def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments
             return function(*arguments, **options)
         except BaseException as error:
             unknown = [name for name in options if name not in known]
-            if isinstance(error, TypeError) and unknown:  # then the function was not entered
+            if isinstance(error, TypeError) and unknown:  # Python refused the call before the function's first line
                 raise unknown_argument(function, unknown) from None
-            # Without the entry of this function. Not by assignment: an error of the caller's own may forbid it.
+            # Drop this function's entry. Not by assignment: a caller's own exception may forbid that.
             trace = error.__traceback__
             BaseException.with_traceback(error, trace and trace.tb_next)
             raise
@@ -80,8 +80,8 @@ def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments
 def unknown_argument(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
     """Return the error of a call with arguments that a function does not have.
 
-    A function that is called thousands of times a second takes ``**_unknown: NoReturn`` and raises it: another function
-    around it takes longer.
+    A function called thousands of times a second takes ``**_unknown: NoReturn`` and raises this itself: a wrapper
+    around it would take longer.
     """
     known, name = signature(function).parameters, next(iter(names))
     what = f"argument of {function.__qualname__.removesuffix('.__init__')}"
@@ -90,7 +90,7 @@ def unknown_argument(function: Callable[..., Any], names: Iterable[str]) -> Type
 
 
 def number(default: Any, interval: str) -> Any:
-    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted where it is the default."""
+    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted if it is the default."""
 
     def check(where: str, value: Any) -> float | None:
         if value is None and default is None:
@@ -111,20 +111,20 @@ def count(default: Any = MISSING, low: int = 0) -> Any:
 
 
 def choice(default: str, known: Sequence[str]) -> Any:
-    """Return the field of one of the words that are known."""
+    """Return the field of one of the known words."""
     return field(default=default, metadata={"check": lambda where, value: check_choice(where, value, known)})
 
 
 def settle_fields(options: Any, where: str = "") -> None:
-    """Check all fields of a dataclass that have a check, and store what that returns. ``where`` begins the messages."""
+    """Check all fields of a dataclass that have a check, and store the results. ``where`` begins the messages."""
     for option in fields(options):
         if check := option.metadata.get("check"):
-            # As this may be frozen.
+            # The dataclass may be frozen.
             object.__setattr__(options, option.name, check(where + option.name, getattr(options, option.name)))
 
 
 def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise for the first name that is not known.
+    """Raise for the first unknown name.
 
     >>> check_names("option of topk", ["ration"], ["ratio", "count"])
     Traceback (most recent call last):
@@ -136,7 +136,7 @@ def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None
 
 
 def check_choice(where: str, value: Any, known: Sequence[str]) -> str:
-    """Return a word that is known.
+    """Return the word if it is known.
 
     >>> check_choice("placement", "shard", ["root", "sharded"])
     Traceback (most recent call last):
@@ -173,7 +173,7 @@ def check_number(where: str, value: Any, interval: str, extra: str = "") -> floa
 
 
 def check_float32(where: str, value: Any, interval: str) -> float:
-    """Return a number that is in an interval in float32, too.
+    """Return a number if it lies in the interval, also when rounded to float32.
 
     >>> check_float32("2bit: threshold", 1e-50, "(0, inf)")
     Traceback (most recent call last):
@@ -188,7 +188,7 @@ def check_float32(where: str, value: Any, interval: str) -> float:
 
 
 def check_whole(where: str, value: Any, low: int = 0) -> int:
-    """Return a whole number that is not below ``low``, and no larger than 64 bits hold.
+    """Return a whole number from ``low`` up to the largest of int64.
 
     >>> check_whole("lowrank: rank", 0, low=1)
     Traceback (most recent call last):
@@ -200,7 +200,7 @@ def check_whole(where: str, value: Any, low: int = 0) -> int:
 
 
 def _read(value: Any) -> float:
-    """Return a number as a float; NaN, which lies in no interval, for what is none, or too large."""
+    """Return a number as a float; NaN, in no interval, for other values and for numbers beyond float64."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -221,5 +221,5 @@ def _parse_bounds(interval: str) -> tuple[float, float]:
 
 
 def _describe(where: str, value: Any, fault: str) -> ConfigError:
-    # A long int may have too many digits to print.
+    # Python refuses to print an int of more than 4300 digits (sys.set_int_max_str_digits): text_of reports that.
     return ConfigError(f"{where}={brief(text_of(value, repr))} is {fault}")

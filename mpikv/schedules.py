@@ -1,11 +1,11 @@
 """Learning rates as pure functions of the number of updates.
 
-A schedule is called with the number of updates of a key, 1 at the first, and returns the rate of that update.
-Schedules hold settings only, so that ranks agree on the rate without a message and a resumed run continues where it
-was. Any callable will do; these have a ``repr`` that tells all, by which ranks compare them.
+A store calls a schedule with a key's number of updates, 1 at the first, and gets the rate of that update. Schedules
+hold settings only: ranks agree on the rate without a message, and a resumed run continues with the right rate. Any
+callable will do; these have a complete ``repr``, which ranks compare.
 
-The names of the options are MXNet's, where the classes are called FactorScheduler, MultiFactorScheduler,
-PolyScheduler and CosineScheduler.
+The options have MXNet's names. Its classes are FactorScheduler, MultiFactorScheduler, PolyScheduler and
+CosineScheduler.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .options import check_whole, choice, count, naming_arguments, number, settl
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
-if not TYPE_CHECKING:  # which would take any name for one of these
+if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> NoReturn:
         near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
@@ -32,13 +32,13 @@ if not TYPE_CHECKING:  # which would take any name for one of these
 
 
 def beginning_with(scheduler: Any, base_lr: float) -> Any:
-    """Return a copy of a scheduler, one's own or one of these, that has another ``base_lr``.
+    """Return a copy of a scheduler, a user's or one of these, with another ``base_lr``.
 
     >>> beginning_with(Factor(10), 0.5).base_lr
     0.5
 
     Raises:
-        ConfigError: it is one's own, and its ``base_lr`` cannot be set.
+        ConfigError: it is a user's, and its ``base_lr`` cannot be set.
     """
     if isinstance(scheduler, Schedule):
         return replace(scheduler, base_lr=base_lr)
@@ -147,7 +147,7 @@ class MultiFactor(Schedule):
 @naming_arguments
 @dataclass(frozen=True)
 class _Falling(Schedule):
-    """Fall to ``final_lr`` along a curve, which subclasses define."""
+    """Fall to ``final_lr`` along the curve of a subclass."""
 
     max_update: int = count()
     """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
@@ -167,7 +167,7 @@ class _Falling(Schedule):
 
     @abstractmethod
     def _left(self, done: int, every: int) -> float:
-        """Return which part of the fall is left when so many of all its updates were made."""
+        """Return the remaining share of the fall, in [0, 1], after ``done`` of ``every`` updates."""
 
 
 @naming_arguments

@@ -1,9 +1,9 @@
 """Update rules as array code: they know no ranks and no store, and keep nothing of a value.
 
-An optimizer implements :class:`mpikv.protocols.Updater`. Its options are its attributes, with MXNet's names; its state
-lives with the caller, in arrays that :meth:`~Optimizer.slots` names; what depends on the key or on its number of
-updates comes in through :meth:`~Optimizer.step`. The common options are those of :class:`Optimizer`. Here too:
-updaters that are Python functions. It imports ``schedules``, ``memory`` and ``arrays``.
+An optimizer implements :class:`mpikv.protocols.Updater`. Its options are its attributes, with MXNet's names. Its state
+lives with the caller, in arrays that :meth:`~Optimizer.slots` names. :meth:`~Optimizer.step` computes the numbers that
+depend on the key or on its count of updates. :class:`Optimizer` has the common options. Here too: updaters that are
+Python functions. It imports ``schedules``, ``memory`` and ``arrays``.
 
 >>> import numpy as np
 >>> optimizer = create("adam", learning_rate=0.1, lr_mult={"bias": 0.0})
@@ -97,7 +97,7 @@ __all__ = [
 
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
-# Loaded when first asked for, as a program needs one or two.
+# Loaded at first use: a program needs one or two, and each costs import time.
 _PLACES = {
     "AdaDelta": "adadelta",
     "AdaGrad": "adagrad",
@@ -116,7 +116,7 @@ _PLACES = {
 _OWN = {name.lower(): name for name in _PLACES}
 _REGISTERED: dict[str, type[Optimizer]] = {}
 
-# Of MXNet's optimizers, those that are not here under their names.
+# MXNet's optimizers without a class of that name here, with advice.
 _ELSEWHERE = {
     "nag": "write 'sgd' with nesterov=True, momentum=0.9",
     "ccsgd": "write 'sgd'",
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(kind: _Kind) -> _Kind:
-    """Make an optimizer known to :func:`create` by its class name in lower case. A decorator."""
+    """Register an optimizer for :func:`create` under its class name in lower case. A decorator."""
     name = kind.__name__.lower()
     if (kind_of(name) or kind) is not kind:
         raise ConfigError(f"an optimizer {name!r} exists already; give the class another name")

@@ -46,7 +46,7 @@ class AdaDelta(Optimizer):
 
     def rule(self, step: Step, block: Block) -> None:
         (squares, delta_squares), (spare,) = block.state, block.spare
-        delta = block.gradient
+        delta = block.gradient  # overwritten by the step, to save a second spare array
         average_squares(squares, block.gradient, self.rho, spare)
         np.add(squares, self.epsilon, out=spare)
         np.sqrt(spare, out=spare)

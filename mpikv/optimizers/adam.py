@@ -18,7 +18,7 @@ __all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Moments(Optimizer):
-    """What Adam and its kin have in common: averages of the gradient and of its square, and their options."""
+    """The common part of Adam and its kin: averages of the gradient and of its square, and their options."""
 
     states = ("mean", "variance")
 
@@ -42,9 +42,9 @@ class Moments(Optimizer):
         return mean
 
     def root(self, step: Step, block: Block) -> Array:
-        """Return, in the spare memory, by what the rule divides, times the root of the variance's correction."""
+        """Return, in the spare memory, the rule's divisor times the root of the variance's correction."""
         (_, variance), (root,) = block.state, block.spare
-        # The corrections go into numbers, epsilon with them, which saves two passes over the arrays.
+        # The corrections go into scalars, epsilon with them: that saves two passes over the arrays.
         np.sqrt(variance, out=root)
         np.add(root, self.epsilon * step.correction[-1], out=root)
         return root
@@ -60,8 +60,8 @@ class Adam(Moments):
         variance = beta2 * variance + (1 - beta2) * g²
         weight   = weight - lr * (mean / (1 - beta1^t)) / (sqrt(variance / (1 - beta2^t)) + epsilon)
 
-    MXNet has the shortened form at the end of the paper's section 2, whose epsilon is not corrected: there its effect
-    in the first updates is larger by 1 / sqrt(1 - beta2^t). PyTorch has Algorithm 1.
+    MXNet has the shortened form at the end of the paper's section 2. It does not correct epsilon: the effect in the
+    first updates is larger by 1 / sqrt(1 - beta2^t). PyTorch has Algorithm 1.
 
     Reference: Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015, https://arxiv.org/abs/1412.6980.
 
@@ -82,14 +82,14 @@ class Adam(Moments):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AdamW(Moments):
-    """Adam whose weight decay is not part of the gradient.
+    """Adam with weight decay outside of the gradient.
 
     The rule, with ``mean`` and ``variance`` as in :class:`Adam` from a ``g`` without weight decay::
 
         weight = weight - lr * ((mean / (1 - beta1^t)) / (sqrt(variance / (1 - beta2^t)) + epsilon) + wd * weight)
 
-    As in PyTorch, the decay is ``lr * wd`` at every update. MXNet multiplies it by the bias correction as well, which
-    makes it smaller in the first updates.
+    As in PyTorch, the decay is ``lr * wd`` at every update. MXNet multiplies it by the bias correction as well, so it
+    is smaller in the first updates.
 
     Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019,
     https://arxiv.org/abs/1711.05101.
@@ -135,8 +135,7 @@ class Nadam(Moments):
         d      = g * (1 - mu(t)) / (1 - M(t)) + mean * mu(t+1) / (1 - M(t+1))
         weight = weight - lr * d / (sqrt(variance / (1 - beta2^t)) + epsilon)
 
-    MXNet keeps one product M for all keys, so that its updates depend on how many keys there are; here each key has
-    its own.
+    MXNet keeps one product M for all keys, so its updates depend on the number of keys; here each key has its own.
 
     Reference: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016,
     https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ.

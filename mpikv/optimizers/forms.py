@@ -1,7 +1,7 @@
-"""Which form of its rule an optimizer's options ask for, and with which numbers: what all compiled code has in common.
+"""The form of an optimizer's rule for its present options, with its numbers: the common part of all compiled code.
 
 A form is a rule without choices, for one element. numba's loops (``compute/numba/rules.py``) and the kernels of a GPU
-(``mpikv/cuda``) have one body for each, under the form's name.
+(``compute/cuda``) have one body for each, under the form's name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ Call: TypeAlias = "tuple[str, tuple[float, ...]]"
 """The name of a form and its numbers."""
 
 Form: TypeAlias = Callable[[Any, Step], Call]
-"""Returns the call that an optimizer's present options ask for, without the numbers that all forms begin with."""
+"""Returns the call for an optimizer's present options, without the numbers that begin every form."""
 
 
 def call_of(optimizer: Optimizer, step: Step) -> Call:
-    """Return the form that the present options ask for and all its numbers, of which the first three are ``scale``,
-    ``bound`` and ``wd``: ``clip(scale * total, -bound, bound)`` is the gradient before weight decay.
+    """Return the form for the present options and all its numbers.
+
+    The first three numbers are ``scale``, ``bound`` and ``wd``: ``clip(scale * total, -bound, bound)`` is the gradient
+    before weight decay.
 
     The optimizer's class is in :data:`FORMS`.
 
@@ -73,6 +75,7 @@ def _of_adadelta(optimizer: AdaDelta, step: Step) -> Call:
 
 
 def _of_adam(optimizer: Adam, step: Step) -> Call:
+    # As in Moments.root: both corrections and epsilon are numbers of the step, not operations on elements.
     first, second = step.correction
     return "adam", (step.rate * second / first, optimizer.epsilon * second, *_shares(optimizer))
 
@@ -98,7 +101,7 @@ def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
 
 
 def _shares(optimizer: Moments) -> tuple[float, float, float, float]:
-    """Return what both averages keep of themselves and take of the gradient."""
+    """Return the shares that both averages keep, and the shares that they take from the gradient."""
     return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
 
 

@@ -17,15 +17,15 @@ __all__ = ["FTRL"]
 class FTRL(Optimizer):
     """FTRL-Proximal: a rate per element, and weights that are exactly zero where the evidence is small.
 
-    The rule, whose ``g`` has no weight decay in it::
+    The rule, with ``g`` without weight decay::
 
         sigma  = (sqrt(n + g²) - sqrt(n)) / lr
         z      = z + g - sigma * weight
         n      = n + g²
         weight = (clip(z, -lamda1, lamda1) - z) / ((beta + sqrt(n)) / lr + wd)
 
-    The weight follows from ``z`` and ``n`` alone: what it was initialised to is forgotten at the first update, so
-    initialise it to zero. Where the rate is zero nothing changes.
+    The weight follows from ``z`` and ``n`` alone: the first update forgets the initial weight, so initialise it to
+    zero. With a rate of zero nothing changes.
 
     Reference: McMahan et al., Ad Click Prediction: a View from the Trenches, KDD 2013,
     https://doi.org/10.1145/2487575.2488200.
@@ -50,10 +50,10 @@ class FTRL(Optimizer):
     """Slows the first steps, in (0, inf), default 1."""
 
     def rule(self, step: Step, block: Block) -> None:
-        if not step.rate:
+        if not step.rate:  # the rule divides by it
             return
         (z, n), (sigma, root) = block.state, block.spare
-        np.sqrt(n, out=sigma)
+        np.sqrt(n, out=sigma)  # of the old n, before the next lines change it
         np.multiply(block.gradient, block.gradient, out=root)
         np.add(n, root, out=n)
         np.sqrt(n, out=root)

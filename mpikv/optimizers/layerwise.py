@@ -1,5 +1,4 @@
-"""Rates per layer, from norms of the whole value: large batches. Not element-wise, so that a value must be at one
-place.
+"""Rates per layer, from norms of the whole value: large batches. Not element-wise, so a value must lie in one place.
 
 Norms are summed in float64, block by block in order: the same on every machine, and no float32 overflows.
 """
@@ -26,7 +25,7 @@ WIDE = np.dtype(np.float64)
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LARS(Optimizer):
-    """Momentum descent whose rate is scaled by the ratio of a layer's norm to that of its gradient.
+    """Momentum descent with a rate scaled by the ratio of a layer's norm to its gradient's norm.
 
     The rule, with ``s`` the rescaled sum before clipping and ``g`` the gradient with weight decay::
 
@@ -86,6 +85,7 @@ class LARS(Optimizer):
             block.load()
             weights += sum_of_squares(block.weight, wide)
             gradients += sum_of_squares(block.gradient, wide)
+        # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
         weight_norm, gradient_norm = math.sqrt(weights), math.sqrt(gradients) * abs(self.rescale)
         if not weight_norm or not gradient_norm:
             return 1.0
@@ -94,7 +94,7 @@ class LARS(Optimizer):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LAMB(Moments):
-    """Adam whose step is scaled to the norm of the layer.
+    """Adam with a step scaled to the norm of the layer.
 
     The rule, with ``mean`` and ``variance`` as in :class:`~mpikv.optimizers.Adam` from a ``g`` without weight decay::
 
@@ -142,6 +142,7 @@ class LAMB(Moments):
                 directions += sum_of_squares(block.gradient, wide)
             rate = step.rate * self._trust(math.sqrt(weights), math.sqrt(directions))
             for block in blocks:
+                # Again: blocks of half precision share one float32 weight array, which the last block has now.
                 block.load()
                 descend(block.weight, block.gradient, rate)
                 block.store()

@@ -1,4 +1,4 @@
-"""What all optimizers share: settings, steps, and the walk over a value in blocks that fit the cache."""
+"""The common part of all optimizers: settings, steps, and the walk over a value in blocks that fit the cache."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ PRECISION: dict[np.dtype[Any], np.dtype[Any]] = {
     FLOAT32: FLOAT32,
     np.dtype(np.float64): np.dtype(np.float64),
 }
-"""In which dtype a value of a dtype is computed. bfloat16, which the package ml_dtypes adds, is known by its name."""
+"""The dtype of computation for the dtype of a value. bfloat16, from the package ml_dtypes, is known by its name."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """All that an update needs and that depends on the key or on how often it was updated."""
+    """The numbers of one update that depend on the key or on its count of updates."""
 
     rate: float
     """Learning rate after the scheduler and the key's multiplier."""
     wd: float
     """Weight decay after the key's multiplier."""
     correction: tuple[float, ...] = ()
-    """What :meth:`Optimizer.correction` returned."""
+    """The result of :meth:`Optimizer.correction`."""
 
     def __str__(self) -> str:
         # Ranks compare it, bit by bit.
@@ -56,18 +56,18 @@ class Step:
 
 @dataclass(slots=True)
 class Block:
-    """Up to :data:`BLOCK` elements of everything a rule reads and writes, all of one dtype. Views: written in place."""
+    """Up to :data:`BLOCK` elements of all arrays of a rule, in one dtype. Views: a rule writes in place."""
 
     gradient: Array
     weight: Array
     state: list[Array]
     """One array per name of :attr:`Optimizer.states`, in that order."""
     spare: list[Array]
-    """:attr:`Optimizer.spares` arrays of undefined content, to compute in."""
+    """Scratch arrays of undefined content, :attr:`Optimizer.spares` of them."""
     stored: Array | None
-    """Half-precision elements that ``weight`` stands for; None where ``weight`` is what is stored."""
+    """The half-precision elements that ``weight`` stands for; None if ``weight`` itself is stored."""
     kept: bool
-    """Whether ``weight`` is a float32 copy that is kept from update to update."""
+    """Whether ``weight`` is a float32 copy kept from update to update."""
 
     def load(self) -> None:
         """Begin an update: widen the stored elements."""
@@ -81,7 +81,7 @@ class Block:
 
 
 class _OfInit:
-    """What ``inspect`` and ``help`` show of a class: the arguments of its ``__init__``, not those of a ``__new__``."""
+    """The signature that ``inspect`` and ``help`` show of a class: of ``__init__``, not of ``__new__``."""
 
     def __get__(self, instance: object, kind: type[Any]) -> Signature:
         shown = signature(kind.__init__)
@@ -90,20 +90,20 @@ class _OfInit:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Optimizer:
-    """The settings that every optimizer has, and the parts of the :class:`~mpikv.protocols.Updater` contract that do
-    not differ.
+    """The settings of every optimizer, and the parts of the :class:`~mpikv.protocols.Updater` contract that do not
+    differ.
 
     Options may be set at any time and hold from the next update; an unknown or bad one raises
-    :class:`~mpikv.errors.ConfigError`. The sum of a push becomes the gradient ``g`` of a rule by::
+    :class:`~mpikv.errors.ConfigError`. A rule gets its gradient ``g`` from the sum of a push by::
 
         g = clip(rescale_grad * sum, -clip_gradient, clip_gradient) + wd * weight
 
-    where rules with a weight decay of their own (AdamW, FTRL, LAMB) leave the last term out, and with ``average`` the
-    sum is divided by the number of ranks first.
+    Rules with a weight decay of their own (AdamW, FTRL, LAMB) omit the last term. With ``average`` the sum is first
+    divided by the number of ranks.
 
-    float32 and float64 values are computed in their dtype; float16 and bfloat16 ones in float32, with float32 state,
-    and rounded once per update. One object is not to be used by two threads at once: they would share its scratch
-    memory.
+    float32 and float64 values are computed in their dtype. float16 and bfloat16 ones are computed in float32, with
+    float32 state, and rounded once per update. Two threads must not use one object at once: they would share its
+    scratch memory.
     """
 
     __signature__ = _OfInit()
@@ -122,9 +122,9 @@ class Optimizer:
     by_key: bool = field(init=False, default=False)
     """Whether keys of the same count may have different steps. Read-only."""
     opaque: bool = field(init=False, default=False)
-    """Whether the rate comes from a function of the user's, of which :meth:`settings` has the name. Read-only."""
+    """Whether the rate comes from a user's function; :meth:`settings` has only its name. Read-only."""
     revision: int = field(init=False, default=0)
-    """Another number after every change of an option, so that what was derived from them can be kept until then."""
+    """Changes with every change of an option, so derived results can be kept until then."""
     _changes: int = field(init=False, default=0)
     _user: object = field(init=False, default=None)
     _ranks: int = field(init=False, default=0)
@@ -138,21 +138,21 @@ class Optimizer:
     """A pure function from the number of updates to the learning rate, such as those of :mod:`mpikv.schedules`. A
     callable without a ``repr`` of its own is described to other ranks by its name only."""
     learning_rate: float | None = rate(0.01)
-    """In [0, inf). None: the optimizer's default, or, with a scheduler, the scheduler's rate. Where both are given when
-    the optimizer is made, a copy of the scheduler has the rate as its ``base_lr``, and this is None."""
+    """In [0, inf). None: the optimizer's default, or, with a scheduler, the scheduler's rate. If both are given when
+    the optimizer is made, it takes a copy of the scheduler with the rate as its ``base_lr``, and this is None."""
     wd: float = number(0.0, "[0, inf)")
     """Weight decay (L2 penalty), in [0, inf)."""
     rescale_grad: float = number(1.0, "(-inf, inf)")
     """Factor of the sum, often 1 / (batch size of all ranks)."""
     average: bool = flag(False)
-    """Divide the sum by the number of ranks of the store, that of all ranks also in ``join``, before ``rescale_grad``.
-    A store of another size, as after a restart, divides by that."""
+    """Divide the sum by the number of all ranks of the store, also in ``join``, before ``rescale_grad``. A store of
+    another size, as after a restart, divides by its own."""
     clip_gradient: float | None = number(None, "(0, inf)")
     """Bound of each element of the rescaled sum, in (0, inf); None: no bound."""
     lr_mult: Multipliers = field(default_factory=dict, metadata=MULTIPLIERS)
-    """Factors of the learning rate by key; a key that is not there has 1. Read-only: assign a new one."""
+    """Factors of the learning rate by key; other keys have 1. Read-only: assign a new one."""
     wd_mult: Multipliers = field(default_factory=dict, metadata=MULTIPLIERS)
-    """Factors of the weight decay by key; a key that is not there has 1. Read-only: assign a new one."""
+    """Factors of the weight decay by key; other keys have 1. Read-only: assign a new one."""
     multi_precision: bool = flag(False)
     """Keep a float32 copy (state ``master``) of float16 and bfloat16 values, so that small updates are not lost in
     rounding."""
@@ -161,7 +161,7 @@ class Optimizer:
     ``count`` alone, because the state starts from zero."""
 
     def __new__(cls: type[Made], *arguments: Any, **options: Any) -> Made:
-        taken = _signature(cls.__init__).parameters  # of one's own, too, which may be others than the options
+        taken = _signature(cls.__init__).parameters  # a user's own __init__ may take others than the options
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
         unknown = [name for name in options if name not in taken]
         if unknown and not anything:
@@ -190,12 +190,12 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Have a scheduler begin with a rate, which its user gave beside it."""
+        """Make a scheduler begin with a rate that the user gave beside it."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
         before = getattr(scheduler, "base_lr", None)
-        if self._has_rate:  # it is set later, and not where the optimizer is made
+        if self._has_rate:  # a later assignment, not an argument of the constructor
             raise ConfigError(
                 f"{where} would not be used, because lr_scheduler gives the rate; "
                 "set a new lr_scheduler with that base_lr, or set lr_scheduler = None first"
@@ -207,7 +207,7 @@ class Optimizer:
         if before == value:
             return
         object.__setattr__(self, "lr_scheduler", beginning_with(scheduler, value))
-        if before != Schedule.base_lr:  # which nobody has asked for
+        if before != Schedule.base_lr:  # a base_lr of the user's own is lost
             logging.getLogger("mpikv").warning("%s replaces base_lr=%r of its lr_scheduler", where, before)
 
     def _change(self) -> None:
@@ -216,7 +216,7 @@ class Optimizer:
         self._derive()
 
     def _derive(self) -> None:
-        """Work out anew what follows from the options."""
+        """Compute again the attributes that follow from the options."""
         ranks = self._ranks or 1 if self.average else 1
         # The factors are missing while the first options are set.
         factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
@@ -226,12 +226,11 @@ class Optimizer:
         object.__setattr__(self, "opaque", opaque)
 
     def sums_over(self, ranks: int) -> None:
-        """Take note that sums are those of so many ranks; 0: an update is by one rank's gradient, as in
-        ``dist_async``. Local.
+        """Set the number of ranks of a sum; 0: an update uses one rank's gradient, as in ``dist_async``. Local.
 
         Raises:
-            Unsupported: the mean over ranks is asked for, and there are no sums.
-            ConfigError: it is, and another store, of another number of ranks, has the optimizer, too.
+            Unsupported: ``average`` is set, and there are no sums.
+            ConfigError: ``average`` is set, and another store with another number of ranks uses the optimizer.
         """
         if self.average and ranks == 0:
             raise Unsupported(
@@ -248,7 +247,7 @@ class Optimizer:
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
-        """Have other options meanwhile. Having the same ones again, time after time, is no change that ranks compare.
+        """Set other options inside a block. If a block sets the same ones again, ranks see no change to compare.
 
         Example:
             >>> optimizer = Optimizer(rescale_grad=0.5)
@@ -261,6 +260,7 @@ class Optimizer:
         outside, before = self.revision, {name: getattr(self, name) for name in options}
         inside = None
         try:
+            # The same block again gets the revision of the last time, so plans made inside of it stay valid.
             if self._had is not None and self._had[:2] == (outside, options):
                 _, _, checked, inside = self._had
                 self._restore(checked, inside)
@@ -272,7 +272,7 @@ class Optimizer:
                 self._had = outside, dict(options), {name: getattr(self, name) for name in options}, inside
             yield
         finally:
-            changed = self.revision != inside  # by somebody else, as a schedule
+            changed = self.revision != inside  # somebody set an option inside of the block
             self._restore(before, outside)
             if changed:
                 self._change()
@@ -317,12 +317,12 @@ class Optimizer:
         return ()
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return the numbers of the rule that depend on how often a key was updated."""
+        """Return the rule's numbers that depend on a key's count of updates."""
         return ()
 
     def rule(self, step: Step, block: Block) -> None:
-        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place. All but ``step`` may be
-        overwritten.
+        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place. A rule may overwrite all but
+        ``step``.
         """
         raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
 
@@ -349,14 +349,14 @@ class Optimizer:
         return own or self.lr_scheduler is not None
 
     def step(self, key: Key, count: int) -> Step:
-        """Return all that depends on the key or on its count, ``count`` (1 at the first).
+        """Return the numbers of one update that depend on the key or on its ``count`` (1 at the first).
 
-        Keys of the same multipliers and the same count get the same object.
+        Keys with the same multipliers and count get the same object.
         """
         lr_mult, wd_mult = self.lr_mult.get(key, 1.0), self.wd_mult.get(key, 1.0)
         step = self._steps.get((count, lr_mult, wd_mult))
         if step is None:
-            # Counts only rise, so that old steps are seldom asked for again.
+            # Counts only rise, so old steps are seldom needed again; the bound keeps a long run from growing.
             if len(self._steps) >= 256:
                 self._steps.clear()
             step = Step(self.rate(count) * lr_mult, self.wd * wd_mult, self.correction(count))
@@ -365,13 +365,13 @@ class Optimizer:
 
     def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Change ``value`` and ``state`` in place by the sum of a push, ``total``, which is overwritten."""
-        # Training that diverges makes inf and nan: where a warning is an error it would leave the value half updated.
+        # Diverging training makes inf and nan. A warning that is an error would leave the value half updated.
         with np.errstate(all="ignore"):
             self._bound(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
-        """Return a function of a step that makes one update of these arrays, under the caller's rules for overflows."""
-        # On a GPU blocks are as large as the arrays: memory for as many would be kept for each.
+        """Return a function of a step that updates these arrays once, under the caller's numpy rules for overflows."""
+        # On a GPU blocks are as large as the arrays, and each binding would keep scratch memory of that size.
         if type(self).update is not Optimizer.update or not isinstance(value, np.ndarray):
             return lambda step: self.update(step, total, value, state)
         return self._bound(total, value, state)
@@ -390,6 +390,7 @@ class Optimizer:
             prepare(step, only)
             rule(step, only)
 
+        # Small values are the common case: one block without load and store saves a loop and two calls.
         if len(blocks) != 1 or blocks[0].stored is not None:
             return run
         (only,) = blocks
@@ -401,7 +402,7 @@ class Optimizer:
         return f"{type(self).__name__}({options})"
 
     def chosen(self) -> dict[str, Any]:
-        """Return all options; ``average`` where it is True, as checkpoints of earlier versions know nothing of it."""
+        """Return all options, ``average`` only if it is True: checkpoints of earlier versions do not have it."""
         return {name: getattr(self, name) for name in self.options() if name != "average" or self.average}
 
     def prepare(self, step: Step, block: Block) -> None:
@@ -409,7 +410,7 @@ class Optimizer:
         gradient = block.gradient
         if self.rescale != 1.0:
             np.multiply(gradient, self.rescale, out=gradient)
-        if self.clip_gradient is not None:
+        if self.clip_gradient is not None:  # after the factor, before weight decay, as in MXNet
             np.clip(gradient, -self.clip_gradient, self.clip_gradient, out=gradient)
         if self.coupled and step.wd:
             decay = block.spare[0]
@@ -417,8 +418,9 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Cut contiguous arrays of any shape into blocks. Each is to be loaded, changed, and stored. Arrays of a GPU,
-        which has no cache to stay in, are one.
+        """Cut contiguous arrays of any shape into blocks. The caller loads, changes and stores each block.
+
+        Arrays of a GPU become one block: it has no cache to stay in.
         """
         precision = self._precision(value.dtype)
         kept = self._has_master(value.dtype, precision)
@@ -447,7 +449,7 @@ class Optimizer:
         return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
-        """Return at least so many arrays of :data:`BLOCK` elements, the same at every call."""
+        """Return at least ``number`` arrays of :data:`BLOCK` elements. Every call returns the same arrays."""
         arrays = self._scratch.setdefault(dtype, [])
         while len(arrays) < number:
             arrays.append(np.empty(BLOCK, dtype))
@@ -485,7 +487,7 @@ class Optimizer:
 
 def _is_own(scheduler: object) -> bool:
     """Return whether a scheduler is of the user's making."""
-    # Few programs load them.
+    # Imported here: few programs use schedules.
     from .. import schedules
 
     return type(scheduler).__module__ != schedules.__name__

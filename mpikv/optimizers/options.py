@@ -1,7 +1,7 @@
-"""The options of an optimizer: what each accepts, checked whenever it is set.
+"""The options of an optimizer, checked at each assignment.
 
-An option is a dataclass field whose metadata holds a check. A check turns what was given into what is stored (an int
-into a float, a dict into a read-only copy), so that equal settings have equal descriptions, or raises
+An option is a dataclass field with a check in its metadata. A check converts the given value into the stored one (an
+int into a float, a dict into a read-only copy), so equal settings have equal descriptions. For a bad value it raises
 :class:`~mpikv.errors.ConfigError`.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
 
-# The address in an object's text.
+# The address in an object's repr. It differs between ranks, and ranks compare descriptions.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Names of options in PyTorch and in MXNet, and the names here.
 _RENAMED: Mapping[str, Sequence[str]] = {
@@ -46,7 +46,7 @@ _RENAMED: Mapping[str, Sequence[str]] = {
     "param_dict": ("lr_mult", "wd_mult"),
     "param_idx2name": ("lr_mult", "wd_mult"),
 }
-# Those that have no name here, and why they can be left out.
+# Options without a counterpart here, with advice.
 _ELSEWHERE = {
     "lazy_update": "leave it out: a push of RowSparse updates its rows, and any other push the whole value",
     "use_fused_step": "leave it out: every update is one step",
@@ -57,7 +57,7 @@ _ELSEWHERE = {
 
 
 def rate(default: float) -> Any:
-    """Return the field ``learning_rate``: a number that is not negative. None stands for the default."""
+    """Return the field ``learning_rate``: a non-negative number. None stands for the default."""
     return field(default=None, metadata={**number(None, "[0, inf)").metadata, "default": default})
 
 
@@ -67,7 +67,7 @@ def suffixes(*default: str) -> Any:
 
 
 def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
-    """Return the sentence for an option that an optimizer does not have, with what other libraries' options are here.
+    """Return the error text for an unknown option, with the name here of another library's option.
 
     >>> unknown_option("SGD", "lr", ["learning_rate", "momentum"])
     "unknown option of SGD 'lr' (known: learning_rate, momentum); did you mean 'learning_rate'?"
@@ -78,7 +78,7 @@ def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return a text that is the same on every rank: multipliers in order, objects without their address.
+    """Return a text equal on every rank: multipliers in order, objects without their address.
 
     >>> describe({"b": 0.0, "a": 2.0})
     "{'a': 2.0, 'b': 0.0}"
@@ -89,7 +89,7 @@ def describe(value: Any) -> str:
 
 
 def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping in an order that does not depend on how it was made."""
+    """Return the items of a mapping in an order independent of insertion: integers first, then strings."""
     return sorted(factors.items(), key=lambda item: (isinstance(item[0], str), item[0]))
 
 
@@ -99,7 +99,7 @@ def _multipliers(where: str, value: Any) -> Multipliers:
     for key in value:
         if not isinstance(key, (numbers.Integral, str)):
             raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
-    # Read-only: a factor changed in place would not be noticed by the store.
+    # Read-only: the store would not notice a factor changed in place.
     return MappingProxyType(
         {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in value.items()}
     )

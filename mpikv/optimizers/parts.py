@@ -1,4 +1,4 @@
-"""The small parts of which the rules are made. All work in place, and ``spare`` is memory that they may overwrite."""
+"""The small parts of rules. All work in place, and may overwrite ``spare``."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate
 
 
 def sum_of_squares(array: Array, wide: Array) -> float:
-    """Return the sum of squares in float64, where no float32 overflows; ``wide`` is float64 and not shorter than the
+    """Return the sum of squares in float64, so no float32 overflows; ``wide`` is float64 and not shorter than the
     array.
     """
     squares = wide[: array.size]
+    # add.reduce of a float64 array adds in pairs, in numpy's order; GPU kernels repeat that order bit by bit.
     np.copyto(squares, array)
     np.multiply(squares, squares, out=squares)
     return float(np.add.reduce(squares))

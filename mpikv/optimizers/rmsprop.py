@@ -18,7 +18,7 @@ __all__ = ["RMSProp"]
 class RMSProp(Optimizer):
     """Gradients divided by the root of their averaged squares.
 
-    The rule of Tieleman and Hinton, which has no momentum::
+    The rule of Tieleman and Hinton, without momentum::
 
         variance = rho * variance + (1 - rho) * g²
         weight   = weight - lr * g / (sqrt(variance) + epsilon)
@@ -68,7 +68,7 @@ class RMSProp(Optimizer):
             average_squares(variance, block.gradient, self.rho, spare)
             np.multiply(mean, mean, out=spare)
             np.subtract(variance, spare, out=spare)
-            np.maximum(spare, 0.0, out=spare)
+            np.maximum(spare, 0.0, out=spare)  # rounding can make it negative, and its root NaN
             np.add(spare, self.epsilon, out=spare)
             np.sqrt(spare, out=spare)
             np.divide(block.gradient, spare, out=spare)

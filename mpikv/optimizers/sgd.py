@@ -28,8 +28,8 @@ class SGD(Optimizer):
         momentum_ = momentum * momentum_ - lr * g
         weight    = weight + momentum * momentum_ - lr * g
 
-    The rate is inside the velocity, so that a change of rate acts on new gradients only. PyTorch has it outside;
-    while the rate is constant both give the same weights.
+    The rate is inside the velocity, so a change of rate acts on new gradients only. PyTorch has it outside; with a
+    constant rate both give the same weights.
 
     References: Polyak, Some methods of speeding up the convergence of iteration methods, 1964. Nesterov, A method of
     solving a convex programming problem with convergence rate O(1/k²), 1983. Sutskever et al., On the importance of
@@ -57,7 +57,7 @@ class SGD(Optimizer):
 
     def rule(self, step: Step, block: Block) -> None:
         if not self.momentum:
-            np.multiply(block.gradient, step.rate, out=block.gradient)
+            np.multiply(block.gradient, step.rate, out=block.gradient)  # may be overwritten, so no spare is needed
             np.subtract(block.weight, block.gradient, out=block.weight)
             return
         (velocity,) = block.state
@@ -75,8 +75,7 @@ class SGD(Optimizer):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Test(Optimizer):
-    """The plainest rule, for tests of what is around it: ``weight = weight - lr * (rescale_grad * grad + wd *
-    weight)``.
+    """The plainest rule, for tests of the code around it: ``weight - lr * (rescale_grad * grad + wd * weight)``.
 
     >>> import numpy as np
     >>> optimizer = Test(learning_rate=1.0, rescale_grad=0.5)

@@ -18,7 +18,7 @@ __all__ = ["Signum"]
 class Signum(Optimizer):
     """Descent by steps of one size, in the direction of the sign of the averaged gradient.
 
-    The rule, where without momentum ``momentum_`` is ``g``::
+    The rule; without momentum, ``momentum_`` is ``g``::
 
         momentum_ = momentum * momentum_ + (1 - momentum) * g
         weight    = weight - lr * (sign(momentum_) + wd_lh * weight)
@@ -56,6 +56,7 @@ class Signum(Optimizer):
             average(mean, block.gradient, self.momentum, direction)
         np.sign(mean, out=direction)
         if self.wd_lh:
+            # The sign is taken: the gradient's memory is free for the second term.
             np.multiply(block.weight, self.wd_lh, out=block.gradient)
             np.add(direction, block.gradient, out=direction)
         descend(block.weight, direction, step.rate)

@@ -21,13 +21,13 @@ __all__ = ["UPDATING", "Assign", "CallableUpdater", "check_outside", "check_stat
 _outline = attrgetter("dtype", "shape", "strides")
 
 UPDATING: set[int] = set()
-"""The threads that now run an updater's function."""
+"""The threads that run an updater's function now."""
 
 
 @contextmanager
 def _updating() -> Iterator[None]:
     thread = get_ident()
-    if thread in UPDATING:  # the function of another store, of one rank, which this one has pushed to
+    if thread in UPDATING:  # this function pushes to a store of one rank; the outer call clears the mark
         yield
         return
     UPDATING.add(thread)
@@ -38,7 +38,7 @@ def _updating() -> Iterator[None]:
 
 
 def check_outside(what: str) -> None:
-    """Raise Unsupported where an updater's function runs: it does on one rank, and the others would not come.
+    """Raise Unsupported inside an updater's function: it runs on the owner only, and the other ranks would not come.
 
     >>> check_outside("push")
     """
@@ -50,7 +50,7 @@ def check_outside(what: str) -> None:
 
 
 def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
-    """Raise ConfigError unless there is the state that an updater asks for, of which a changed option may ask more."""
+    """Raise ConfigError if the state lacks arrays that the updater needs, as after a change of an option. Local."""
     wanted = updater.slots(dtype)
     if wanted.keys() != state.keys():
         raise ConfigError(
@@ -93,7 +93,7 @@ def _nothing(step: None) -> None:
 
 
 class CallableUpdater:
-    """A user's ``f(key, input, stored)``, which changes ``stored`` in place or returns the new value."""
+    """A user's ``f(key, input, stored)``. It changes ``stored`` in place or returns the new value."""
 
     elementwise = False
     may_raise = True
@@ -104,7 +104,7 @@ class CallableUpdater:
 
     def __init__(self, function: Callable[[Any, Any, Array], Any]) -> None:
         self._function = function
-        # Whether it is still to be seen that it changes values.
+        # Until the function has changed a value, each call is compared with a copy: one that never does is a mistake.
         self._unproven = True
         # The function runs under the caller's rules for overflows, not under the store's.
         self._rules = np.geterr()
@@ -119,9 +119,9 @@ class CallableUpdater:
         self.call(step, total.astype(value.dtype, copy=False), value)
 
     def call(self, step: Key, received: Array | RowSparse, value: Array) -> None:
-        """Have the function change the value by what was received, an array or rows of the value's dtype.
+        """Let the function change the value by the received array, or rows, of the value's dtype.
 
-        It is given views, so that what it does to their shapes and flags is not done to the store's arrays.
+        It gets views, so changes of their shapes and flags do not reach the store's arrays.
         """
         outline, on_host = _outline(value), type(value) is np.ndarray
         before = value.copy() if self._unproven and on_host else None
@@ -135,7 +135,7 @@ class CallableUpdater:
                 "instance those of stored.reshape(-1), or return a new array"
             )
         if on_host:
-            # Who keeps them would write to what is not the value any more, or into the sum of another push.
+            # A function may keep them. Writing later would hit memory of another value, or the sum of another push.
             stored.flags.writeable = (given.values if isinstance(given, RowSparse) else given).flags.writeable = False
         if result is not None:
             np.copyto(value, _checked(step, result, value), casting="same_kind")
@@ -145,7 +145,7 @@ class CallableUpdater:
         self._unproven = False
 
     def _warn_unchanged(self, step: Key, received: Array | RowSparse) -> None:
-        """Say once that the function has changed nothing, unless it received nothing."""
+        """Warn once if the function changed nothing, unless its input was zero."""
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
             logging.getLogger("mpikv").warning(
@@ -164,7 +164,7 @@ class CallableUpdater:
 
 
 def _checked(key: Key, result: Any, value: Array) -> Array:
-    """Return what an updater has returned, if it can be stored."""
+    """Return an updater's result if it can be stored."""
     if type(value) is not np.ndarray and type(result) is not type(value):
         raise TypeError(
             f"the updater returned a {_kind(result)} for key {key!r}, whose value is a {_kind(value)}; return an array "
@@ -183,5 +183,5 @@ def _checked(key: Key, result: Any, value: Array) -> Array:
 
 
 def _kind(value: object) -> str:
-    """Return the name of an object's type with the library that it is of."""
+    """Return the name of an object's type with its module."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
