@@ -1,9 +1,9 @@
-"""Checkpoints: a store, or the state of its optimizer, in one file that any number of ranks can load.
+"""Checkpoints: a store, or its optimizer's state, in one file; any number of ranks can load it.
 
-``header`` is the format, ``files`` the file system, ``extents`` where values lie in memory and in the file, ``chunks``
-what is written, read and summed at once, ``ahead`` and ``saving`` a save that the ranks do not wait for,
-``compatibility`` what a file is held against, ``residuals`` what compression adds, and ``checkpoints`` the calls. It
-imports ``engine`` and ``cluster``. It changes no value before all ranks have found the file good.
+``header`` defines the format, ``files`` uses the file system. ``extents`` maps values in memory to the file, ``chunks``
+writes, reads and sums them. ``ahead`` and ``saving`` save in the background. ``compatibility`` compares a file with a
+store. ``residuals`` adds the state of compression, and ``checkpoints`` holds the calls. The package imports ``engine``
+and ``cluster``. A load changes no value before all ranks have found the file good.
 """
 
 from __future__ import annotations

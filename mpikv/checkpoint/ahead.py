@@ -1,4 +1,4 @@
-"""A thread that does the work of an iterator ahead of whoever takes its items."""
+"""A thread that runs an iterator before its items are needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 class Ahead(Generic[Item]):
-    """Takes the items of an iterator in a thread of its own, before anybody asks for them."""
+    """Runs an iterator in a thread of its own, and keeps its items until they are needed."""
 
     def __init__(self) -> None:
         self._changed = present().condition()
@@ -23,24 +23,24 @@ class Ahead(Generic[Item]):
         self._process = present().process
         self._runs = self._stops = False
         self.ended = False
-        """Whether all items were made, or no more will be."""
+        """Whether no more items will come."""
 
     @property
     def has_work(self) -> bool:
-        """Whether it was told what to do."""
+        """Whether :meth:`prepare` has given it an iterator."""
         return self._source is not None
 
     def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Take over an iterator; return one that waits for each of its items, and raises what making it has raised.
-        Local.
+        """Return an iterator over the items that the thread makes. It waits for each item, and raises the iterator's
+        exception. Local.
         """
         self._source = items
         return self._taken()
 
     def start(self) -> None:
-        """Begin to make the items. Local. That the system has no thread left is told who asks for the first of them."""
+        """Start the thread. Local. If the system has no thread left, the first use of an item raises RuntimeError."""
         thread = present().thread(self._serve, "mpikv-save")
-        # Before it starts: an interrupt comes while this waits for it, and nobody would wait for its end.
+        # Set before the start: an interrupt may arrive inside start(), and stop() would not wait for the thread.
         self._runs = True
         try:
             thread.start()
@@ -48,7 +48,7 @@ class Ahead(Generic[Item]):
             self._end(error)
 
     def stop(self) -> None:
-        """End after the item that is being made, and wait for that. Not in a forked child, which has no such thread."""
+        """End after the current item, and wait for its end. In a forked child, which lacks the thread, do nothing."""
         if not self._runs or present().process != self._process:
             return
         with self._changed:
@@ -78,7 +78,7 @@ class Ahead(Generic[Item]):
                     self._changed.notify_all()
                 if self._stops:
                     break
-        except BaseException as error:  # for the thread that asks for the item
+        except BaseException as error:  # raised where the item is used
             failure = error
         self._end(failure)
 

@@ -1,8 +1,8 @@
-"""The calls that write and read checkpoints: of a store, and of an optimizer's state that every rank has all of.
+"""Calls that write and read checkpoints of a store, or of an optimizer's state that every rank has.
 
-Every rank of a store writes, and reads, the elements that it owns, straight from and to where they lie, so that next to
-no memory is needed. A Trainer that updates on each rank has the same state on all: rank 0 writes it, and all read it.
-Either loads what the other has saved.
+Every rank of a store writes and reads its own elements, straight from and to the store's memory; a save needs almost no
+extra memory. A Trainer with local updates has the same state on all ranks: rank 0 writes it, and all read it. Each of
+the two loads the other's files.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ __all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
 
 
 class Checkpoints:
-    """Prepares and runs the calls of one store."""
+    """Prepares the checkpoint calls of one store, locally, and runs them, collectively."""
 
     def __init__(self, exchange: Exchange, agreement: Agreement, root: int, collective: Callable[..., Any]) -> None:
-        """``collective`` makes a call of the store, of its verb and of what prepares it."""
+        """``collective`` runs a call of the store, given its verb and the function that prepares it."""
         self._exchange, self._agreement, self._root, self._collective = exchange, agreement, root, collective
         self._transport, self._memory = exchange.transport.control, exchange.transport.memory
         self._copies = Copies(self._memory)
@@ -88,7 +88,7 @@ class Checkpoints:
         return call, lambda: self._save(call, Draft(path), header, start, residuals, wait)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
-        """Return the keys, what there is to say of keys, and the position of that for each."""
+        """Return the keys, the distinct kinds of keys, and the position of each key's kind."""
         table, slots = self._exchange.values.table, self._exchange.updater.slots
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
         kinds, kind_of = number_alike(
@@ -120,11 +120,11 @@ class Checkpoints:
             self._run_parts(call, parts, enough=lambda: ahead.has_work)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if work is not None:
-            work.start()  # last: on a busy host it would take the core from what the ranks agree on
+            work.start()  # last: the thread would slow down the agreement before on a busy host
         return work
 
     def finish(self) -> None:
-        """Wait for the save that is pending, if one is. Collective.
+        """Wait for the pending save, if there is one. Collective.
 
         Raises:
             Exception: as :meth:`SaveWork.wait`.
@@ -133,10 +133,10 @@ class Checkpoints:
             self._saving.wait()
 
     def failure(self) -> Exception | None:
-        """Wait for the save that is pending; return what it raises. Collective, for the end of the store.
+        """Wait for the pending save; return its exception. Collective, for the end of the store.
 
         Raises:
-            Exception: no end of the save, but of this call, as where other ranks have made another one.
+            Exception: this call failed and the save is still pending, e.g. because other ranks made another call.
         """
         try:
             self.finish()
@@ -147,7 +147,7 @@ class Checkpoints:
         return None
 
     def give_up(self) -> None:
-        """End the save that is pending, and give its memory back. Local."""
+        """Discard the pending save, and free its memory. Local."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving = None
@@ -162,8 +162,8 @@ class Checkpoints:
         return self._find_together("load_optimizer_states", self._find_states, path)
 
     def _find_together(self, verb: str, prepare: Callable[[Any], PreparedCall], path: Any) -> PreparedCall:
-        """Prepare; but where ranks do not tell each other of what that raises, leave it to where they do, as a file may
-        be unreadable on one of them alone.
+        """Prepare a load. If the ranks do not compare calls, prepare inside of the call: one rank alone may be unable
+        to read the file, and the others must learn it.
         """
         if self._agreement.verifies:
             return prepare(path)
@@ -202,12 +202,12 @@ class Checkpoints:
             warn_of_other_mean(source.header.updater, updater, self._transport.size)
 
     def _load_new(self, call: Call, reader: Reader, updater: Updater) -> None:
-        """Load into a store without keys, which has none again if the file turns out to be damaged."""
+        """Load into a store without keys. Collective. If the file is damaged, the store has no keys again."""
         exchange, header = self._exchange, reader.source.header
         before = exchange.updater
         try:
             exchange.adopt(updater)
-            # Arrays of one element each, which say how much memory the values need.
+            # Arrays of one element each (strides of 0): they give shape and dtype, and take no memory.
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
             sparse = {key for key, kind in header.pairs if kind.row_sparse}
             exchange.values.enter(header.keys, [likes[number] for number in header.kind_of], sparse)
@@ -218,12 +218,12 @@ class Checkpoints:
             raise
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater) -> None:
-        """Load over keys that are there, once all ranks know that the file is whole."""
+        """Load over existing keys, after all ranks have verified the whole file. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._try_together(call, make_room, self._exchange, reader.source.header)
         self._exchange.adopt(updater, overwrites=True)
-        # From here on a failure ends the store, as some of its values are the file's, and others are not. It is not
-        # settled, then, although all ranks know of it.
+        # From here on a failure ends the store: some values are the file's, others are not. The exception must not
+        # count as settled, although all ranks know of it; else the store would go on.
         try:
             self._read(call, reader, checks=False)
         except TransportError:
@@ -237,14 +237,14 @@ class Checkpoints:
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
-        """Yield the chunks that this rank reads to see whether the file is whole: every rank has others."""
+        """Yield this rank's share of the chunks, to verify the file; the ranks read disjoint chunks."""
         memory = np.empty(CHUNK, np.uint8).data
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
 
     def _read(self, call: Call, reader: Reader, checks: bool) -> None:
-        """Read what this rank owns to where it belongs; compare the checksums, or only whether the file is still the
-        one that was found good; give the values to all ranks.
+        """Read this rank's elements into the store, and give the values to all ranks. Collective. With ``checks``,
+        compare checksums; without, only check that the file is the one verified before.
         """
         self._run_parts(call, self._read_parts(reader, checks))
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
@@ -253,14 +253,14 @@ class Checkpoints:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
-            """Return an array of the host to fill in place of this one."""
+            """Return the host array to fill in place of this one."""
             if self._memory.is_host:
                 return array
             copies.append((array, np.empty(array.shape, array.dtype)))
             return copies[-1][1]
 
         if header.values:
-            # Those that are there belong to pushes that these values have not seen.
+            # The store's residuals belong to pushes before this load.
             self._exchange.values.drop_residuals(keeps_memory=restores_residuals(self._exchange, header))
         own, shared = place_residuals(self._exchange, header, on_host)
         values = _cut_spans(self._list_values(header, self._exchange.values.planner.owned), on_host)
@@ -272,7 +272,7 @@ class Checkpoints:
         table = self._exchange.values.table
         rows, kind_of = [entry.index for entry in table.find(header.keys)], np.array(header.kind_of, np.intp)
         updates, earlier = np.array([[kind.updates, kind.earlier] for kind in header.kinds], np.int64).reshape(-1, 2).T
-        # An optimizer's state says nothing of how many pushes these values have seen.
+        # A file of states alone says nothing of the values, so their versions stay.
         versions = updates[kind_of] + earlier[kind_of] if header.values else table.counts[rows] + table.earlier[rows]
         table.counts[rows] = updates[kind_of]
         table.earlier[rows] = versions - updates[kind_of]
@@ -280,14 +280,14 @@ class Checkpoints:
     # --- What a rank has of the file
 
     def _divide(self, block: Block) -> Sequence[tuple[int, int]]:
-        """Return the elements of a block that this rank writes: those it owns, or its part of what all own."""
+        """Return the elements of a block for this rank to write: those it owns, or its share of a replicated block."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)
         size, ranks, rank = block.values.size, self._transport.size, self._transport.rank
         return [(size * rank // ranks, size * (rank + 1) // ranks)]
 
     def _list_values(self, header: Header, elements: Callable[[Block], Sequence[tuple[int, int]]]) -> Iterator[Span]:
-        """Yield what this rank has of values and state, given its elements of a block."""
+        """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, extents in list_extents(header, entries):
@@ -298,7 +298,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
-        """Run parts to their end, or until they are ``enough`` and the rest is left to a later call."""
+        """Run parts to their end, or until they are ``enough``; a later call runs the rest. Collective."""
         with ExitStack() as at_end:
             at_end.enter_context(closing(parts))
             while (sums := self._try_together(call, next, parts, None)) is not None:
@@ -308,24 +308,24 @@ class Checkpoints:
                     return
 
     def _try_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Do what may fail on one rank alone; raise on every rank if it failed."""
+        """Run a function that may fail on one rank alone; raise on every rank if it failed. Collective."""
         failure, result = None, None
         try:
             result = work(*arguments)
-        except BaseException as error:  # Ctrl-C too: the other ranks wait
+        except BaseException as error:  # also Ctrl-C: the other ranks wait in confirm
             failure = error
         self._agreement.confirm(call, failure)
         return result
 
     def _combine(self, sums: Array) -> None:
-        """Replace a rank's sums by the exclusive or of all ranks'."""
+        """Replace this rank's sums by the exclusive or of all ranks' sums. Collective."""
         if sums.size:
             np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
 
     # --- Checks
 
     def _check_weights(self) -> None:
-        """Raise where values are sums of gradients, while the weights and their state are elsewhere."""
+        """Raise Unsupported if values are sums of gradients: a Trainer keeps the weights and their state elsewhere."""
         table = self._exchange.values.table
         if not table.summed.any():
             return
@@ -352,7 +352,7 @@ def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
 
 
 def _cut_spans(spans: Iterable[Span], on_host: Callable[[Array], Array]) -> Iterator[Piece]:
-    """Yield the pieces of arrays, given what stands for them on the host."""
+    """Yield the pieces of arrays; ``on_host`` returns the host array of each."""
     for begin, array in spans:
         yield from cut_array(begin, on_host(array))
 
@@ -370,31 +370,31 @@ def _describe_sums(source: Source) -> str:
 
 @dataclass
 class KeptState:
-    """What an optimizer keeps of one value."""
+    """The state that an optimizer keeps for one value."""
 
     state: dict[str, Array]
     count: int = 0
-    """How many updates it has made."""
+    """Number of updates made."""
 
 
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Write the state of each value to a file, with the optimizer's settings if a file can hold them.
+    """Write the state of each value to a file, with the optimizer's settings if JSON can hold them.
 
-    It yields before each part that takes time, on every rank as often. The caller compares what it yields with what the
-    other ranks yield, so that they learn how this one fares.
+    Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
+    rank. The caller compares the texts of all ranks, so that each learns of another's failure.
 
     Args:
         path: the same on every rank.
-        optimizer: what the state is of.
+        optimizer: the owner of the state.
         values: give shapes and dtypes.
-        kept: the state of each, the same on every rank.
-        writes: True on one rank, which writes the file. The others only yield as often.
+        kept: the state of each value, the same on every rank.
+        writes: True on the one rank that writes the file; on the others the generator only yields.
 
     Raises:
         OSError, CheckpointError: the file cannot be written.
-        Unsupported: no reader would take it.
+        Unsupported: no reader would accept the file.
     """
     path = os.fsdecode(path)
     kinds, kind_of = number_alike((value.dtype, value.shape, kept[key].count) for key, value in values.items())
@@ -414,16 +414,16 @@ def save_states(
 def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
-    """Read the state of each value from a file. It yields as :func:`save_states` does, and changes nothing.
+    """Read the state of each value from a file, and change nothing. Collective, and yields, as :func:`save_states`.
 
     Args:
-        path: the same on every rank, each of which reads all of it.
-        present: the optimizer that goes on, unless the file has one of its kind with all its settings.
-        values: give keys, shapes and dtypes, which have to be those of the file.
+        path: the same on every rank; each rank reads the whole file.
+        present: the current optimizer. It stays, unless the file has one of its kind with all settings.
+        values: give keys, shapes and dtypes; the file must have the same.
 
     Returns:
-        The optimizer that goes on, and the state of each value in numpy's arrays. Other ranks may not have all of it
-        yet.
+        The optimizer to use, and the state of each value in numpy arrays. Other ranks may not have finished
+        reading.
 
     Raises:
         OSError: the file cannot be read.

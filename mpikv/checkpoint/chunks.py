@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint, in chunks that have a CRC-32 each, to which every rank's bytes contribute.
+"""The arrays of a checkpoint, in chunks with a CRC-32 each; all ranks contribute to each checksum.
 
-All ranks go through the arrays in the same windows. After each window they compare how they fare: nobody waits longer
-than a window takes, and all ranks notice a full disk when it is full.
+All ranks go through the arrays in the same windows, and compare their success after each. So no rank waits longer than
+a window takes, and all ranks notice a full disk at once.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from .header import CHUNK, Header
 __all__ = ["NO_SUMS", "Parts", "Piece", "Window", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
 
 Parts: TypeAlias = "Generator[Array]"
-"""The local parts of a collective call; every rank has as many. After each the caller learns whether it went well on
-all ranks, and goes on only then. A part yields its contribution (uint32) to what the next part needs of all ranks: the
-caller replaces it by the exclusive or of all contributions, unless that is the same."""
+"""The local parts of a collective call; every rank has as many. After each part the caller learns whether it succeeded
+on all ranks; only then it runs the next. A part yields its contribution (uint32). The caller overwrites it by the
+exclusive or of all ranks' contributions; the next part uses the result."""
 
 Window: TypeAlias = "tuple[slice, Array]"
-"""The chunks of a window, and what a rank contributes to the checksum of each."""
+"""The chunks of a window, and this rank's contribution to the checksum of each."""
 
 NO_SUMS = np.empty(0, np.uint32)
-"""What a part yields that has nothing to put together."""
+"""Yielded by a part without a contribution."""
 
 _WINDOW = 256 << 20
-"""Bytes that the ranks write, or read, between two looks at how the others fare. A multiple of CHUNK."""
-# The polynomial of CRC-32 and x**8, one byte, modulo it; the highest bit is the coefficient of 1.
+"""Bytes that the ranks write or read between two agreements on success. A multiple of CHUNK."""
+# CRC-32's polynomial, and x**8 (a shift by one byte) modulo it. Bits are reversed: the highest bit is the constant
+# term.
 _POLYNOMIAL = np.uint32(0xEDB88320)
 _BYTE = 1 << (31 - 8)
 
@@ -44,19 +45,19 @@ _offset = attrgetter("offset")
 
 
 class Piece(NamedTuple):
-    """A range of the file's arrays that lies in one chunk, and the memory that it is a copy of."""
+    """A range of the file's arrays inside one chunk, and its copy in memory."""
 
     offset: int
     memory: memoryview
 
     @property
     def end(self) -> int:
-        """The first byte behind it."""
+        """Offset of the first byte after the range."""
         return self.offset + self.memory.nbytes
 
 
 def cut(begin: int, nbytes: int) -> Iterator[slice]:
-    """Cut a range of the arrays at the chunks; count from its first byte."""
+    """Yield a range of ``nbytes`` cut at chunk boundaries, as slices from its first byte."""
     low = 0
     while low < nbytes:
         high = min(low + CHUNK - (begin + low) % CHUNK, nbytes)
@@ -65,7 +66,7 @@ def cut(begin: int, nbytes: int) -> Iterator[slice]:
 
 
 def cut_array(begin: int, array: Array) -> list[Piece]:
-    """Return the pieces of a contiguous array whose first byte this is."""
+    """Return the pieces of a contiguous array; ``begin`` is the offset of its first byte."""
     memory = array.reshape(-1).view(np.uint8).data
     return [Piece(begin + part.start, memory[part]) for part in cut(begin, memory.nbytes)]
 
@@ -79,17 +80,17 @@ def write_arrays(
     attaches: bool = True,
     ahead: Ahead[Window] | None = None,
 ) -> Parts:
-    """Write a checkpoint, of which this rank has pieces, and whose arrays begin at ``start``.
+    """Write a checkpoint with this rank's pieces; its arrays begin at ``start``. Collective: every rank runs its parts.
 
-    The one rank that ``creates`` it makes the file and puts it in its place. ``attaches``: the others have to see it.
-    ``ahead`` is given what writes, to be started once the ranks see the file; without it parts write a window each.
+    The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. With
+    ``ahead``, its thread writes the windows, once started; without it each part writes a window.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
     windows = _write_windows(draft, header, start, pieces)
     try:
         if creates:
             draft.create(nonce)
-        # By the name that one rank has drawn the others know whether they see its file.
+        # The name is random: a rank that finds a file of this name sees the same file system as the creator.
         yield nonce.view(np.uint32)
         if attaches and not creates:
             draft.attach(nonce)
@@ -104,12 +105,12 @@ def write_arrays(
         yield NO_SUMS
     finally:
         if ahead is not None:
-            ahead.stop()  # first: the number of a closed file may be that of another one next
+            ahead.stop()  # before close: the system may give its descriptor to another file, and the thread write there
         draft.close()
 
 
 def _write_windows(draft: Draft, header: Header, start: int, pieces: Iterable[Piece]) -> Iterator[Window]:
-    """Write one window after the other; yield the chunks of each, and what these pieces contribute to their sums."""
+    """Write one window after the other; yield its chunks, and this rank's contribution to their checksums."""
     for chunks, (mine,) in _windows(header.nbytes, pieces):
         sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
         if mine:
@@ -118,12 +119,14 @@ def _write_windows(draft: Draft, header: Header, start: int, pieces: Iterable[Pi
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Read the pieces that no other rank reads, and those that every rank does; compare the checksums if it ``checks``,
-    else only whether the file has changed.
+    """Read the pieces of this rank (``own``) and those read by every rank (``shared``). Collective: every rank runs its
+    parts. With ``checks``, compare the checksums; without, only check that the file is unchanged.
     """
     nbytes = reader.source.header.nbytes
     for chunks, (mine, everyones) in _windows(nbytes, own, shared):
         if checks:
+            # Every rank reads the shared pieces: exclusive or over the ranks would cancel them, so they are added
+            # after.
             sums, known = (_sum(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
             yield sums
             _check_sums(sums ^ known, reader.source, chunks)
@@ -136,7 +139,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
 
 
 def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
-    """Yield the chunks of each window of so many bytes, the same on all ranks, and the pieces of each kind in them."""
+    """Yield the chunks of each window, and the pieces of each kind in them. The windows are the same on all ranks."""
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin in range(0, nbytes, _WINDOW):
         end = min(begin + _WINDOW, nbytes)
@@ -148,7 +151,7 @@ def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list
 def _sum(
     pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
 ) -> Array:
-    """Write or read pieces; return what they contribute to the checksum of each chunk, made while they are cached."""
+    """Write or read pieces; return their contribution to each chunk's checksum, computed while the cache holds them."""
     sums = np.zeros(chunks.stop - chunks.start, np.uint32)
     crcs, offsets, ends = list[int](), list[int](), list[int]()
     for run in _runs(pieces):
@@ -167,7 +170,7 @@ def _sum(
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces that are one range of a chunk, to be moved by one call."""
+    """Yield lists of adjacent pieces of one chunk; one system call moves each list."""
     run: list[Piece] = []
     for piece in pieces:
         if run and (piece.offset != run[-1].end or piece.offset % CHUNK == 0 or len(run) == MOST_PARTS):
@@ -179,7 +182,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
-    """Raise CheckpointError unless the chunks have the checksums of the header."""
+    """Raise CheckpointError, with the arrays' names, unless the chunks match the checksums of the header."""
     wrong = np.flatnonzero(sums != source.sums[chunks])
     if wrong.size:
         begin = (chunks.start + int(wrong[0])) * CHUNK
@@ -192,10 +195,11 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
 
 
 def shift_crcs(sums: Array, following: Array) -> Array:
-    """Return what parts contribute to the CRC-32 of their range, which is the exclusive or of that.
+    """Return the contribution of parts to the CRC-32 of their range; the exclusive or of all contributions is that
+    CRC-32.
 
-    A part contributes its own CRC-32, carried over the bytes that follow it. This is zlib's ``crc32_combine``, which
-    Python does not offer, for many parts at once.
+    A part's contribution is its own CRC-32, carried over the following bytes. The function is zlib's
+    ``crc32_combine``, absent from Python's zlib, for many parts at once.
 
     Args:
         sums: the CRC-32 of each part, uint32.
@@ -219,7 +223,7 @@ def shift_crcs(sums: Array, following: Array) -> Array:
 
 
 def _multiply(factor: int, sums: Array) -> Array:
-    """Multiply polynomials modulo that of CRC-32."""
+    """Multiply polynomials modulo CRC-32's, bit by bit."""
     product, shifted = np.zeros_like(sums), sums
     for bit in range(31, -1, -1):
         if factor >> bit & 1:

@@ -1,8 +1,9 @@
-"""Whether a checkpoint and a store, or a Trainer, are compatible: keys, state, and the updater, which a file describes.
+"""Compatibility of a checkpoint with a store or a Trainer: keys, state, and the described updater.
 
-Optimizers of :mod:`mpikv.optimizers`, registered ones too, and schedules of :mod:`mpikv.schedules` are written with all
-their options. Of a function of the user's, and of an optimizer that has one or is not registered, no file can hold more
-than the description by which ranks compare updaters; to be loaded, the store must have been given the same before.
+A file holds all options of the optimizers in :mod:`mpikv.optimizers`, of registered ones, and of the schedules in
+:mod:`mpikv.schedules`. It cannot hold functions. For a user's function, an optimizer with one, or an optimizer that is
+not registered, it holds only the description by which ranks compare updaters. Before a load, the store must be given
+the same updater again.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class _Unwritable(Exception):
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
-    """Return the checkpoint of values at a path, which fits the keys that are present, and the updater it asks for.
+    """Return the checkpoint of values at a path and its updater, after a check against the present keys. Local.
 
     Raises:
-        CheckpointError: it is no such checkpoint, or one of another updater.
-        ValueMismatch: it has other keys than the store, which has some.
+        CheckpointError: the file is no such checkpoint, or has another updater.
+        ValueMismatch: the store has keys, and the file has others.
     """
     source = _find_source(path, values=True)
     if present:
@@ -60,12 +61,12 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
 def find_states(
     path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
 ) -> tuple[Source, Optimizer]:
-    """Return the checkpoint of states at a path, which fits the keys that are present, and the optimizer that goes on:
-    a new one if its options are there, or the present one.
+    """Return the checkpoint of states at a path and the optimizer to use, after a check against the present keys.
+    Local. The optimizer is a new one if the file has its options, else the present one.
 
     Raises:
-        CheckpointError: it is no such checkpoint, or one of an optimizer of another kind, or that cannot be made.
-        ValueMismatch: it has other keys.
+        CheckpointError: the file is no such checkpoint, has an optimizer of another kind, or one that cannot be made.
+        ValueMismatch: the file has other keys.
     """
     source = _find_source(path, values=False)
     _check_keys(source.header, present, what)
@@ -82,7 +83,7 @@ def find_states(
 
 
 def _find_source(path: Any, values: bool) -> Source:
-    """Return the checkpoint at a path; raise CheckpointError unless it holds values, or states alone, as is wanted."""
+    """Return the checkpoint at a path; raise CheckpointError unless it holds values, or states alone, as asked."""
     check_byte_order()
     source = inspect(os.fsdecode(path))
     if source.header.values != values:
@@ -92,12 +93,12 @@ def _find_source(path: Any, values: bool) -> Source:
 
 
 def slot_names(slots: Slots) -> dict[str, str]:
-    """Return the names of states and numpy's names of their dtypes, as a file has them."""
+    """Return the file's form of slots: state names, and numpy's names of their dtypes."""
     return {name: dtype.name for name, dtype in slots.items()}
 
 
 def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
-    """Raise ValueMismatch unless a checkpoint has exactly the keys that are present, in shape and dtype, too."""
+    """Raise ValueMismatch unless a checkpoint has exactly the present keys, with their shapes and dtypes."""
     saved = set(header.keys)
     strange = [f"{brief(repr(key))} is not in the {what}" for key in header.keys if key not in present]
     strange += [f"{key!r} is not in the checkpoint" for key in present if key not in saved]
@@ -118,7 +119,7 @@ def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
 
 
 def _check_slots(source: Source, updater: Updater) -> None:
-    """Raise CheckpointError unless a checkpoint has the state arrays that an updater needs."""
+    """Raise CheckpointError unless a checkpoint has the updater's state arrays."""
     header = source.header
     for number, kind in enumerate(header.kinds):
         if kind.state != (wanted := slot_names(updater.slots(parse_dtype(kind.dtype)))):
@@ -130,8 +131,8 @@ def _check_slots(source: Source, updater: Updater) -> None:
 
 
 def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
-    """Return what a file says of an updater; ``options``: with all that is needed to make it again, if it can be;
-    ``ranks``: how many a store has, by which its ``rescale_grad`` may divide.
+    """Return a file's description of an updater. ``options`` adds all settings needed to make it again, if JSON can
+    hold them. ``ranks`` is the store's number of ranks; its ``rescale_grad`` may divide by it.
 
     >>> describe_updater(optimizers.SGD(momentum=0.5))["options"]["momentum"]
     0.5
@@ -142,14 +143,14 @@ def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> 
         return {"kind": "function", "settings": updater.settings()}
     tree: dict[str, Any] = {"kind": "optimizer", "name": type(updater).__name__, "settings": updater.settings()}
     tree["options"] = _describe_options(updater) if options else None
-    # A Trainer's gradients have the scale of the Trainer.
+    # Local updates have one rank: there the Trainer scales the gradients, and rescale_grad says nothing of ranks.
     if ranks > 1 and updater.rescale_grad == 1 / ranks and not updater.average and updater._user is None:
         tree["divides_by_ranks"] = ranks
     return tree
 
 
 def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> None:
-    """Warn of an optimizer that still divides by the number of ranks that have saved it."""
+    """Warn if a restored optimizer still divides by the old job's number of ranks."""
     before = saved.get("divides_by_ranks", ranks)
     if before != ranks and saved.get("options") is not None:
         _log.warning(
@@ -177,10 +178,10 @@ def check_dumpable(optimizer: Optimizer) -> None:
 
 
 def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
-    """Return the updater that a checkpoint asks for: a new object, or the store's present one.
+    """Return the updater described by a checkpoint: a new object, or the store's present one. Local.
 
     Raises:
-        CheckpointError: the store has an updater of another kind, or lacks one that no file can hold.
+        CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.
     """
     text, restored = saved.get("settings", "no updater"), present
     if saved["kind"] == "assign":
@@ -202,7 +203,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
 
 
 def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return all options as JSON holds them, or None where it cannot."""
+    """Return all options in JSON's types, or None if JSON cannot hold them."""
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None
     try:

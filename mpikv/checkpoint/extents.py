@@ -1,7 +1,6 @@
-"""Where values and their state lie, in memory and in a file: ranges that are as long as they can be in both.
+"""The map from values and their state in memory to the file, in ranges as long as possible.
 
-Small values lie side by side in blocks, in the order of their keys as in the file, so that thousands of keys are few
-ranges.
+Blocks hold small values side by side, in the order of their keys as in the file. So thousands of keys make few ranges.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ __all__ = ["Extent", "list_extents"]
 
 
 class Extent(NamedTuple):
-    """Elements of a block, or of their state, that are side by side in the file."""
+    """Elements of a block, or of its state, that are contiguous in memory and in the file."""
 
     low: int
-    """Where they are in the block: ``[low, high)``."""
+    """The range of elements in the block is ``[low, high)``."""
     high: int
     begin: int
-    """The first of their bytes, counted from the first array of the file."""
+    """Byte offset of the first element, from the first array of the file."""
 
 
 def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[tuple[Block, str, list[Extent]]]:
-    """Yield for each slot and block the extents of what the file has of them, in the order of the block's memory.
+    """Yield for each slot and block its extents in the file, in the order of the block's memory.
 
     ``entries`` are those of the header's keys, in their order.
     """
@@ -57,11 +56,12 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[tuple[Blo
 def _join(
     block_of: Array, lows: Array, highs: Array, column: Column, items: Array
 ) -> Iterator[tuple[int, Iterator[tuple[int, ...]]]]:
-    """Return the extents of values, one behind the other in each block's memory, whose arrays are in a column: of each
-    block its number, and of each extent that number and the rest.
+    """Return the longest extents of a column's arrays, grouped by block. The values come sorted by block and place.
+    Each item is a block number, and an iterator of (block number, low, high, begin).
     """
     numbers = np.searchsorted(column.items, items)
     begins, ends = column.edges[numbers], column.edges[numbers + 1]
+    # A new extent begins at a new block, or at a gap in memory or in the file.
     apart = (block_of[1:] != block_of[:-1]) | (lows[1:] != highs[:-1]) | (begins[1:] != ends[:-1])
     begin_one = np.concatenate((np.ones(min(items.size, 1), np.bool_), apart))
     firsts = np.flatnonzero(begin_one)

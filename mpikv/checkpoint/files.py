@@ -1,8 +1,8 @@
-"""The files of checkpoints: one that is being written and becomes the checkpoint by a rename, and one that is read.
+"""The files of checkpoints: a draft that becomes the checkpoint by a rename, and a reader.
 
-A checkpoint that is being written lies beside its place, under a name of its own, until it is whole and on the disk;
-only then does it take the place, in one step of the file system. While its job lives the root has it locked. What a
-killed job leaves is not locked, by which the next save to the same path knows it, and removes it.
+A draft lies beside the checkpoint's path, under a name of its own, until it is whole and on the disk. Then one rename
+replaces the path. The root holds a lock on the draft as long as its job lives. A killed job's draft is not locked: the
+next save to the same path finds it by that, and removes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .header import LARGEST_HEADER, Header, parse_header
 __all__ = ["MOST_PARTS", "NONCE", "Draft", "Reader", "Source", "inspect"]
 
 NONCE = 8
-"""Random bytes in the name of a draft, by which the other ranks know it and no other job takes it."""
+"""Random bytes in the name of a draft. The other ranks know the draft by them, and no other job draws the same."""
 MOST_PARTS = os.sysconf("SC_IOV_MAX")
-"""Parts that the system writes, or reads, in one call."""
+"""Most buffers per system call (``pwritev``, ``preadv``)."""
 _SUFFIX = ".mpikv-part"
-# Bytes of a checkpoint's name that are kept in its draft's, for which most file systems allow 255.
+# A draft's name keeps as many bytes of a checkpoint's name; most file systems allow 255 bytes per name.
 _LONGEST_STEM, _CUT_STEM = 200, 100
 # Some file systems have no locks, and some cannot flush a folder.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -39,31 +39,31 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 class Draft:
-    """A checkpoint that is being written, seen by one rank."""
+    """A checkpoint under construction, seen by one rank."""
 
     def __init__(self, path: str) -> None:
-        # Of a symbolic link it is the file behind that is replaced.
+        # Behind a symbolic link, replace the file and not the link: the rename must stay in the file's own folder.
         self.path = os.path.realpath(path)
         self._draft = ""
         self._file = self._folder = -1
         self._mode: int | None = None
-        # The process that has made the file and not put it into its place: a child forked from it is to leave it there.
+        # The creator's process id until the rename. A forked child inherits the object, and must not remove the file.
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Make the file, and draw what its name ends with into ``nonce``. On the root.
+        """Create the file, and draw its random name into ``nonce``. On the root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
-            OSError: it cannot be made there.
+            OSError: the file cannot be created.
         """
         self._mode = _mode_of(self.path)
-        # All that may be refused is asked for before the present checkpoint is replaced.
+        # Ask for everything that may be refused before the old checkpoint is replaced.
         self._folder = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._remove_leftovers()
         nonce[:] = np.frombuffer(os.urandom(NONCE), np.uint8)
         self._draft = self._draft_path(nonce)
-        # Until it is whole it is not to be read by more than may read what it replaces.
+        # Others may read the new checkpoint only if they may read the one it replaces, even before it is whole.
         mode = 0o666 if self._mode is None else self._mode | 0o600
         self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         self._maker = present().process
@@ -71,7 +71,7 @@ class Draft:
         self._check_there()
 
     def attach(self, nonce: Array) -> None:
-        """Open the file that the root has made. On the other ranks.
+        """Open the file created by the root. On the other ranks only.
 
         Raises:
             Unsupported: this host does not see it.
@@ -86,25 +86,28 @@ class Draft:
             ) from None
 
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Write all of up to :data:`MOST_PARTS` there, one behind the other."""
+        """Write up to :data:`MOST_PARTS` buffers, one behind the other, from an offset on."""
         while parts:
+            # The system may write less than asked, e.g. at a signal or near a full disk.
             done = os.pwritev(self._file, parts, offset)
             parts, offset = _rest(parts, done), offset + done
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the written bytes are on the disk."""
         os.fdatasync(self._file)
 
     def commit(self, header: Header, sums: Array) -> None:
-        """Write the header and put the file into its place. On the root, when all ranks have written and flushed.
+        """Write the header, and rename the file to its path. On the root only, after all ranks have written and
+        flushed.
 
         Raises:
             CheckpointError: the draft was removed meanwhile.
-            OSError: the file could not be put there; or it was, and the message says so.
+            OSError: the rename failed, or only its sync to the disk failed; the message says which.
         """
         self.write([memoryview(header.encode(sums))], 0)
         if self._mode is not None and _mode(os.fstat(self._file)) != self._mode:
             os.fchmod(self._file, self._mode)
+        # First the content, then the name: after a power failure the path holds the old or the new checkpoint, whole.
         os.fsync(self._file)
         self._check_there()
         os.replace(self._draft, self.path)
@@ -121,9 +124,9 @@ class Draft:
                 ) from error
 
     def close(self) -> None:
-        """Let go of the file; remove it unless it was committed."""
+        """Close the file; remove it unless it was committed."""
         if self._maker == present().process and _is_at(self._file, self._draft):
-            with contextlib.suppress(OSError):  # then the next save removes it
+            with contextlib.suppress(OSError):  # then the next save removes it, since its lock is gone
                 os.unlink(self._draft)
         for file in (self._file, self._folder):
             if file >= 0:
@@ -131,11 +134,11 @@ class Draft:
         self._file, self._folder, self._maker = -1, -1, 0
 
     def _draft_path(self, nonce: Array) -> str:
-        """Return a path that no other draft has."""
+        """Return the path of a draft; no other draft has it."""
         return f"{self._stem()}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _stem(self) -> str:
-        """Return what the paths of all drafts of this checkpoint begin with."""
+        """Return the common beginning of the paths of all drafts of this checkpoint."""
         folder, name = os.path.split(self.path)
         whole = os.fsencode(name)
         if len(whole) > _LONGEST_STEM:
@@ -143,7 +146,7 @@ class Draft:
         return os.path.join(folder, name)
 
     def _remove_leftovers(self) -> None:
-        """Remove the drafts that killed jobs have left.
+        """Remove the drafts of killed jobs.
 
         Raises:
             CheckpointError: the job of one of them is alive.
@@ -157,10 +160,10 @@ class Draft:
     def _remove_leftover(self, path: str) -> None:
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # removed meanwhile, or of another user: not in the way in any case
+        except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
             return
         try:
-            # Not emptied: a rank of the killed job may still be writing to it.
+            # Unlink, never truncate: a rank of the killed job may still be writing to the file.
             if self._lock(file) and _is_at(file, path):
                 with contextlib.suppress(PermissionError):
                     os.unlink(path)
@@ -181,7 +184,7 @@ class Draft:
 
     def _check_there(self) -> None:
         """Raise CheckpointError unless the draft is still at its path."""
-        # Between its making and its lock another job may have taken it for a leftover.
+        # Another job may have locked and removed it as a leftover, between its creation and its lock.
         if not _is_at(self._file, self._draft):
             raise CheckpointError(
                 f"the draft {self._draft!r} was removed, by another store that is being saved to that path or by hand; "
@@ -190,7 +193,7 @@ class Draft:
 
 
 def _is_at(file: int, path: str) -> bool:
-    """Return whether an open file is the one that is at a path now."""
+    """Return whether the path names this open file now."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -202,10 +205,10 @@ def _mode(found: os.stat_result) -> int:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return who may read and write the file that a checkpoint replaces; None where there is none.
+    """Return the permissions of the file that a checkpoint replaces; None if there is none.
 
     Raises:
-        FileExistsError: what is there is no file.
+        FileExistsError: the path names no regular file.
     """
     try:
         found = os.stat(path)
@@ -217,23 +220,23 @@ def _mode_of(path: str) -> int | None:
 
 
 class Source(NamedTuple):
-    """A checkpoint as it was found at a path."""
+    """A checkpoint found at a path."""
 
     path: str
     header: Header
     sums: Array
     """The CRC-32 of each chunk of the arrays, uint32."""
     start: int
-    """Where the arrays begin in the file."""
+    """Byte offset of the arrays in the file."""
     identity: tuple[int, ...]
-    """What tells this file from one that took its place: device, inode, size, and when it was changed."""
+    """Device, inode, size and modification time: they differ if another file takes the path."""
 
 
 def inspect(path: str) -> Source:
     """Read the header of a checkpoint.
 
     Raises:
-        CheckpointError: it is not a whole checkpoint.
+        CheckpointError: the file is no whole checkpoint.
         OSError: it cannot be read.
     """
     file = _open(path)
@@ -247,7 +250,7 @@ def inspect(path: str) -> Source:
 
 
 class Reader:
-    """Reads the arrays of a checkpoint."""
+    """Reads the arrays of a checkpoint. Local."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -257,18 +260,18 @@ class Reader:
         """Open the file.
 
         Raises:
-            CheckpointError: it is another one than was found before.
+            CheckpointError: the path has another file than before.
         """
         self._file = _open(self.source.path)
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file that is open is another one than was found, or was changed since."""
+        """Raise CheckpointError if the open file is another one than before, or was changed."""
         if _identity(self._file) != self.source.identity:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill up to :data:`MOST_PARTS` with what lies from an offset of the arrays on, one after the other."""
+        """Fill up to :data:`MOST_PARTS` buffers, one behind the other, from an offset of the arrays on."""
         offset += self.source.start
         while parts:
             done = os.preadv(self._file, parts, offset)
@@ -283,7 +286,7 @@ class Reader:
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return what is left of parts of which so many bytes are done."""
+    """Return the rest of some buffers after ``done`` bytes."""
     for number, part in enumerate(parts):
         if done < part.nbytes:
             return [part[done:], *parts[number + 1 :]]
@@ -292,7 +295,7 @@ def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
 
 
 def _open(path: str) -> int:
-    # Opening a named pipe would wait for a writer.
+    # O_NONBLOCK: opening a named pipe would wait for a writer. It has no effect on regular files.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
@@ -307,7 +310,7 @@ def _read_header(file: int) -> bytes:
         raise CheckpointError("it is not a file")
     with open(file, "rb", closefd=False) as stream:
         length = int.from_bytes(stream.read(8), "little")
-        # Before any memory is taken for it.
+        # Check the length before allocating: in a damaged file it may be any number.
         if found.st_size < 8 or length > min(found.st_size - 8, LARGEST_HEADER):
             raise CheckpointError(
                 f"it has {found.st_size} bytes and announces a header of {length}: it is not a safetensors file, or "

@@ -1,10 +1,9 @@
-"""The header of a checkpoint: its keys, their counts, the updater, where each array lies, and checksums.
+"""The header of a checkpoint: its keys, their counts, the updater, the place of each array, and checksums.
 
-The form is that of safetensors (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the
-header in JSON, and the arrays without gaps, little-endian. What safetensors has no place for is a JSON text in its
-metadata. Where the arrays lie follows from that text, so that a header is either the one that this text has or no
-header: overlaps, gaps and sizes need no check of their own. No size is believed before the length of the file has
-confirmed it.
+The format is safetensors (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the header
+in JSON, and the arrays without gaps, little-endian. A JSON text in the metadata holds everything that safetensors has
+no field for. The places of the arrays follow from this text; a header with other places is invalid. So overlaps, gaps
+and sizes need no checks of their own. No size counts before the length of the file has confirmed it.
 """
 
 from __future__ import annotations
@@ -46,27 +45,27 @@ __all__ = [
 T = TypeVar("T")
 
 CHUNK = 1 << 20
-"""Bytes of the arrays that have a checksum together."""
+"""Bytes of the arrays per checksum."""
 LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 VALUE = ""
-"""Stands in the place of the name of a state for the value itself."""
+"""The slot of the value itself; other slots are names of states."""
 
 _VERSION = 4
 _ALIGNMENT = 64
-# What a header begins with that this module has made.
+# The beginning of every header written by this module.
 _BEGIN = '{"__metadata__":'
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
 _MOST_UPDATES = 1 << 62
-# What is said of each kind of updater.
+# The fields of each kind of updater.
 _UPDATERS: dict[str, dict[str, Any]] = {
     "assign": {},
     "function": {"settings": str},
     "optimizer": {"settings": str, "name": str, "options": (dict, type(None))},
 }
 
-# numpy's name: safetensors' name and the bytes of its elements. It has no complex numbers, which are pairs here.
+# numpy's name: safetensors' name, and bytes per element. safetensors has no complex numbers; the file has pairs.
 _STORED = {
     "bool": ("BOOL", 1),
     **{f"int{8 * size}": (f"I{8 * size}", size) for size in (1, 2, 4, 8)},
@@ -79,32 +78,32 @@ _STORED = {
 
 
 class Column(NamedTuple):
-    """Arrays of the file of one name and dtype, one behind the other in the order of their keys."""
+    """The arrays of one slot and dtype, one behind the other in the order of their keys."""
 
     slot: str
-    """The name of a state, :data:`VALUE`, ``residual/RANK/POSITION``, or ``codec/NAME`` for what a codec keeps."""
+    """The name of a state, :data:`VALUE`, ``residual/RANK/POSITION``, or ``codec/NAME`` for the state of a codec."""
     dtype: str
     """numpy's name."""
     shapes: Mapping[int, tuple[int, ...]]
-    """The shape of the arrays of each kind of keys that have one."""
+    """The shape of the arrays of each kind of keys, if the kind has one."""
     items: Array
-    """The positions of these keys, which ascend, int64."""
+    """The positions of these keys, ascending, int64."""
     edges: Array
     """The first byte of each array, counted from the first array of the file, and the end of the last, int64."""
 
     @property
     def name(self) -> str:
-        """What the name of each array begins with; the key follows."""
+        """The beginning of each array's name; the key follows."""
         return f"{self.slot if '/' in self.slot else f'state/{self.slot}' if self.slot else 'value'}/"
 
     def describe(self, kind: int) -> tuple[str, tuple[int, ...]]:
-        """Return safetensors' name of the dtype, and the shape as it sees it, where complex numbers are pairs."""
+        """Return safetensors' name of the dtype, and the shape in the file, with complex numbers as pairs."""
         shape = self.shapes[kind]
         return _STORED[self.dtype][0], (*shape, 2) if self.dtype.startswith("complex") else shape
 
 
 class CodecArray(NamedTuple):
-    """One array that a codec keeps for a value."""
+    """An array of a codec's state for a value."""
 
     dtype: str
     """numpy's name."""
@@ -112,52 +111,50 @@ class CodecArray(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is said of a key beside its name; most keys are of few kinds. The names of the fields are those in the
-    file.
-    """
+    """The description of a key without its name; most keys share few kinds. A file has the same field names."""
 
     dtype: str
     """numpy's name."""
     shape: tuple[int, ...]
     updates: int
-    """How many updates the updater has made."""
+    """Number of updates made by the updater."""
     earlier: int
-    """How many pushes came before those; negative for state of more updates than the value has seen."""
+    """Number of pushes before those; negative if the state has seen more updates than the value."""
     state: Mapping[str, str]
-    """The optimizer's state arrays: their names and numpy's names of their dtypes."""
+    """The optimizer's state arrays: names, and numpy's names of their dtypes."""
     row_sparse: bool = False
-    """Whether the key takes and clears rows; the file has all of them."""
+    """Whether the key is row-sparse; the file holds all its rows."""
     positions: int = 0
-    """How many residuals every rank has, one for each position in the lists that were pushed."""
+    """Number of residuals per rank: one for each position in the pushed lists."""
     codec: Mapping[str, CodecArray] = MappingProxyType({})
-    """What the codec keeps between pushes, by its names."""
+    """The codec's state between pushes, by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """All that a checkpoint holds but the arrays and their checksums. The same on all ranks."""
+    """The whole content of a checkpoint but its arrays and their checksums. The same on all ranks."""
 
     keys: tuple[Key, ...]
     kinds: tuple[Kind, ...]
     kind_of: tuple[int, ...]
-    """The position of each key's kind."""
+    """The position of each key's kind in ``kinds``."""
     values: bool
-    """Whether the values are there, or the optimizer's state alone."""
+    """Whether the file holds the values, too, or the optimizer's state alone."""
     updater: Mapping[str, Any]
-    """What :func:`~mpikv.checkpoint.compatibility.describe_updater` returned."""
+    """The result of :func:`~mpikv.checkpoint.compatibility.describe_updater`."""
     compression: str | None = None
-    """The settings of the codec that left residuals; None where none are in the file."""
+    """The settings of the codec of the residuals; None if the file has none."""
     ranks: int = 0
-    """How many ranks have left them."""
+    """Number of ranks with residuals in the file."""
 
     @property
     def pairs(self) -> Iterator[tuple[Key, Kind]]:
-        """Each key, and its kind."""
+        """Each key with its kind."""
         return zip(self.keys, map(self.kinds.__getitem__, self.kind_of), strict=True)
 
     @cached_property
     def text(self) -> str:
-        """The description in the metadata: JSON of everything here."""
+        """The description in the metadata: JSON of all fields."""
         tree = {"version": _VERSION, "values": self.values, "updater": self.updater}
         tree |= {"compression": self.compression, "ranks": self.ranks, "keys": self.keys, "kind_of": self.kind_of}
         return json.dumps(tree | {"kinds": [one._asdict() for one in self.kinds]}, default=dict)
@@ -169,15 +166,15 @@ class Header:
 
     @property
     def parts(self) -> list[str]:
-        """What :attr:`text` is made of, in texts that can be shown where those of two ranks differ."""
-        # Option by option, before the texts that have all of them.
+        """The facts of :attr:`text` one by one, to show the first one that differs between two ranks."""
+        # Single options first: a difference in one is shown before the long text of all.
         updater = {**(self.updater.get("options") or {}), **self.updater}
         texts = [f"{name}={brief(repr(value), 300)}" for name, value in updater.items()]
         return texts + [brief(f"{key!r}: {kind}", 300) for key, kind in self.pairs]
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The arrays in the order of the file: those of large elements first, so that all are aligned."""
+        """The arrays in file order: largest elements first, so that every array is aligned."""
         shapes: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
         for number, kind in enumerate(self.kinds):
             for slot, dtype, shape in self._list_arrays(kind):
@@ -194,27 +191,27 @@ class Header:
         return tuple(columns)
 
     def _list_arrays(self, kind: Kind) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield the slot, numpy's dtype and the shape of each array of a key of a kind."""
+        """Yield the slot, dtype name and shape of each array of a kind."""
         for slot, dtype in (({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)).items():
             yield slot, dtype, kind.shape
-        # Of ranks that have left nothing there may be any number.
+        # Without residuals a forged header may claim any number of ranks.
         for rank in range(self.ranks if kind.positions else 0):
             for position in range(kind.positions):
                 yield f"residual/{rank}/{position}", "float32", kind.shape
         for name, (dtype, shape) in kind.codec.items():
             yield f"codec/{name}", dtype, shape
 
-    # Of a forged header these may be any numbers, and nobody counts up to them.
+    # A forged header may claim any counts. So these properties multiply, and never loop over arrays or ranks.
 
     @property
     def count(self) -> int:
-        """How many arrays there are."""
+        """Number of arrays."""
         of_kind = [self.values + len(one.state) + self.ranks * one.positions + len(one.codec) for one in self.kinds]
         return sum(of_kind[number] for number in self.kind_of)
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of all arrays."""
+        """Bytes of all arrays."""
         of_kind = [
             sum(_nbytes(dtype, one.shape) for dtype in ([one.dtype] * self.values + [*one.state.values()]))
             + self.ranks * one.positions * _nbytes("float32", one.shape)
@@ -225,12 +222,12 @@ class Header:
 
     @property
     def chunks(self) -> int:
-        """The number of checksums."""
+        """Number of checksums."""
         return -(-self.nbytes // CHUNK)
 
     @property
     def places(self) -> dict[str, Any]:
-        """Where each array lies, as JSON has it."""
+        """The place of each array, as a JSON tree."""
         places = {}
         for column in self.columns:
             described = {kind: column.describe(kind) for kind in column.shapes}
@@ -241,7 +238,7 @@ class Header:
         return places
 
     def names_between(self, begin: int, end: int) -> Iterator[str]:
-        """Yield the names of the arrays that have some of these bytes."""
+        """Yield the names of the arrays in a range of bytes."""
         for column in self.columns:
             low, high = np.searchsorted(column.edges[1:], begin, "right"), np.searchsorted(column.edges[:-1], end)
             for item in column.items[low:high].tolist():
@@ -249,7 +246,7 @@ class Header:
 
     @cached_property
     def end(self) -> str:
-        """What follows the metadata: :attr:`places` in JSON, put together from few texts where keys are many."""
+        """The text after the metadata: :attr:`places` in JSON. Joined from few texts; json is slow for many keys."""
         names, texts = [_escape(str(key))[1:] for key in self.keys], list[str]()
         for column in self.columns:
             begin, middle = f",{_escape(column.name)[:-1]}", {}
@@ -265,7 +262,7 @@ class Header:
 
     @cached_property
     def start(self) -> int:
-        """Where the arrays begin in the file, whatever the checksums are.
+        """Byte offset of the arrays in the file. It does not depend on the checksums.
 
         Raises:
             Unsupported: the header is too long.
@@ -280,7 +277,7 @@ class Header:
         return 8 + length
 
     def encode(self, sums: Array) -> bytes:
-        """Return all that stands before the arrays."""
+        """Return the file's bytes before the arrays."""
         text = f"{self._text_before_end(sums)}{self.end}"
         return (self.start - 8).to_bytes(8, "little") + text.ljust(self.start - 8).encode()
 
@@ -294,7 +291,7 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def number_alike(described: Iterable[T]) -> tuple[list[T], tuple[int, ...]]:
-    """Return what there is among some things that differ, and the position of each thing there."""
+    """Return the distinct items, and the position of each item among them."""
     numbers: dict[T, int] = {}
     number_of = tuple([numbers.setdefault(one, len(numbers)) for one in described])
     return list(numbers), number_of
@@ -314,26 +311,26 @@ def parse_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_byte_order() -> None:
-    """Raise Unsupported where memory is not as the file is."""
+    """Raise Unsupported on a big-endian processor."""
     if sys.byteorder != "little":
         raise Unsupported("checkpoints are little-endian, and this processor is not")
 
 
 def check_writable(header: Header) -> int:
-    """Return where the arrays begin in a file with this header; raise Unsupported if no reader would take it."""
+    """Return the offset of the arrays in a file with this header; raise Unsupported if no reader would accept it."""
     check_byte_order()
     try:
         _parse_description(_parse_tree(header.text))
-    except ValueError as error:  # CheckpointError is one; so is what JSON says of numbers of too many digits
+    except ValueError as error:  # CheckpointError is one; json raises one for numbers of too many digits
         raise Unsupported(f"no checkpoint can hold this store: {brief(str(error), 300)}") from None
     return header.start
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
-    """Return what a header of a file of so many bytes says, and the CRC-32 of each :data:`CHUNK` of the arrays.
+    """Return the header of a file of ``size`` bytes, and the CRC-32 of each :data:`CHUNK` of the arrays.
 
     Raises:
-        CheckpointError: it is no header of a whole checkpoint.
+        CheckpointError: the text is no header of a whole checkpoint.
     """
     whole = _decode(text)
     metadata, end = _read_metadata(whole)
@@ -357,8 +354,8 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
 
 
 def _read_metadata(text: str) -> tuple[Any, int]:
-    """Return the metadata of a header, and where they end in it, if it begins with them as :meth:`Header.encode` has
-    it; else None.
+    """Return the metadata of a header, and the offset after them, if the header begins with them as in
+    :meth:`Header.encode`; else None and 0.
     """
     try:
         return _DECODER.raw_decode(text, len(_BEGIN)) if text.startswith(_BEGIN) else (None, 0)
@@ -367,12 +364,12 @@ def _read_metadata(text: str) -> tuple[Any, int]:
 
 
 def _check_places(header: Header, text: str, end: int) -> None:
-    """Raise CheckpointError unless the arrays of a file lie where its description says. What follows the metadata
-    begins at ``end``, if they come first.
+    """Raise CheckpointError unless the arrays of a file lie at the places of its description. ``end`` is the offset
+    after the metadata, if they come first.
     """
-    # These may be any numbers, to which nobody is to count up.
+    # A forged header may claim any counts: compare the products before anything loops over them.
     too_many, too_large = header.count > len(text), header.nbytes > _LARGEST
-    # In a file that something else has written anew, the same may be another text.
+    # The text differs, e.g. after another program rewrote the file; the parsed trees may still be equal.
     if not (too_many or too_large) and text[end:].rstrip(" ") == header.end:
         return
     tree = _parse_tree(text)
@@ -439,7 +436,7 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
     compression: str | None = _check_type(tree["compression"], (str, type(None)))
     header = Header(keys, kinds, kind_of, values, updater, compression, _check_count(tree["ranks"]))
-    # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
+    # Arrays exist for each claim; they are counted per kind, before anything loops up to the claimed numbers.
     arrays = sum(one.positions > 0 or bool(one.codec) for _, one in header.pairs)
     if len({compression is not None, header.ranks > 0, arrays > 0}) > 1:
         raise CheckpointError(
@@ -452,7 +449,7 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
 def _parse_kinds(
     trees: Sequence[Any], kind_of: Sequence[Any], keys: Sequence[Key]
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Return the kinds of keys, and that of each."""
+    """Return the kinds of keys, and the number of each key's kind."""
     if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
         raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
     first = dict(zip(reversed(kind_of), reversed(keys), strict=True))
@@ -471,7 +468,7 @@ def _parse_updater(value: Any) -> dict[str, Any]:
 
 
 def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
-    """Return the kind of a key, and perhaps of others."""
+    """Return a kind; ``key`` is one of its keys, for errors."""
     state: dict[str, str] = _check_type(tree["state"], dict)
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
     shape = _parse_shape(tree["shape"])
@@ -511,7 +508,7 @@ def _parse_shape(value: Any) -> tuple[int, ...]:
 
 
 def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """Return whether this numpy could not even name an array of a shape, as it is counted without the zeros."""
+    """Return whether numpy could not hold the shape of such an array, zeros not counted."""
     return len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16
 
 
@@ -523,7 +520,7 @@ def _check_count(value: Any) -> int:
 
 
 def _check_type(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
-    """Return the value if it is of one of the types; a truth value is no number."""
+    """Return the value if it has one of the types; a bool is no int."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise CheckpointError(f"its header has {brief(repr(value), 40)}, a value of the wrong type")
     return value

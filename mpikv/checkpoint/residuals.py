@@ -1,6 +1,6 @@
-"""What compressed pushes have left out, in a checkpoint: every rank's residuals, and what codecs keep for a value.
+"""Residuals in a checkpoint: each rank's quantization errors, and the state that codecs keep per value.
 
-As many ranks with the same codec take all of it over. In any other store compression starts anew.
+A store with as many ranks and the same codec restores them. In any other store compression starts anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger("mpikv")
 
 
 def add_residuals(exchange: Exchange, header: Header) -> Header:
-    """Return the header of a checkpoint with the residuals of all ranks, if there are any. Collective."""
+    """Return the header extended by the residuals of all ranks, if there are any. Collective."""
     if exchange.compression is None:
         return header
     entries = [entry for _, entry in _pair(exchange, header)]
@@ -50,7 +50,7 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
 
 
 def list_residuals(exchange: Exchange, header: Header) -> list[Span]:
-    """Return what this rank writes: its residuals, and at the first rank what codecs keep. Local."""
+    """Return the arrays for this rank to write: its residuals, and on rank 0 the codecs' state. Local."""
     entries, mine = [entry for _, entry in _pair(exchange, header)], exchange.transport.rank
     spans = []
     for column, at in _list_extras(header, "residual"):
@@ -64,7 +64,7 @@ def list_residuals(exchange: Exchange, header: Header) -> list[Span]:
 
 
 def _find_residual(entry: Entry, position: int) -> Array:
-    """Return a residual of this rank; zeros, where it has pushed shorter lists than others."""
+    """Return a residual of this rank; zeros if this rank has pushed shorter lists than others."""
     residuals = entry.residuals()
     return residuals[position] if position < len(residuals) else np.zeros(entry.place.size, np.float32)
 
@@ -73,17 +73,17 @@ def _find_residual(entry: Entry, position: int) -> Array:
 
 
 def restores_residuals(exchange: Exchange, header: Header) -> bool:
-    """Return whether the store takes over what the ranks of a checkpoint have left out."""
+    """Return whether the store can restore a checkpoint's residuals: same codec, same number of ranks. Local."""
     if exchange.compression is None or header.ranks != exchange.transport.size:
         return False
     return exchange.compression.codec.settings() == header.compression
 
 
 def make_room(exchange: Exchange, header: Header) -> None:
-    """Have memory for the residuals of a checkpoint, whose keys the store has. Local.
+    """Allocate residuals for a checkpoint's keys; the store must have these keys. Local.
 
     Raises:
-        MemoryError: there is too little; nothing has changed but what memory there is.
+        MemoryError: there is too little memory; no content has changed.
     """
     if exchange.compression is not None and restores_residuals(exchange, header):
         for kind, entry in _pair(exchange, header):
@@ -94,13 +94,13 @@ def make_room(exchange: Exchange, header: Header) -> None:
 def place_residuals(
     exchange: Exchange, header: Header, on_host: Callable[[Array], Array]
 ) -> tuple[list[Piece], list[Piece]]:
-    """Return the pieces of residuals and of what codecs keep, to be read to where they go in the store, or for their
-    checksums alone. Local.
+    """Return the pieces of residuals and codec state. They are read into the store, or else into scratch memory for
+    their checksums alone. Local.
 
-    ``on_host`` returns what is to be filled in place of an array.
+    ``on_host`` returns the host array to fill in place of an array.
 
     Returns:
-        What no other rank reads, and what every rank does.
+        The pieces of this rank, and the pieces read by every rank.
     """
     if not header.compression:
         return [], []
@@ -114,6 +114,7 @@ def place_residuals(
                 *(header.ranks, header.compression, size),
                 "none" if exchange.compression is None else exchange.compression.codec.settings(),
             )
+        # Every rank reads its share of the unused arrays: the checksums need all bytes.
         return [piece for column, _ in [*residuals, *kept][rank::size] for piece in _cut_unused(column)], []
     make_room(exchange, header)
     entries, own, shared = exchange.values.table.find(header.keys), list[Piece](), list[Piece]()
@@ -130,7 +131,7 @@ def place_residuals(
 
 
 def _cut_unused(column: Column) -> Iterator[Piece]:
-    """Yield the pieces of arrays that nobody needs. Those of one chunk are read to different places."""
+    """Yield the pieces of unused arrays. All chunks share one buffer; pieces of one chunk do not overlap in it."""
     begin, end = column.edges[[0, -1]].tolist()
     memory = np.empty(CHUNK, np.uint8).data
     for part in cut(begin, end - begin):
@@ -143,7 +144,7 @@ def _pair(exchange: Exchange, header: Header) -> list[tuple[Kind, Entry]]:
 
 
 def _list_extras(header: Header, kind: str) -> Iterator[tuple[Column, str]]:
-    """Yield columns of a kind beside values and state, in the order of the file, and what their slots say of them."""
+    """Yield the columns of residuals or of codec state, in file order, with the rest of their slots' names."""
     for column in header.columns:
         prefix, _, rest = column.slot.partition("/")
         if rest and prefix == kind:
@@ -151,5 +152,5 @@ def _list_extras(header: Header, kind: str) -> Iterator[tuple[Column, str]]:
 
 
 def _list_arrays(column: Column) -> Iterator[tuple[int, int]]:
-    """Yield the position of the key of each array, and its first byte."""
+    """Yield the key's position and the byte offset of each array."""
     return zip(column.items.tolist(), column.edges[:-1].tolist(), strict=True)

@@ -1,7 +1,7 @@
-"""A save that the ranks do not wait for: the copy that is written meanwhile, and the handle.
+"""A save in the background: the copy of the store, and the handle of the save.
 
-The thread that writes is ``ahead``'s. It makes no call of other ranks, as MPI may allow that in one thread only: what
-the ranks compare, and the step that puts the file into its place, are left to :meth:`SaveWork.wait`.
+The thread of ``ahead`` writes the file. It calls no other rank, since MPI may allow calls from one thread only. So
+:meth:`SaveWork.wait` compares the ranks' success, and renames the file to its path.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __tracebackhide__ = hidden_from_pytest
 
 
 class Span(NamedTuple):
-    """A contiguous array of the store, and where its first byte is among the arrays of a file."""
+    """A contiguous array of the store, and its byte offset among the arrays of a file."""
 
     begin: int
     array: Array
 
 
 class Copies:
-    """Private memory of the host for what is written while the store goes on.
+    """A host copy of the store's arrays, written to the file while the store goes on.
 
-    It is kept from one save to the next: to write to new pages takes longer than the copy.
+    The memory is kept from one save to the next: the first write to new pages takes longer than the copy.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -45,10 +45,10 @@ class Copies:
         self._room = np.empty(0, np.uint8)
 
     def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
-        """Copy arrays; return what yields the pieces of the file that the copies are, as long as they can be. Local.
+        """Copy arrays; return their pieces of the file, as long as possible. Local.
 
         Raises:
-            MemoryError: there is too little for the copies.
+            MemoryError: there is too little memory for the copies.
         """
         ordered = sorted(spans, key=attrgetter("begin"))
         arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
@@ -60,14 +60,14 @@ class Copies:
         return _cut_copies(self._room, [span.begin for span in ordered], edges)
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._room = np.empty(0, np.uint8)
 
 
 def _cut_copies(room: Array, begins: Sequence[int], edges: Sequence[int]) -> Iterator[Piece]:
-    """Yield the pieces of copies that begin there in the file, and lie one behind the other between these edges."""
+    """Yield the pieces of copies. ``begins`` are offsets in the file; ``edges`` bound the copies in ``room``."""
     copies = zip(begins, pairwise(edges), strict=True)
-    # What is side by side in the file, too, is as far from its place there.
+    # Adjacent copies that are adjacent in the file as well have equal distances, and make one piece.
     for distance, group in groupby(copies, key=lambda copy: copy[0] - copy[1][0]):
         ends = [each for _, each in group]
         low, high = ends[0][0], ends[-1][1]
@@ -75,7 +75,7 @@ def _cut_copies(room: Array, begins: Sequence[int], edges: Sequence[int]) -> Ite
 
 
 class SaveWork:
-    """A checkpoint that is written while the store goes on: what ``save(path, wait=False)`` returns.
+    """A checkpoint that is written while the store goes on; ``save(path, wait=False)`` returns it.
 
     Example:
         >>> import mpikv, numpy as np, pathlib, tempfile
@@ -98,13 +98,13 @@ class SaveWork:
         run: Callable[[Call, Parts], None],
         collective: Callable[..., Any],
     ) -> None:
-        """``run`` makes parts together with the other ranks, and ``collective`` a call of the store."""
+        """``run`` runs parts together with the other ranks; ``collective`` makes a call of the store."""
         self._call, self._parts, self._ahead = call, parts, ahead
         self._run, self._collective = run, collective
         self.done = False
-        """Whether the save is over: the file is in its place, or the save has failed. The same on every rank."""
+        """Whether the save has ended: the file is at its path, or the save has failed. The same on every rank."""
         self.error: BaseException | None = None
-        """What the save has raised; None if nothing, or not yet."""
+        """The exception of the save; None if there is none, or not yet."""
 
     def __repr__(self) -> str:
         state = "written" if self.written else "pending"
@@ -114,19 +114,19 @@ class SaveWork:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its part, or has failed to. Local. Where all have, :meth:`wait` is short."""
+        """Whether this rank has written its part, or failed. Local. :meth:`wait` is short if all ranks have."""
         return self._ahead.ended
 
     def wait(self) -> None:
-        """Wait until all ranks have written, and put the file into its place.
+        """Wait until all ranks have written, and rename the file to its path.
 
-        Collective; the next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
-        optimizer's state. When the save is over it is local, and raises again what it raised.
+        Collective. The next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
+        optimizer's state. After the end of the save it is local, and raises the save's exception again.
 
         Raises:
-            OSError, CheckpointError: as of :meth:`KVStore.save`; the other ranks raise ``PeerFailed``.
+            OSError, CheckpointError: as in :meth:`KVStore.save`; the other ranks raise ``PeerFailed``.
             RankMismatch: another rank made another call; the save is still pending.
-            Closed: the store has ended before, and the file was not put into its place.
+            Closed: the store has ended before, and the file is not at its path.
         """
         if not self.done:
             self._collective("wait", self._prepare)
@@ -145,9 +145,9 @@ class SaveWork:
             raise
 
     def start(self) -> None:
-        """Begin to write. Local; for the store."""
+        """Start writing. Local; for the store."""
         self._ahead.start()
 
     def give_up(self) -> None:
-        """End the writing, and remove what was written. Local; for the end of the store."""
+        """Stop writing, and remove the unfinished file. Local; for the end of the store."""
         self._parts.close()
