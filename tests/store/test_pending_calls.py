@@ -245,18 +245,6 @@ def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
 
 
 @ALL
-def test_an_updater_cannot_issue_calls_either():
-    def updater(key, total, stored):
-        kv.push(key, total, wait=False)
-
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(updater)
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="the store is in push"):
-            kv.push("w", np.ones(2))
-
-
-@ALL
 def test_what_an_updater_raises_in_the_thread_reaches_every_rank():
     def updater(key, total, stored):
         sys.exit(3)
@@ -546,36 +534,6 @@ kv.init("w", np.zeros(1))
 work = kv.push("w", np.ones(2), wait=False)
 print("first")
 """
-UNSEEN_END = """
-import numpy as np, mpikv
-class Broken(mpikv.optimizers.SGD):
-    def update(self, step, received, stored, state):
-        1 / 0
-kv = mpikv.create(timeout=1)
-kv.init("w", np.zeros(1))
-kv.set_optimizer(Broken())
-kv.push("w", np.ones(1), wait=False)
-"""
-UNSEEN_EXIT = """
-import sys, numpy as np, mpikv
-kv = mpikv.create(timeout=1)
-kv.init("w", np.zeros(1))
-kv.set_updater(lambda key, total, stored: sys.exit(0))
-kv.push("w", np.ones(1), wait=False)
-"""
-LEFT = """
-import threading, numpy as np, mpikv
-go = threading.Event()
-kv = mpikv.create(timeout=5)
-kv.init("w", np.zeros(1))
-kv.set_updater(lambda key, total, stored: go.wait() and None)
-try:
-    with kv:
-        for _ in range(3): kv.push("w", np.ones(1), wait=False)
-        raise KeyError
-except KeyError:
-    go.set()
-"""
 
 
 @pytest.mark.processes
@@ -605,25 +563,45 @@ def test_what_nobody_has_seen_fails_the_program(last_lines, status):
     )
 
 
-@pytest.mark.processes
-def test_a_store_that_an_unseen_call_has_ended():
-    ended = run(UNSEEN_END, 30)
-    assert ended.returncode == 1
-    assert "at the end of the program: ZeroDivisionError" in ended.stderr
+BEGINS = """
+import sys, threading, numpy as np, mpikv
+class Broken(mpikv.optimizers.SGD):
+    def update(self, step, received, stored, state):
+        1 / 0
+kv = mpikv.create(timeout=1)
+kv.init("w", np.zeros(1))
+"""
+PUSHES = 'kv.push("w", np.ones(1), wait=False)'
+LEAVES = f"""
+go = threading.Event()
+kv.set_updater(lambda key, total, stored: go.wait() and None)
+try:
+    with kv:
+        {PUSHES}; {PUSHES}
+        raise KeyError
+except KeyError:
+    go.set()
+"""
 
 
 @pytest.mark.processes
-def test_a_sys_exit_that_nobody_has_seen():
-    """The other ranks would wait for the end of one that does not come to its own."""
-    ended = run(UNSEEN_EXIT, 30)
-    assert ended.returncode == 1
-    assert "at the end of the program: SystemExit: 0; updating key 'w'; in push('w')" in ended.stderr
-
-
-@pytest.mark.processes
-def test_a_block_that_was_left_by_an_exception_has_no_unseen_calls():
-    ended = run(LEFT, 30)
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (f"kv.set_optimizer(Broken())\n{PUSHES}", "ZeroDivisionError"),
+        # The other ranks would wait for the end of one that does not come to its own.
+        (
+            f"kv.set_updater(lambda key, total, stored: sys.exit(0))\n{PUSHES}",
+            "SystemExit: 0; updating key 'w'; in push('w')",
+        ),
+        (LEAVES, ""),
+    ],
+    ids=["ends the store", "exits", "leaves the block"],
+)
+def test_what_an_updater_has_raised_that_nobody_has_seen(program, told):
+    ended = run(BEGINS + program, 30)
+    assert ended.returncode == bool(told), ended.stderr
+    assert not told or f"at the end of the program: {told}" in ended.stderr
 
 
 FORKED = """
@@ -668,43 +646,6 @@ def test_ctrl_c_ends_a_wait():
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors
-
-
-@pytest.mark.ranks(1)
-def test_another_thread_s_call_does_not_begin_in_the_middle_of_a_pending_one(monkeypatch):
-    """One that issues calls at the moment in which those before have completed and this thread goes on."""
-    with mpikv.create() as kv:
-        kv.init(["a", "b"], [np.zeros(2), np.zeros(2)])
-        running, refused = threading.Event(), []
-
-        def update(key, total, stored):
-            running.set()
-            time.sleep(0.05)
-            stored += total
-
-        def issue():
-            try:
-                kv.push("a", np.ones(2), wait=False)
-                running.wait(1)
-            except mpikv.Unsupported as error:
-                refused.append(str(error))
-
-        def failure():
-            running.clear()
-            thread = threading.Thread(target=issue)
-            thread.start()
-            thread.join()
-            return found()
-
-        kv.set_updater(update)
-        work = kv.push("a", np.ones(2), wait=False)
-        found = kv._pending.failure
-        monkeypatch.setattr(kv._pending, "failure", failure)
-        kv.push("b", np.ones(2))
-        monkeypatch.undo()
-        work.wait()
-        assert refused == ["push: the store is in push; an updater, or another thread, cannot call it"]
-        assert kv.pull(["a", "b"])[1].tolist() == [1.0, 1.0]
 
 
 def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeypatch):
