@@ -660,8 +660,9 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
             pass_to = kv._pending.pass_to
 
             def late(claim):
-                # In the sleep all other threads of this rank run as far as they can.
+                # In each sleep all other threads of this rank run as far as they can.
                 pass_to(lambda: (passing.set(), time.sleep(1), claim()))
+                time.sleep(1)
 
             def issue():
                 passing.wait()
