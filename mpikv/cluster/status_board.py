@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,6 @@ _ANSWERS = "mpikv-answers"
 _PATIENCE = 0.5
 # Bytes of the text of a call.
 _TEXT = 160
-# Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
-_LOOKS, _AT_REST = 20, 3
 # Of the ranks of a host, so that many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
 # Seconds until a host has answered, and for how long what was found out about this one is answered again.
@@ -267,29 +265,18 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
     try:
         path = f"/proc/{pid}/fd/{answers}"
         with open(path, errors="replace") as file:
+            before = file.seek(0, os.SEEK_END)
             deadline = time.monotonic() + _PATIENCE
-            # The fault handler passes over a question that comes while it answers one of another rank.
+            # The fault handler passes over a question that comes while it answers one of another thread.
             while time.monotonic() < deadline and _ANSWERS in os.readlink(path):
-                if frames := _frames(_answer(pid, int(slot["thread"]), file)):
+                _signal(pid, int(slot["thread"]))
+                time.sleep(0.01)
+                file.seek(before)
+                if frames := _frames(file.read()):
                     return frames
             return []
     except OSError:
         return []
-
-
-def _answer(pid: int, thread: int, file: TextIO) -> str:
-    """Ask once; return what a process has written then."""
-    before = size = os.fstat(file.fileno()).st_size
-    _signal(pid, thread)
-    looks = at_rest = 0
-    # The answer is written in pieces, between which a busy machine may do something else.
-    while looks < _LOOKS and at_rest < _AT_REST:
-        time.sleep(0.01)
-        now = os.fstat(file.fileno()).st_size
-        looks, at_rest = looks + 1, at_rest + 1 if now == size > before else 0
-        size = now
-    file.seek(before)
-    return file.read()
 
 
 def _signal(pid: int, thread: int) -> None:
@@ -298,20 +285,25 @@ def _signal(pid: int, thread: int) -> None:
     Raises:
         OSError: there is none of that number, as where a call has just ended, or the system cannot do it.
     """
-    if thread == pid:
-        os.kill(pid, _QUESTION)
+    try:
+        ask = system_function("tgkill")
+    except OSError:  # glibc before 2.30
+        if thread != pid:
+            raise
+        os.kill(pid, _QUESTION)  # another thread may take it while this one still answers
         return
-    if system_function("tgkill")(pid, thread, _QUESTION):
+    if ask(pid, thread, _QUESTION):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _frames(answer: str) -> list[tuple[str, str, str]]:
-    """Return the frames of an answer, the innermost first.
+def _frames(answers: str) -> list[tuple[str, str, str]]:
+    """Return the frames of the first whole answer, the innermost first.
 
-    Several ranks may ask at once. Then an answer begins in the middle of one that was given to another rank, and may
-    end in the middle of one, too.
+    The process writes an answer in pieces, and a busy machine may do something else for long between two of them. So
+    only the beginning of the next answer tells that one is whole. Several ranks may ask at once: then the text begins
+    in the middle of an answer to another rank.
     """
-    for text in answer.split("(most recent call first):")[1:]:
+    for text in answers.split("(most recent call first):")[1:-1]:
         if frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text):
             return frames
     return []

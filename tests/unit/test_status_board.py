@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +13,13 @@ import pytest
 
 from mpikv.cluster import status_board as board
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import StatusBoard, _answer, _answer_questions, _ask, _frames, _is_in_use
+from mpikv.cluster.status_board import StatusBoard, _answer_questions, _ask, _frames, _is_in_use
 
 FRAMES = """  File "train.py", line 7 in evaluate
   File "train.py", line 22 in <module>
 """
-ANSWER = f"Stack (most recent call first):\n{FRAMES}"
+HEAD = "Stack (most recent call first):\n"
+ANSWER = HEAD + FRAMES
 
 
 def test_the_board_says_the_latest_call() -> None:
@@ -32,14 +31,16 @@ def test_the_board_says_the_latest_call() -> None:
         assert shown.call == f"call #{number} {text[:160]}"
 
 
-def test_an_answer() -> None:
-    assert _frames(ANSWER) == [("train.py", "7", "evaluate"), ("train.py", "22", "<module>")]
+def test_an_answer_is_whole_when_the_next_one_begins() -> None:
+    """It comes in pieces, and also without its last line it would tell another place."""
+    assert _frames(ANSWER + HEAD) == [("train.py", "7", "evaluate"), ("train.py", "22", "<module>")]
+    for cut in range(len(ANSWER) + 1):
+        assert _frames(ANSWER[:cut]) == []
 
 
 def test_an_answer_may_begin_and_end_in_the_middle_of_another() -> None:
     for cut in range(len(ANSWER)):
-        assert _frames(ANSWER[cut:] + ANSWER)[0] == ("train.py", "7", "evaluate")
-        assert _frames(ANSWER + ANSWER[:cut])[0] == ("train.py", "7", "evaluate")
+        assert len(_frames(ANSWER[cut:] + ANSWER + HEAD + FRAMES[:cut])) == 2
 
 
 def test_what_says_nothing() -> None:
@@ -62,39 +63,20 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
     thread.start()
     ready.wait()
     functions = [function for _, _, function in _ask(told)]
+    # As where this thread still answers another rank.
+    told["thread"] = os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})
+    answer = _ask(told)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGURG})
+    told["thread"] = thread.native_id
     over.set()
     thread.join()
     assert "busy" in functions
     assert "test_only_the_thread_that_makes_the_calls_answers" not in functions
+    assert answer == []
     assert _ask(told) == []  # that thread is no more
     told["thread"] = os.getpid()
     assert "test_only_the_thread_that_makes_the_calls_answers" in [function for _, _, function in _ask(told)]
-
-
-def test_a_process_that_answers_nothing_is_not_waited_for(tmp_path, monkeypatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(board, "_signal", lambda pid, thread: None)
-    monkeypatch.setattr(time, "sleep", naps.append)
-    with (tmp_path / "answers").open("w+") as answers:
-        assert _answer(0, 0, answers) == ""
-    assert len(naps) == board._LOOKS
-
-
-@pytest.mark.parametrize("grows_at", [(1,), (1, 2), (1, 3), (2, 3, 5)])
-def test_an_answer_is_whole_when_it_has_come_to_rest(tmp_path, monkeypatch, grows_at: tuple[int, ...]) -> None:
-    """It comes in pieces. Whoever asks waits for no longer than it takes to see that none follows."""
-    naps = itertools.count(1)
-    with (tmp_path / "answers").open("w+") as answers, (tmp_path / "answers").open("a") as writer:
-
-        def nap(seconds: float) -> None:
-            if next(naps) in grows_at:
-                writer.write("piece ")
-                writer.flush()
-
-        monkeypatch.setattr(board, "_signal", lambda pid, thread: None)
-        monkeypatch.setattr(time, "sleep", nap)
-        assert _answer(0, 0, answers) == "piece " * len(grows_at)
-    assert next(naps) - 1 == grows_at[-1] + board._AT_REST
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGWINCH, signal.SIGXFSZ, signal.SIGRTMAX])
