@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..config import keeps_frames
-from ..errors import MPIKVError, PeerFailed, is_repeated, is_shortened, mark_shortened
+from ..errors import MPIKVError, PeerFailed, is_repeated, is_settled, is_shortened, mark_shortened
 from .printing import print_lines
 
 __all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_here", "place_of", "print_last"]
@@ -39,7 +39,9 @@ _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Seconds in which the rank that prints an error in full can end the job; seconds more for each rank that comes before
 # this one, and at most.
-_PATIENCE, _TURN, _MOST_TURNS = 0.3, 0.02, 1.0
+_PATIENCE, _TURN, _MOST_TURNS = 0.5, 0.02, 1.0
+# Seconds that it leaves the others, which raise the same error at this moment, for their lines.
+_OTHERS = 0.2
 
 
 def hide_frames(error: BaseException) -> None:
@@ -87,6 +89,8 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
         print_lines(f"{_only(error).removesuffix(prefix.strip()).rstrip()}{place_of(error)}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
+    if prefix and is_settled(error):
+        time.sleep(_OTHERS)
 
 
 def place_of(error: BaseException) -> str:

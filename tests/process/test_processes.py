@@ -180,3 +180,26 @@ def test_a_rank_that_skips_its_last_call_has_reached_the_end_of_its_program(tmp_
     told = "rank 0 calls push('w'); rank 1 has reached the end of its program, after call #1 init('w');"
     assert f"push: ranks disagree at call #2: {told}" in done.stderr
     assert f"; rank 0 is at {tmp_path / 'skipping.py'}:5 in <module> [rank 0/2]" in done.stderr
+
+
+SLOW = """\
+import time
+import numpy as np, mpikv
+kv = mpikv.create(timeout=30)
+kv.init("w", np.zeros(2))
+try:
+    kv.push("w", np.ones(3 - kv.rank))
+except mpikv.PeerFailed:
+    time.sleep(0.05)
+    raise
+"""
+
+
+@pytest.mark.deadline(60)
+def test_the_rank_that_ends_the_job_leaves_the_others_time_for_their_line(tmp_path: Path) -> None:
+    """It ended them before one that had to wait for a processor had printed its own."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "slow.py"))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "[rank 1/2] mpikv.errors.PeerFailed: push('w'): rank 0 raised ValueMismatch" in done.stderr
