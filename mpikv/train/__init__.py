@@ -1,5 +1,5 @@
-"""What training loops use: the ``Trainer``, and parameters, local updates and loss scaling with it or without.
+"""The ``Trainer``, and its parameters, local updates and loss scaling; a training loop may use each by itself.
 
-It imports ``create`` and ``store``, of which the Trainer uses a few methods that are not public. It knows nothing of
-transports and placements.
+The package imports ``create`` and ``store``; the Trainer uses a few private methods of the store. It knows no
+transports and no placements.
 """

@@ -1,4 +1,4 @@
-"""Where an array of any library lies: on the host, or on which GPU."""
+"""The place of an array of any library: the host, or a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Located", "added_up", "readable", "writable"]
 
 
 class Located(NamedTuple):
-    """An array, numpy's or of the library of its GPU, and the GPU; None for the host."""
+    """An array and its GPU; None for the host. The array is numpy's or the GPU library's."""
 
     array: Array
     gpu: Gpu | None
@@ -28,12 +28,10 @@ class Located(NamedTuple):
 
     @property
     def outline(self) -> Array:
-        """An array of numpy's that lies where this one does, to compare places by. Nothing may be read from it, as
-        it may be the memory of a GPU.
-        """
+        """An array of numpy with the same addresses, to compare places. Do not read it: it may be a GPU's."""
         if self.gpu is None:
             return self.array
-        if not self.array.size:  # which lies nowhere: numpy before 2.4 refuses the address 0
+        if not self.array.size:  # an empty array has no address, and numpy before 2.4 refuses the address 0
             return np.empty(self.array.shape, f"V{self.array.itemsize}")
         interface = {
             "version": 3,
@@ -46,16 +44,16 @@ class Located(NamedTuple):
 
     @property
     def extent(self) -> tuple[Any, ...]:
-        """What arrays over exactly the same elements have in common."""
+        """A key that is equal for arrays over exactly the same elements."""
         return self.outline.__array_interface__["data"][0], self.array.shape, self.array.strides, self.array.dtype.name
 
 
 def readable(value: Any) -> Located:
-    """Return an array to read from, without a copy; of a GPU one of its library's.
+    """Return an array to read from, without a copy; an array on a GPU becomes one of the GPU's library.
 
     Raises:
         TypeError: not an array.
-        Unsupported, TransportUnavailable: it lies where it cannot be used.
+        Unsupported, TransportUnavailable: this process cannot use the array's device.
     """
     return _on_gpu(value) if lies_elsewhere(value) else Located(source(value), None)
 
@@ -65,7 +63,7 @@ def writable(value: Any) -> Located:
 
     Raises:
         TypeError: not an array, or one that cannot be written.
-        Unsupported, TransportUnavailable: it lies where it cannot be used.
+        Unsupported, TransportUnavailable: this process cannot use the array's device.
     """
     if not lies_elsewhere(value):
         return Located(target(value), None)
@@ -74,13 +72,13 @@ def writable(value: Any) -> Located:
 
 
 def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Return a new array that holds the sum of arrays of a GPU, from left to right, which is made in a dtype."""
-    # Casts are left to the GPU, as CuPy adds no bfloat16.
+    """Return a new array with the sum of arrays on a GPU, summed from left to right in ``dtype``."""
+    # The GPU's copy kernel casts, since CuPy does not add bfloat16.
     total, term = (gpu.empty(arrays[0].shape, dtype) for _ in range(2))
     gpu.copy((total,), (arrays[0],))
     for array in arrays[1:]:
         gpu.copy((term,), (array,))
-        with gpu.current():  # which need not be that of the thread's present GPU
+        with gpu.current():  # the thread's current GPU may be another one
             np.add(total, term, out=total)
     return total
 

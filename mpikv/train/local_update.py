@@ -1,4 +1,4 @@
-"""Updates that a Trainer makes itself, where its weights lie: on the host, or on a GPU, on the present stream."""
+"""The Trainer's own updates, on the device of the weights: the host, or a GPU's current stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LocalUpdate", "can_update", "place_state"]
 
 
 def can_update(optimizer: Optimizer, parameter: Parameter) -> bool:
-    """Return whether an optimizer updates values of a parameter's dtype."""
+    """Return whether an optimizer can update values of a parameter's dtype. Local."""
     try:
         optimizer.slots(parameter.data.dtype)
     except Unsupported:
@@ -27,20 +27,20 @@ def can_update(optimizer: Optimizer, parameter: Parameter) -> bool:
 
 
 class LocalUpdate:
-    """The state that optimizers keep of parameters on this rank, and their updates."""
+    """The optimizer's state for the parameters of this rank, and their updates. Local."""
 
     def __init__(self) -> None:
         self.states: dict[Key, KeptState] = {}
-        """By the name of the parameter; of those that an update was prepared for."""
+        """The states by the parameter's name; only parameters with a prepared update have one."""
         self._scratch = np.empty(0, np.uint8)
 
     def prepare(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; make or check its state, and compile what GPUs need.
+        """Return the optimizer's step for each parameter; make or check its state, and compile the GPU kernels.
 
         Raises:
-            ConfigError: the optimizer was changed to keep other state.
+            ConfigError: the optimizer has changed and needs other state.
             Unsupported: there is no kernel for the optimizer, or for a dtype.
-            TransportUnavailable: nothing can be compiled here.
+            TransportUnavailable: this process cannot compile kernels.
         """
         for gpu, dtype in {(one.gpu, one.data.dtype) for one in parameters.values()}:
             if gpu is not None:
@@ -50,7 +50,7 @@ class LocalUpdate:
         return [optimizer.step(name, self.states[name].count + 1) for name in parameters]
 
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights by the prepared steps. The gradients, which a rule overwrites, are kept for the caller."""
+        """Update the weights by the prepared steps. A rule overwrites its gradient; so it gets a copy."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
             kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
@@ -63,20 +63,20 @@ class LocalUpdate:
             if parameter.gpu is None:
                 optimizer.update(step, total, value, kept.state)
             else:
-                with parameter.gpu.current():  # which need not be that of the thread's present GPU
+                with parameter.gpu.current():  # the thread's current GPU may be another one
                     parameter.gpu.kernels().bind(optimizer, total, value, kept.state)(step)
             if value is not weight:
                 memory.copy((weight,), (value,))
             kept.count += 1
 
     def restart_master(self, name: str, parameter: Parameter) -> None:
-        """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""
+        """Copy a weight into the optimizer's float32 master, if there is one."""
         if name in self.states:
             _restart_master(self.states[name], parameter)
 
     def on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter in numpy's arrays. What has none yet is given none: its weight may be set
-        until its first update.
+        """Return the state of a parameter in numpy arrays. A parameter without state gets it at its first update, and
+        not here: its weight may still be set, and the master would keep the old one.
         """
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu
         if gpu is None:
@@ -87,7 +87,7 @@ class LocalUpdate:
         return KeptState(state, kept.count)
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter, or what its first update would begin with."""
+        """Return the state of a parameter, or a new one for its first update."""
         slots = optimizer.slots(parameter.data.dtype)
         kept = self.states.get(name)
         if kept is None:
@@ -101,7 +101,7 @@ class LocalUpdate:
         return kept
 
     def _memory_of_sum(self, parameter: Parameter) -> Array:
-        """Return memory for the sum of the gradients of a weight; on the host always the same."""
+        """Return memory for the sum of a weight's gradients. On the host all parameters share it."""
         weight, dtype = parameter.data, accumulator(parameter.data.dtype)
         if parameter.gpu is not None:
             return parameter.gpu.empty(weight.shape, dtype)
@@ -112,7 +112,7 @@ class LocalUpdate:
 
 
 def place_state(kept: KeptState, parameter: Parameter) -> KeptState:
-    """Return the state, given in numpy's arrays, where the weight lies."""
+    """Return the state, given in numpy arrays, on the device of the weight."""
     gpu = parameter.gpu
     if gpu is None:
         return kept

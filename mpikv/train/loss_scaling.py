@@ -1,4 +1,4 @@
-"""What is done to all gradients together: clipping by their common norm, and scaling of the loss."""
+"""Clipping of all gradients by their common norm, and scaling of the loss."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ __all__ = ["LossScaler", "clip_global_norm"]
 
 Item = TypeVar("Item")
 
-# Elements that are widened at once.
+# Elements cast to float64 at once: 512 KiB in place of a copy of the whole array.
 _PIECE = 1 << 16
 _MOST_SCALE = 2.0**64
 
 
 def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
-    """Scale arrays in place so that their common 2-norm is at most ``max_norm``; return the norm that they had. Local.
+    """Scale arrays in place to a common 2-norm of at most ``max_norm``; return the norm before. Local.
 
-    Between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update` the gradients are sums over ranks and
-    the same on every rank, and so are the norm and the result. They have not been divided by the batch size yet, nor
-    with ``average=True`` by the number of ranks: for a bound of the mean gradient multiply ``max_norm`` by both.
+    Call it between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update`. There the gradients are sums
+    over ranks and equal on every rank; so are the norm and the result. They are not divided by the batch size yet, nor
+    with ``average=True`` by the number of ranks. To bound the mean gradient, multiply ``max_norm`` by both.
 
     Args:
-        arrays: arrays of floats that can be written, of the host or of GPUs, of any shapes; one that comes several
-            times, as the gradient of a shared parameter, counts once, and None, as of a parameter without a gradient,
-            not at all.
+        arrays: writable arrays of floats, on the host or on GPUs, of any shapes. An array given several times, such as
+            the gradient of a shared parameter, counts once. None, for a parameter without a gradient, does not count.
         max_norm: the bound, above 0.
 
-    On a GPU the sum of squares and the scaling are its work, on the present stream; the host waits for the sums, some
-    bytes for each array. Sums and results have the bits that they have on the host.
+    A GPU computes the sums of squares and the scaling on the current stream; the host waits for the sums, some bytes
+    for each array. Sums and results have the same bits as on the host.
 
     Returns:
-        The norm, computed in float64. Where it is inf or nan nothing is scaled.
+        The norm, computed in float64. If it is inf or nan, the arrays stay as they are.
 
     Raises:
         ConfigError: ``max_norm`` is not a number above 0.
         TypeError: an array cannot be written.
-        Unsupported: an array of a GPU is not of floats.
+        Unsupported: an array on a GPU is not of floats.
 
     References: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013.
 
@@ -69,7 +68,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
         norm = math.sqrt(math.fsum(squares))
         if math.isfinite(norm) and norm > max_norm:
             for array in here:
-                # A small factor would be rounded to few digits of half precision, or to zero.
+                # In float64: half precision would round a small factor to few digits, or to zero.
                 np.multiply(array, max_norm / norm, out=array, dtype=np.float64, casting="unsafe")
             for gpu, some in there.items():
                 gpu.scale(some, max_norm / norm)
@@ -77,7 +76,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
 
 
 def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
-    """Return what lies on each GPU, and under None on the host."""
+    """Return the items of each GPU; the host's items under None."""
     groups: dict[Any, list[Item]] = {}
     for gpu, item in pairs:
         groups.setdefault(gpu, []).append(item)
@@ -85,21 +84,21 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
 
 
 def _squares(array: Array) -> float:
-    """Return the sum of the squares of an array, by numpy's own sum: BLAS's depends on the number of threads."""
+    """Return the sum of the squares of an array, by numpy's sum: BLAS's result depends on the number of threads."""
     flat = array.reshape(-1)
     pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
     return sum(float(np.sum(np.square(piece))) for piece in pieces)
 
 
 class LossScaler:
-    """A factor of the loss that keeps small gradients of half precision from becoming zero.
+    """A factor of the loss; it keeps small gradients of half precision from becoming zero.
 
-    Multiply the loss by :attr:`loss_scale`; a :class:`mpikv.Trainer` with ``loss_scaler=`` this divides the gradients
-    by it, and asks all ranks whether one of them has met an inf or a nan. Then no rank makes the update, and the factor
-    is halved; after ``window`` updates without one it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
+    Multiply the loss by :attr:`loss_scale`. A :class:`mpikv.Trainer` with this ``loss_scaler=`` divides the gradients
+    by it, and asks all ranks whether one of them found an inf or a nan. If so, no rank makes the update, and the factor
+    is halved. After ``window`` updates without one, it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
 
     Args:
-        loss_scale: the first factor, from 2**-64 to 2**64, which bound it later, too.
+        loss_scale: the first factor, from 2**-64 to 2**64; later ones stay in these bounds, too.
         window: updates before it is doubled.
 
     References: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -122,7 +121,7 @@ class LossScaler:
                 "the first from 2**-64 to 2**64"
             )
         self.loss_scale = float(loss_scale)
-        """The present factor."""
+        """The current factor."""
         self._window, self._without = window, 0
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
@@ -130,28 +129,27 @@ class LossScaler:
         return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
     def divisor(self, kv: Any, gradients: Any) -> float | None:
-        """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
-        every rank leaves out the push. For a training that calls ``push`` itself.
+        """Return the divisor of the gradients, or None if a gradient of any rank holds an inf or a nan. On None every
+        rank must leave out the push. For training loops that call ``push`` themselves.
 
-        Collective: every rank of the store calls it, between making the gradients and pushing them. It takes note of
-        what it has found, so that :attr:`loss_scale` is the factor of the *next* loss from then on, and may be another.
-        The optimizer divides by what is returned: set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` before
-        the push, on every rank.
+        Collective: every rank of the store calls it, after computing the gradients and before pushing them. It records
+        the result: from then on :attr:`loss_scale` is the factor of the *next* loss, and may differ. The optimizer must
+        divide by the result: before the push, set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` on every rank.
 
-        What is looked at are the arrays as they are given: pass those that are pushed, in the dtype of the stored
-        value, in which a larger dtype may be an inf. Their sum over ranks is made in float32 and may be one, too, where
-        a value of half precision is replaced by it; an optimizer is given it in float32.
+        It checks the arrays as given. Pass the pushed arrays, in the dtype of the stored value: a cast from a larger
+        dtype may make an inf. Their sum over ranks is made in float32. If the sum replaces a value of half precision,
+        it may become an inf, too; an optimizer receives it in float32.
 
         Args:
             kv: the store, or a scope of it.
             gradients: an array, a list of arrays, or a dict, nested or not.
 
         Returns:
-            The factor that the loss of these gradients had, the same on every rank if the losses were multiplied by
-            :attr:`loss_scale`; never 0.
+            The factor of these gradients' loss; never 0. It is the same on every rank, if every rank has multiplied
+            its loss by :attr:`loss_scale`.
 
         Raises:
-            TypeError: something else, on its rank; the others raise PeerFailed.
+            TypeError: an argument is none of these, on its rank; the others raise PeerFailed.
 
         Example:
             >>> import mpikv, numpy as np
@@ -179,9 +177,7 @@ class LossScaler:
         return None if overflow else scale
 
     def record(self, overflow: bool) -> None:
-        """Take note of what the ranks found together, and change the factor. Local; called by the Trainer, and by
-        :meth:`divisor`.
-        """
+        """Record the ranks' common result, and change the factor. Local; the Trainer and :meth:`divisor` call it."""
         self._without = 0 if overflow else self._without + 1
         if overflow:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
@@ -190,15 +186,15 @@ class LossScaler:
 
 
 def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
-    """Return whether arrays hold no inf and no nan, each as it is when rounded to a dtype. Of those of a GPU one small
-    copy comes to the host.
+    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. For each GPU one small copy comes
+    to the host.
     """
     there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
     with np.errstate(all="ignore"):
         if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
             return False
     for gpu, some in there.items():
-        # Integers and booleans are, whatever they are rounded to.
+        # Integers and booleans are finite, whatever their rounding.
         floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
         found = gpu.measure([array for array, _ in floats], [dtype for _, dtype in floats])
         if not all(finite for _, finite in found):

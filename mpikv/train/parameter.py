@@ -1,4 +1,4 @@
-"""Weights by their names, each with its gradient, and whether the gradient is a new one."""
+"""Parameters: named weights with their gradients."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ from .array_location import Located, added_up, readable, writable
 
 __all__ = ["Parameter", "first_names", "name_parameters"]
 
-# How hard to look for whether two parameters have elements in common, in numpy's units.
+# Bound on numpy's search for common elements of two arrays, in candidate solutions (max_work).
 _MOST_WORK = 100_000
 
 
 @naming_arguments
 class Parameter:
-    """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All of it is local.
+    """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All methods are local.
 
     Args:
-        data: the weight: an array of any library that shares memory, of the host or of a GPU, which can be written. It
-            is not copied.
-        grad_req: ``write``: a gradient that is given replaces the last one. ``add``: it is added to those before it,
-            until :meth:`zero_grad`. ``null``: the weight is not trained.
+        data: the weight: a writable array of any library that shares memory, on the host or on a GPU. It is not copied.
+        grad_req: ``write``: a new gradient replaces the last one. ``add``: it is added to the earlier ones, until
+            :meth:`zero_grad`. ``null``: the weight is not trained.
         lr_mult: factor of the learning rate; None leaves it to the optimizer's ``lr_mult``.
         wd_mult: factor of the weight decay; None leaves it to the optimizer's ``wd_mult``.
 
-    All but ``data`` are attributes that may be set at any time, on every rank alike.
+    All but ``data`` are attributes; set them at any time, on every rank alike.
 
     Raises:
-        TypeError: ``data`` is no array, or one that cannot be written.
+        TypeError: ``data`` is no array, or is not writable.
         ConfigError: ``grad_req`` is unknown.
 
     Example:
@@ -56,37 +55,37 @@ class Parameter:
         self._located = _writable(data)
         self._on_host = self._located.gpu is None
         self.data: Array = self._located.array
-        """The weight, as an array over the memory that was given: numpy's, or on a GPU CuPy's."""
+        """The weight, as an array over the given memory: numpy's, or on a GPU CuPy's."""
         self.grad_req = grad_req
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.fresh = False
-        """Whether the gradient has been given since the last update. Set it after writing into :attr:`grad`."""
+        """Whether the gradient is newer than the last update. Set it after writing into :attr:`grad`."""
         self.summed = False
-        """Whether the gradient is the sum over ranks, which :meth:`mpikv.Trainer.allreduce_grads` makes of it."""
+        """Whether the gradient is the sum over ranks, made by :meth:`mpikv.Trainer.allreduce_grads`."""
         self.used = False
-        """Whether an update has used the gradient, with ``grad_req="add"``: :meth:`zero_grad` comes before the next."""
+        """Whether an update has used the gradient, with ``grad_req="add"``; call :meth:`zero_grad` before the next."""
         self.name = ""
-        """What a Trainer calls it first; empty before there is one."""
+        """The first name in a Trainer; empty before there is one."""
         self._grad: Array | None = None
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return f"parameter {self.name!r}" if self.name else "a parameter"
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU on which the weight lies, and its gradient; None for the host."""
+        """The GPU of the weight and its gradient; None for the host."""
         return self._located.gpu
 
     @property
     def memory(self) -> HostMemory | Gpu:
-        """What makes and copies arrays where the weight lies."""
+        """The memory of the weight's device; it makes and copies arrays."""
         return HOST if self.gpu is None else self.gpu
 
     @property
     def grad_req(self) -> str:
-        """What becomes of a gradient: ``write``, ``add`` or ``null``."""
+        """The use of a new gradient: ``write``, ``add`` or ``null``."""
         return self._grad_req
 
     @grad_req.setter
@@ -97,14 +96,15 @@ class Parameter:
     def grad(self) -> Array | None:
         """The gradient, or None before there is one.
 
-        An array that is set is kept, not copied, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
-        into it; with ``grad_req="add"`` it is copied or added. None discards the gradient. One that is set is of this
-        rank, even if it is the array that holds a sum over ranks: change a sum by ``parameter.grad[...] *= 2``.
+        Setting an array keeps it without a copy, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
+        into it. With ``grad_req="add"`` the array is copied or added. None discards the gradient. A gradient that is
+        set counts as this rank's own, even if its array holds a sum over ranks. To change a sum, write
+        ``parameter.grad[...] *= 2``.
 
         Raises:
-            ValueMismatch: the shape is not the weight's, or it lies elsewhere.
-            ConfigError: it is to be added to a sum over ranks, or to one that was used up; ``zero_grad()`` comes before
-                the next gradient.
+            ValueMismatch: the shape or the device is not the weight's.
+            ConfigError: the earlier gradient is a sum over ranks, or was used by an update; call ``zero_grad()``
+                before the next gradient.
         """
         return self._grad
 
@@ -115,20 +115,20 @@ class Parameter:
             return
         if value is not self._grad:
             self._take(source(value) if self._on_host and type(value) is np.ndarray else self._locate(value))
-        else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
+        else:  # e.g. after  parameter.grad *= 2, or after the array was filled with another gradient
             self._check_addable()
             self.summed = False
         self.fresh = True
 
     def zero_grad(self) -> None:
-        """Discard the gradient: the next one is the first."""
+        """Discard the gradient; the next one starts anew."""
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Set the sum of several gradients, as of the names of one parameter.
+        """Set the sum of several gradients, e.g. those given under several names of this parameter.
 
         Raises:
-            ValueMismatch: the shape or dtype of one does not fit, or it lies elsewhere.
+            ValueMismatch: the shape, dtype or device of one does not fit.
         """
         arrays = [self._locate(gradient) for gradient in gradients]
         shape, dtype = self.data.shape, self.data.dtype
@@ -141,7 +141,7 @@ class Parameter:
         self.grad = local_sum(arrays, dtype) if self.gpu is None else added_up(self.gpu, arrays, accumulator(dtype))
 
     def poison(self) -> None:
-        """Let all of the gradient be NaN."""
+        """Fill the gradient with NaN."""
         assert self._grad is not None
         if self.gpu is None:
             self._grad.fill(np.nan)
@@ -149,13 +149,13 @@ class Parameter:
             self.gpu.scale((self._grad,), math.nan)
 
     def mark_used(self) -> None:
-        """Note that an update has used the gradient."""
+        """Record that an update has used the gradient."""
         self.fresh = False
-        self.used = self._grad_req == "add"  # nothing is to be added to it before it is discarded
+        self.used = self._grad_req == "add"  # the next gradient must not be added to it
         self.summed = self.summed and self.used
 
     def _locate(self, gradient: Any) -> Array:
-        """Return a gradient as an array where the weight lies, without a copy."""
+        """Return a gradient as an array on the weight's device, without a copy."""
         found = readable(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
@@ -197,12 +197,12 @@ class Parameter:
 
 
 def name_parameters(params: Any) -> dict[str, Parameter]:
-    """Return the parameters by all of their names, in sorted order, of a dict of arrays or parameters, nested or not.
+    """Return the parameters of a dict of arrays or parameters, nested or not, by all their names in sorted order.
 
     Raises:
-        ConfigError: there are none.
-        ValueMismatch: two have some, but not all, of their memory in common.
-        TypeError: it is no such dict.
+        ConfigError: the dict is empty.
+        ValueMismatch: two parameters share some, but not all, of their memory.
+        TypeError: ``params`` is no such dict.
     """
     if not isinstance(params, Mapping):
         remedy = "; pass dict(model.named_parameters())" if hasattr(params, "named_parameters") else ""
@@ -224,19 +224,20 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
 
 
 def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return each parameter once, by the first of its names."""
+    """Return each parameter once, by its first name."""
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
 
 
 def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
-    """Raise if two parameters have elements in common, which each of them would update."""
+    """Raise if two parameters have elements in common: both would update them."""
     outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
     reaching: list[tuple[int, str]] = []
     for low, high, name in sorted((*_byte_bounds(outline), name) for name, outline in outlines.items()):
+        # Sorted by their first byte: only earlier arrays that reach beyond it can overlap.
         reaching = [(end, other) for end, other in reaching if end > low]
         for _, other in reaching:
-            # True if the layouts are too strange to tell. numpy's own types know of no bound for the work.
+            # It also returns True if the layouts are too hard to compare. numpy's types lack max_work as an int.
             if np.may_share_memory(outlines[other], outlines[name], max_work=_MOST_WORK):  # type: ignore[arg-type]
                 raise ValueMismatch(
                     f"parameters {other!r} and {name!r} overlap in memory, in part or as two objects; give one array "
@@ -246,7 +247,7 @@ def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
 
 
 def _byte_bounds(array: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of the one after its last."""
+    """Return the address of the first byte of an array, and the address after its last byte."""
     start = array.__array_interface__["data"][0]
     spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
     return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize

@@ -48,38 +48,38 @@ class Trainer:
     """Updates named weights on all ranks by the sum of their gradients.
 
     Every rank makes one with the same arguments, gives a gradient to each parameter, and calls :meth:`step`, or
-    :meth:`allreduce_grads` and :meth:`update`. Making one is local: the store is made, and every rank given the root's
-    weights, by :meth:`start`, or else in the first step. After each step the weights are the same on all ranks, in the
-    arrays that were given.
+    :meth:`allreduce_grads` and :meth:`update`. The constructor is local. :meth:`start`, or else the first step, makes
+    the store and gives every rank the root's weights. After each step the weights are the same on all ranks, in the
+    given arrays.
 
-    Weights lie on the host or on a GPU, and the gradient of each where it does; so may the values of the store, which
-    copies what lies elsewhere. What is done to arrays of a GPU is queued on the present stream.
+    Weights lie on the host or on a GPU; a gradient lies on its weight's device. The store may keep its values
+    elsewhere, and copies arrays then. Work on arrays of a GPU is queued on the current stream.
 
     Args:
         params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
-            :class:`Parameter`, which has more options. The keys of the store are the names, in sorted order. An array,
-            or a Parameter, of several names is one parameter, and so are arrays over exactly the same memory.
+            :class:`Parameter`, with more options. The keys of the store are the names, in sorted order. An array or a
+            Parameter with several names is one parameter. Arrays over exactly the same memory are one, too.
         optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
         optimizer_params: for a name, its arguments.
-        kvstore: the name of a store, which the Trainer then makes and owns; or a store, of which no other Trainer and
-            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one.
-        compression_params: what ``set_gradient_compression`` of the store takes.
-        update_on_kvstore: True: the store updates, each weight once, at its owner. False: it only sums, and each rank
-            updates all weights, so that gradients can be changed in between. None: what the variable
-            MXNET_UPDATE_ON_KVSTORE says (0 or 1, 1 by default) if the store can.
+        kvstore: the name of a store, made and owned by the Trainer; or a store without other users (no other Trainer,
+            no ``set_optimizer``). ``kv.scope(name)`` makes several stores of one.
+        compression_params: the argument of the store's ``set_gradient_compression``.
+        update_on_kvstore: True: the store updates each weight once, at its owner. False: the store only sums, and each
+            rank updates all weights; the program may change gradients in between. None: the variable
+            MXNET_UPDATE_ON_KVSTORE (0 or 1, 1 by default) decides, if the store can update.
         loss_scaler: as :class:`mpikv.LossScaler`.
-        average: True: take the mean over ranks in place of the sum, whatever their number, also after a restart on
-            another. None: what the optimizer's option ``average`` says.
-        resume: True: continue from the weights, the optimizer and the counts of ``kvstore``, a store that was loaded.
-            ``optimizer`` has to be of the same kind, and its options give way to those of the store.
+        average: True: take the mean over ranks in place of the sum, for any number of ranks, also after a restart with
+            another number. None: the optimizer's option ``average`` decides.
+        resume: True: continue from the weights, the optimizer and the counts of ``kvstore``, a store after ``load``.
+            ``optimizer`` must be of the same kind; the store's options replace its own.
 
     Raises:
-        ConfigError: an unknown or bad option, or no parameters at all.
-        ValueMismatch: parameters have some, but not all, of their memory in common.
-        TransportUnavailable, Unsupported: the named store cannot be had here.
-        TypeError: ``params`` is no dict, a parameter no array that can be written, or a name no str.
+        ConfigError: an option is unknown or bad, or there are no parameters.
+        ValueMismatch: parameters share some, but not all, of their memory.
+        TransportUnavailable, Unsupported: this process cannot make the named store.
+        TypeError: ``params`` is no dict, a parameter is no writable array, or a name is no str.
 
-    Example (one rank; on n ranks that each bring these gradients, each step is n times as large):
+    Example (one rank; on n ranks with the same gradients, each step is n times as large):
         >>> import mpikv, numpy as np
         >>> params = {"w": np.ones(2), "b": np.zeros(1)}
         >>> trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5})
@@ -110,7 +110,7 @@ class Trainer:
         given = {} if average is None else {"average": average}
         self._optimizer: Optimizer = optimizer_of(optimizer, {**(optimizer_params or {}), **given})
         self.scale = self._optimizer.rescale_grad
-        """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
+        """Factor of all gradients besides the batch size; at first the optimizer's ``rescale_grad``."""
         if not isinstance(kvstore, (str, KVStoreBase)):
             raise TypeError(
                 f"kvstore is a store or the name of one, not {a_kind(kvstore)}; "
@@ -132,9 +132,9 @@ class Trainer:
         self._started = self._shown = False
         self._on_store = True
         self._updates = 0
-        self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
+        self._token = object()  # marks the optimizer as this Trainer's; a reference to self would keep it alive
         self._broken = ""
-        # The rest is for updates on this rank.
+        # The rest serves local updates.
         self._local = LocalUpdate()
         self._agreed = ""
 
@@ -152,17 +152,17 @@ class Trainer:
 
     @property
     def update_on_kvstore(self) -> bool | None:
-        """Whether the store updates the weights; None where that is not known before :meth:`start`."""
+        """Whether the store updates the weights; None if :meth:`start` has to decide."""
         return self._on_store if self._started else self._wanted
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer: the store's where that updates, which after :meth:`mpikv.KVStore.load` is another object.
+        """The optimizer. If the store updates, it is the store's: another object after :meth:`mpikv.KVStore.load`.
 
-        Its options may be set at any time, on every rank alike, but for ``rescale_grad``, which is :attr:`scale` here.
+        Set its options at any time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
 
         Raises:
-            ConfigError: the store was given another updater, which is no optimizer.
+            ConfigError: the store has another updater by now, which is no optimizer.
         """
         if self._shown:
             found = self._kvstore.optimizer
@@ -174,14 +174,14 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next update, before the factors of single parameters."""
+        """The learning rate of the next update, without the factors of single parameters."""
         return self.optimizer.rate(self._updates + 1)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate from the next update on. Local; call it on every rank, as the next step checks.
+        """Set the learning rate from the next update on. Local; call it on every rank. The next step compares it.
 
         Raises:
-            ConfigError: the rate is given by a schedule, or is no rate.
+            ConfigError: a schedule gives the rate, or the argument is no rate.
         """
         self.optimizer.learning_rate = learning_rate
 
@@ -195,12 +195,12 @@ class Trainer:
         """Give gradients to parameters, as ``trainer.params[name].grad = gradient`` does. Local.
 
         Args:
-            gradients: a dict of names and arrays, in the form of ``params``. Those of several names of one parameter
-                are added up.
+            gradients: a dict of names and arrays, in the form of ``params``. The gradients of several names of one
+                parameter are added.
 
         Raises:
             ConfigError: a name is unknown.
-            ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict have been given.
+            ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict are set.
         """
         names, arrays = flatten(gradients)
         given: dict[int, tuple[Parameter, list[Any]]] = {}
@@ -214,26 +214,26 @@ class Trainer:
                 parameter.set_sum(several)
 
     def zero_grad(self) -> None:
-        """Discard all gradients: those of ``grad_req="add"`` start anew. Local."""
+        """Discard all gradients; those of ``grad_req="add"`` start anew. Local."""
         for parameter in self._own.values():
             parameter.zero_grad()
 
     # --- Collective
 
     def start(self) -> None:
-        """Make the store, and give every rank the root's weights. The first step does it otherwise, when gradients have
-        already been computed from each rank's own.
+        """Make the store, and give every rank the root's weights. Without this call the first step does it, after each
+        rank has computed gradients from its own weights.
 
-        Collective, and of no effect the second time. With ``resume=True`` every rank is given the store's weights.
-        Frozen parameters of integers, which no optimizer updates, are not kept on a store that has one: they
-        are in no checkpoint, and stay what they are when it was loaded.
+        Collective. A second call has no effect. With ``resume=True`` every rank receives the store's weights. A store
+        with an optimizer does not keep frozen parameters of integers, since no optimizer updates them: no checkpoint
+        has them, and a load leaves them as they are.
 
         Raises:
-            ConfigError: the store cannot update, but was asked to; it has an updater already; or, with ``resume``, no
-                such optimizer, or not all of the parameters.
+            ConfigError: the store cannot update, but was asked to; it has an updater already; or, with ``resume``, it
+                lacks such an optimizer, or some of the parameters.
             KeyAlreadyInitialized: the store has values under these names already.
-            Unsupported: the store does not compress, or updates on arrival, or a dtype cannot be updated.
-            RankMismatch: ranks have other parameters, or other settings.
+            Unsupported: the store does not compress, or works asynchronously, or a dtype cannot be updated.
+            RankMismatch: ranks have different parameters or settings.
         """
         if self._started:
             return
@@ -270,7 +270,7 @@ class Trainer:
         self._kvstore.broadcast(list(parameters), weights, out=weights)
 
     def _restore_average(self) -> None:
-        """Have an optimizer that was loaded take the mean, or the sum, as the Trainer was told when it was made."""
+        """Set the loaded optimizer's ``average`` to the Trainer's own argument."""
         if self._average is not None:
             self.optimizer.average = self._average
 
@@ -279,25 +279,24 @@ class Trainer:
 
         Collective.
 
-        The sum is divided by the number of ranks where the Trainer was made with ``average=True``, and never otherwise.
-        With gradients that are sums over this rank's part of a batch, the ``batch_size`` of all ranks together gives
-        the mean. A program that was written for one rank, and passes the size of its own part, makes steps that are
-        ``size`` times as large: give it ``average=True``.
+        With ``average=True`` the sum is divided by the number of ranks, otherwise never. If each gradient is a sum over
+        its rank's part of a batch, pass the ``batch_size`` of all ranks together: the step then uses the mean. A
+        program written for one rank passes the size of its own part, and its steps are ``size`` times as large: give it
+        ``average=True``.
 
         Args:
             batch_size: a number above 0, the same on every rank. It may change between steps.
-            ignore_stale_grad: leave out parameters that were given no gradient since the last update, which must be
-                the same ones on every rank, instead of raising. Where only some ranks have a gradient, the others bring
-                zeros.
+            ignore_stale_grad: leave out parameters without a new gradient since the last update instead of raising.
+                They must be the same on every rank. If only some ranks have a gradient, the others contribute zeros.
 
         Raises:
-            StaleGradient: a parameter was given no gradient since the last update; the other ranks raise PeerFailed.
+            StaleGradient: a parameter has no new gradient since the last update; the other ranks raise PeerFailed.
             ConfigError: ``batch_size`` is no number above 0.
             ValueMismatch: a gradient does not fit its weight.
-            RankMismatch: ranks have other batch sizes, settings, or parameters with a new gradient.
-            Unsupported: in a block of :meth:`mpikv.KVStore.join`, unless the store updates, without a ``loss_scaler``:
-                ranks that have left the block would not.
-            Closed: an update failed on this rank alone, which has other weights since; make a new Trainer.
+            RankMismatch: ranks have different batch sizes, settings, or parameters with a new gradient.
+            Unsupported: in a block of :meth:`mpikv.KVStore.join`, unless the store updates and there is no
+                ``loss_scaler``: ranks outside of the block would make no update.
+            Closed: an update failed on this rank alone, and its weights differ since; make a new Trainer.
         """
         self.start()
         with ExitStack() as settings:
@@ -322,22 +321,22 @@ class Trainer:
             ConfigError: gradients are sums already.
             ValueMismatch: a gradient does not fit its weight, or is the gradient of another parameter as well.
             TypeError: a gradient is read-only.
-            RankMismatch: ranks have a new gradient of other parameters.
+            RankMismatch: ranks have new gradients of different parameters.
             Closed: as in :meth:`step`.
 
-        With a ``loss_scaler``, gradients of which a rank's has overflown become nan on all, and the update is skipped.
+        With a ``loss_scaler``: if a gradient of one rank overflows, it becomes nan on all, and the update is skipped.
         """
         self.start()
         self._attempt("allreduce_grads", self._check_halves, "allreduce_grads")
         self._reduce("allreduce_grads", self._fresh())
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update the weights by gradients that :meth:`allreduce_grads` has summed. Arguments as in :meth:`step`.
+        """Update the weights by the sums of :meth:`allreduce_grads`. Arguments as in :meth:`step`.
 
-        Collective: settings are compared, and otherwise each rank does the same.
+        Collective: ranks compare their settings; then each rank updates by itself.
 
         Raises:
-            ConfigError: a gradient has been given after it was summed; or an option asks for other state than there is.
+            ConfigError: a gradient was set after its sum; or the optimizer has changed and needs other state.
             Unsupported, StaleGradient, Closed: as in :meth:`allreduce_grads` and :meth:`step`.
             RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
         """
@@ -347,7 +346,7 @@ class Trainer:
             ready = self._attempt("update", self._begin_update, settings, batch_size, ignore_stale_grad)
             self._attempt("update", _check_summed, ready)
             steps = self._prepare_steps("update", ready)
-            # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
+            # No sum follows here: without a comparison, nobody would notice other parameters or a failure of a rank.
             self._kvstore.check_equal(f"update {list(ready)} after {self._updates} updates")
             self._update("update", ready, steps)
         for parameter in ready.values():
@@ -356,8 +355,8 @@ class Trainer:
     def set_data(self, values: Mapping[str, Any]) -> None:
         """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
 
-        Collective. What is written into a weight by hand is lost in the next step where the store updates, or where the
-        optimizer keeps a float32 master of it.
+        Collective. A weight written by hand loses the change in the next step, if the store updates or the optimizer
+        keeps a float32 master.
 
         Args:
             values: a dict of names and arrays, the same names on every rank.
@@ -375,13 +374,14 @@ class Trainer:
             self._local.restart_master(name, parameter)
 
     def save_states(self, fname: Any) -> None:
-        """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
+        """Write the optimizer to a file: its state, its update counts, and its settings if a file can hold them.
 
-        Collective; the same path on every rank. Weights are not in it: save them as arrays, or where the store updates
-        all of it by :meth:`mpikv.KVStore.save`. Nor are :attr:`scale`, the parameters' own factors, a ``loss_scaler``,
-        and what compression has left out. The file has the form of :meth:`mpikv.KVStore.save_optimizer_states`, takes
-        its place in one step when it is whole, and can be loaded with either ``update_on_kvstore``, on any number of
-        ranks. Where each rank updates, the states of all ranks are the same, and rank 0 writes its own.
+        Collective; the same path on every rank. The file has no weights: save them as arrays, or, if the store updates,
+        save everything by :meth:`mpikv.KVStore.save`. Nor has it :attr:`scale`, the parameters' own factors, a
+        ``loss_scaler``, or the residuals of compression. The format is that of
+        :meth:`mpikv.KVStore.save_optimizer_states`. The whole file takes its place in one step. Any number of ranks can
+        load it, with either ``update_on_kvstore``. With local updates all ranks have the same state, and rank 0 writes
+        its own.
 
         Args:
             fname: a str, bytes or ``os.PathLike``.
@@ -389,7 +389,7 @@ class Trainer:
         Raises:
             OSError: the file cannot be written; the other ranks raise ``PeerFailed``.
             CheckpointError: another store is being saved to the path.
-            Unsupported: the store updates and cannot save, or no reader would take the file.
+            Unsupported: the store updates and cannot save, or no reader would accept the file.
             RankMismatch: ranks gave other paths, or have other settings.
 
         Example:
@@ -417,12 +417,12 @@ class Trainer:
             self._run_together("save_states", self._save(fname))
 
     def load_states(self, fname: Any) -> None:
-        """Take the state that :meth:`save_states` wrote. Weights stay; but with ``multi_precision`` the float32 masters
-        are state, from which the next step goes on.
+        """Restore the state of a :meth:`save_states` file. Weights stay; but with ``multi_precision`` the float32
+        masters belong to the state, and the next step starts from them.
 
-        Collective; the same path on every rank, of a Trainer with the same parameters and an optimizer of the same
-        kind. Where the file has settings, :attr:`optimizer` is a new object with these, but for an ``average`` that the
-        Trainer was given. The file is loaded as a whole, on all ranks, or not at all.
+        Collective; the same path on every rank. The Trainer must have the same parameters and an optimizer of the same
+        kind. If the file has settings, :attr:`optimizer` becomes a new object with these; a Trainer's own ``average``
+        stays. All ranks load the whole file, or none does.
 
         Raises:
             OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
@@ -441,7 +441,7 @@ class Trainer:
         self._restore_average()
 
     def close(self) -> None:
-        """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
+        """Close the store if the Trainer has made it. Collective, idempotent; ``with`` and the exit call it, too."""
         if self._makes and self._kvstore is not None:
             self._kvstore.close()
 
@@ -455,7 +455,7 @@ class Trainer:
     # --- What can be wrong on this rank
 
     def _attempt(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call what may fail on this rank alone. What it raises is raised here, and the other ranks are told."""
+        """Call a function that may fail on this rank alone; if it raises, raise on every rank. Collective."""
         try:
             return function(*arguments)
         except Exception as error:
@@ -463,7 +463,7 @@ class Trainer:
             store.raise_on_all_ranks(error, verb)
 
     def _decide_where(self) -> bool:
-        """Return whether the store updates the weights; raise where it cannot be this Trainer's."""
+        """Return whether the store updates the weights; raise if this Trainer cannot use the store. Local."""
         store = self._kvstore
         if not store._in_rounds:
             raise Unsupported(
@@ -488,7 +488,7 @@ class Trainer:
         return bool(on_store)
 
     def _check_resumable(self, present: Any, known: Container[str]) -> None:
-        """Take the optimizer of a store that was loaded."""
+        """Adopt the optimizer of a loaded store."""
         if type(present) is not type(self._optimizer):
             raise ConfigError(
                 f"resume=True: the optimizer of the store, {present!r}, is not of the kind of {self._optimizer!r}, or "
@@ -499,8 +499,8 @@ class Trainer:
         self._optimizer = present
 
     def _stored(self) -> dict[str, Parameter]:
-        """Return what the store keeps: beside an optimizer no frozen parameters that have no update, as counts of
-        batches.
+        """Return the parameters kept by the store. A store with an optimizer keeps no frozen parameters of integers,
+        such as counts of batches.
         """
         if not self._on_store:
             return self._own
@@ -508,11 +508,11 @@ class Trainer:
         return {name: one for name, one in self._own.items() if one.grad_req != "null" or can_update(optimizer, one)}
 
     def _count_updates(self) -> None:
-        """Go on from the updates that the store's optimizer has made."""
+        """Continue from the update count of the store's optimizer."""
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
-        """Apply the settings of a step, while it lasts; return the parameters that it updates."""
+        """Apply the settings of a step until ``settings`` is left; return the parameters to update. Local."""
         self._check_usable()
         optimizer = self.optimizer
         optimizer.sums_over(self._kvstore.num_workers)
@@ -528,7 +528,7 @@ class Trainer:
         return fresh
 
     def _fresh(self) -> dict[str, Parameter]:
-        """Return the parameters that have a new gradient."""
+        """Return the parameters with a new gradient."""
         fresh = {name: one for name, one in self._own.items() if one.fresh and one.grad is not None}
         return {name: one for name, one in fresh.items() if one.grad_req != "null"}
 
@@ -549,7 +549,7 @@ class Trainer:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
-        """Raise unless each gradient can become its sum over ranks."""
+        """Raise unless each gradient can be replaced by its sum over ranks. Local."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         first: dict[int, str] = {}
@@ -578,7 +578,7 @@ class Trainer:
         return scale
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the options in which the parameters' own factors come above the optimizer's."""
+        """Return options that let the parameters' own factors override the optimizer's."""
         options: dict[str, Any] = {}
         for option in ("lr_mult", "wd_mult"):
             own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
@@ -587,7 +587,7 @@ class Trainer:
         return options
 
     def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by the first names of their parameters, which the store has to keep."""
+        """Return the values by the first names of their parameters; the store must keep all of these."""
         first = {id(parameter): name for name, parameter in self._own.items()}
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
         given = {first[id(self._parameter(name))]: array for name, array in pairs}
@@ -605,7 +605,7 @@ class Trainer:
     def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
         self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
-            # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
+            # A codec would refuse inf and nan, on one rank only; and the sum would not be finite either.
             for parameter in ready.values():
                 parameter.poison()
         else:
@@ -615,9 +615,9 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter, once all ranks have the same ones.
+        """Return the optimizer's step for each parameter. Collective if an optimizer has changed.
 
-        Optimizers that differ would part the ranks for ever: they are compared whenever one has been changed.
+        Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
         """
         steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
@@ -634,13 +634,13 @@ class Trainer:
         try:
             self._local.run(self.optimizer, ready, steps)
         except BaseException as error:
-            # The other ranks, which do not wait for this one, learn of it in their next call.
+            # The other ranks do not wait for this one: they learn of the failure in their next call.
             self._broken = f"an earlier {verb} failed here alone ({error!r})"
             raise
         self._updates += 1
 
     def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
-        """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
+        """Return whether a gradient of any rank holds an inf or a nan; then no rank may update. Collective."""
         if self._scaler is None:
             return False
         overflow = self._any_overflow(verb, ready)
@@ -655,7 +655,7 @@ class Trainer:
     # --- State that is saved here
 
     def _run_together(self, verb: str, parts: Generator[str]) -> None:
-        """Do something in parts, after each of which every rank learns whether one has failed."""
+        """Run parts; after each part every rank learns whether a rank has failed. Collective."""
         with closing(parts):
             while (text := self._attempt(verb, next, parts, "")) != "":
                 self._kvstore.check_equal(text, verb)
@@ -676,7 +676,7 @@ class Trainer:
         self._updates = max((one.count for one in states.values()), default=0)
 
     def _trainable(self) -> dict[Key, Array]:
-        """Return the weights of which an optimizer can keep state."""
+        """Return the weights that the optimizer can update; only these have state."""
         return {name: one.data for name, one in self._own.items() if can_update(self.optimizer, one)}
 
 
