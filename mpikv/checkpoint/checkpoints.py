@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
@@ -22,9 +22,9 @@ from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..engine.alltoallv import gather
 from ..engine.arena import Block
 from ..engine.exchange import Exchange
-from ..engine.grid import overlap
 from ..engine.keys import Entry
 from ..engine.plan import digest
+from ..engine.spans import Spans
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
 from ..optimizers import Optimizer
 from ..protocols import Array, Key, Updater
@@ -279,21 +279,22 @@ class Checkpoints:
 
     # --- What a rank has of the file
 
-    def _divide(self, block: Block) -> Sequence[tuple[int, int]]:
+    def _divide(self, block: Block) -> Spans:
         """Return the elements of a block for this rank to write: those it owns, or its share of a replicated block."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)
         size, ranks, rank = block.values.size, self._transport.size, self._transport.rank
-        return [(size * rank // ranks, size * (rank + 1) // ranks)]
+        return Spans.join([(size * rank // ranks, size * (rank + 1) // ranks)])
 
-    def _list_values(self, header: Header, elements: Callable[[Block], Sequence[tuple[int, int]]]) -> Iterator[Span]:
+    def _list_values(self, header: Header, elements: Callable[[Block], Spans]) -> Iterator[Span]:
         """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, extents in list_extents(header, entries):
-            for extent, low, high in overlap(extents, mine[block]):
-                array = block.values[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
-                yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
+            for extent in extents:
+                for low, high in mine[block].within(extent.low, extent.high):
+                    array = block.values[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
+                    yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks
 

@@ -15,14 +15,13 @@ value, and its state with it; a large segment goes back to the transport when no
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate, count, groupby, pairwise
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ from ..arrays.arrays import accumulator, name_of
 from ..memory.host import private
 from ..protocols import Array, Memory, Slots, Transport
 from .grid import Grid, rounded
+from .spans import Spans
 
 __all__ = ["LINE_BYTES", "Arena", "Block", "Place"]
 
@@ -49,40 +49,6 @@ _LARGEST_GROWTH = 256 << 20
 _BYTES = ""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Ranges of a block, whose elements lie one behind the other elsewhere."""
-
-    ranges: tuple[tuple[int, int], ...]
-
-    @cached_property
-    def _places(self) -> list[int]:
-        return list(accumulate((high - low for low, high in self.ranges), initial=0))
-
-    @property
-    def size(self) -> int:
-        """How many elements they have."""
-        return self._places[-1]
-
-    def has(self, low: int, high: int) -> bool:
-        """Return whether elements are all in one range."""
-        number = self._range_of(low)
-        return low == high or (number >= 0 and high <= self.ranges[number][1])
-
-    def find(self, low: int, high: int) -> slice:
-        """Return where elements lie that are all in one range."""
-        assert self.has(low, high), f"[{low}, {high}) is in none of {self.ranges}"
-        if low == high:
-            return slice(0, 0)
-        number = self._range_of(low)
-        place = self._places[number] + low - self.ranges[number][0]
-        return slice(place, place + high - low)
-
-    def _range_of(self, element: int) -> int:
-        """Return the last range that begins there or before, or -1."""
-        return bisect_right(self.ranges, element, key=itemgetter(0)) - 1
-
-
 @dataclass(eq=False)
 class Block:
     """A contiguous range of elements of one dtype."""
@@ -98,7 +64,7 @@ class Block:
     state: dict[str, Array] = field(default_factory=dict)
     """Optimizer state of the elements that are ``kept``, one behind the other. Only the owner of an element writes to
     its state."""
-    kept: Kept | None = None
+    kept: Spans | None = None
     """Which elements have state, and sums of whole values, on this rank; None for all."""
     by_rows: bool = False
     """Whether rows of a value are looked for in its state, of which there is all then."""
@@ -145,16 +111,16 @@ class Block:
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
 
-    def has_state(self, slots: Slots, kept: Kept | None) -> bool:
+    def has_state(self, slots: Slots, kept: Spans | None) -> bool:
         """Return whether the state is such as :meth:`new_state` would return, but for its content."""
         return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
 
-    def new_state(self, slots: Slots, kept: Kept | None) -> dict[str, Array]:
+    def new_state(self, slots: Slots, kept: Spans | None) -> dict[str, Array]:
         """Return state of zeros for the elements that are to be kept. On GPUs collective."""
         size = self.values.size if kept is None else kept.size
         return {name: self.allocate(size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
-    def keep(self, kept: Kept | None, state: dict[str, Array]) -> None:
+    def keep(self, kept: Spans | None, state: dict[str, Array]) -> None:
         """Have other state, for other elements."""
         if kept != self.kept:
             self.drop_sums()
@@ -167,11 +133,11 @@ class Block:
 
     def keeps(self, low: int, high: int) -> bool:
         """Return whether elements have state on this rank, side by side."""
-        return self.kept is None or self.kept.has(low, high)
+        return self.kept is None or self.kept.have(low, high)
 
     def state_at(self, low: int, high: int) -> slice:
         """Return where in its arrays of state elements are that this rank keeps, side by side."""
-        return slice(low, high) if self.kept is None else self.kept.find(low, high)
+        return slice(low, high) if self.kept is None else self.kept.locate(low, high)
 
 
 class Place(NamedTuple):

@@ -25,6 +25,7 @@ from .arena import Block
 from .grid import rounded
 from .keys import Entry
 from .plan import Bucket, Plan
+from .spans import Spans
 
 __all__ = [
     "Compression",
@@ -295,14 +296,10 @@ class RangeCompression:
 
     def _messages(self, bucket: Bucket) -> list[_Message]:
         """Cut a bucket into ranges that are packed by themselves, and these into messages that the transport takes."""
-        counts, size = bucket.shard.counts, bucket.value.size
-        replicated = sum(counts) > size
-        edges = [0, size] if replicated else list(accumulate(counts, initial=0))
-        runs = [(run.low, run.high) for run in bucket.runs]
-        open_ranges = [
-            [(max(begin, low), min(end, high)) for begin, end in runs if max(begin, low) < min(end, high)]
-            for low, high in pairwise(edges)
-        ]
+        replicated = sum(bucket.shard.counts) > bucket.value.size
+        runs = Spans.join((run.low, run.high) for run in bucket.runs)
+        shares = _shares_of(bucket)[:1] if replicated else _shares_of(bucket)
+        open_ranges = [list(runs.within(low, high)) for low, high in shares]
         own = 0 if replicated else self._transport.rank
         messages: list[_Message] = []
         while any(open_ranges) or not messages:
@@ -450,16 +447,20 @@ def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
     return place.block, place.start + piece.begin - piece.low
 
 
+def _shares_of(bucket: Bucket) -> list[tuple[int, int]]:
+    """Return the elements of a bucket that each rank owns: all of them on every rank where values are replicated."""
+    counts, size = bucket.shard.counts, bucket.value.size
+    return [(0, size)] * len(counts) if sum(counts) > size else list(pairwise(accumulate(counts, initial=0)))
+
+
 def _held(plan: Plan, mine: int) -> list[_Held]:
     """Work out where each value lives; ``mine`` is this rank."""
     owners: list[set[int]] = [set() for _ in plan.entries]
     own: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
     for bucket in plan.buckets:
-        counts, size = bucket.shard.counts, bucket.value.size
-        replicated = sum(counts) > size
-        shards = [(0, size)] * len(counts) if replicated else list(pairwise(accumulate(counts, initial=0)))
+        shares = _shares_of(bucket)
         for piece in bucket.pieces:
-            for rank, (low, high) in enumerate(shards):
+            for rank, (low, high) in enumerate(shares):
                 begin, end = max(low, piece.low), min(high, piece.high)
                 if begin < end:
                     owners[piece.item].add(rank)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 from ..protocols import Placement, Shard
 
-__all__ = ["Grid", "overlap", "rounded"]
-
-Range = TypeVar("Range", bound=tuple[int, ...])
+__all__ = ["Grid", "rounded"]
 
 
 @dataclass(frozen=True)
@@ -50,21 +47,6 @@ class Grid:
         """Return the end of what belongs to nobody behind a value's last element."""
         end = rounded(element, self.line)
         return end if end < self.size - self.padding else self.size
-
-
-def overlap(ranges: Iterable[Range], others: Sequence[tuple[int, int]]) -> Iterator[tuple[Range, int, int]]:
-    """Yield each range that has elements of others, and these: ``[low, high)``. In both, ranges begin with these two
-    numbers, ascend, and do not overlap.
-    """
-    first = 0
-    for each in ranges:
-        low, high = each[0], each[1]
-        while first < len(others) and others[first][1] <= low:
-            first += 1
-        number = first
-        while number < len(others) and others[number][0] < high:
-            yield each, max(low, others[number][0]), min(high, others[number][1])
-            number += 1
 
 
 def rounded(count: int, unit: int) -> int:

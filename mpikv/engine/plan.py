@@ -33,11 +33,12 @@ from ..protocols import (
     Updater,
     Whole,
 )
-from .arena import LINE_BYTES, Block, Kept
+from .arena import LINE_BYTES, Block
 from .calls import Contribution, UpdateCall
 from .grid import rounded
 from .keys import Entry
 from .lazy import lazy
+from .spans import Spans
 
 __all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "schedule"]
 
@@ -487,22 +488,16 @@ class Planner:
         apart = self.whole or self.updater.assigns or self.transport.memory.is_host
         return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
 
-    def kept(self, block: Block) -> Kept | None:
+    def kept(self, block: Block) -> Spans | None:
         """Return the elements of a block of which this rank is to keep state, None for all: on a GPU those it owns.
         The host gives pages when they are written, so that there what this rank does not own takes none.
         """
-        return None if block.memory.is_host or block.by_rows else Kept(tuple(self.owned(block)))
+        return None if block.memory.is_host or block.by_rows else self.owned(block)
 
-    def owned(self, block: Block) -> list[tuple[int, int]]:
-        """Return the elements of a block that this rank owns, as ranges in their order that do not touch."""
-        ranges: list[tuple[int, int]] = []
-        for first, last in block.grid.cells():
-            shard = block.grid.shard(self.placement, first, last)
-            low, high = first + shard.low, first + shard.high
-            if ranges and ranges[-1][1] == low:
-                low, _ = ranges.pop()
-            ranges.append((low, high))
-        return ranges
+    def owned(self, block: Block) -> Spans:
+        """Return the elements of a block that this rank owns."""
+        cells = ((first, block.grid.shard(self.placement, first, last)) for first, last in block.grid.cells())
+        return Spans.join((first + shard.low, first + shard.high) for first, shard in cells)
 
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""

@@ -14,9 +14,9 @@ from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Gpu, Key, Transport
 from .alltoallv import gather
 from .arena import Arena, Block, Place
-from .grid import overlap
 from .keys import Entry, KeyTable
 from .plan import Plan, Planner, Plans
+from .spans import Spans
 
 __all__ = ["PlanListener", "Values"]
 
@@ -144,7 +144,7 @@ class Values:
     def _clear(self, entries: Sequence[Entry]) -> None:
         """Fill what is kept beside values with zeros, where it may be given to new keys."""
         for block, runs in _side_by_side(entries).items():
-            for _, low, high in overlap(runs, self.planner.owned(block)):
+            for low, high in runs & self.planner.owned(block):
                 for state in block.state_of(low, high).values():
                     state.fill(0)
             for residual in block.residuals:
@@ -276,20 +276,13 @@ class Values:
             )
 
 
-def _side_by_side(entries: Sequence[Entry]) -> dict[Block, list[tuple[int, int]]]:
-    """Return the elements that values have of each block, as ranges in their order that do not touch."""
+def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
+    """Return the elements that values have of each block."""
     blocks: dict[Block, list[tuple[int, int]]] = {}
-    for block, start, size, _ in sorted((entry.place for entry in entries), key=_order):
-        runs = blocks.setdefault(block, [])
-        if runs and runs[-1][1] == start:
-            start, size = runs[-1][0], start + size - runs.pop()[0]
-        if size:
-            runs.append((start, start + size))
-    return blocks
-
-
-def _order(place: Place) -> tuple[int, int]:
-    return place.block.index, place.start
+    for block, start, size, _ in sorted((entry.place for entry in entries), key=lambda place: place.start):
+        blocks.setdefault(block, []).append((start, start + size))
+    # On all ranks in one order: each range may be a broadcast.
+    return {block: Spans.join(blocks[block]) for block in sorted(blocks, key=lambda block: block.index)}
 
 
 def _is_same(array: Array, other: Array) -> bool:

@@ -7,8 +7,9 @@ import enum
 import numpy as np
 import pytest
 
-from mpikv.engine.arena import Arena, Kept
+from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable, flatten, parse
+from mpikv.engine.spans import Spans
 from mpikv.errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
 from mpikv.transports.local import LocalTransport
 
@@ -145,7 +146,7 @@ def test_a_rank_keeps_all_of_a_value_if_one_of_its_ranges_has_every_element():
         (((8, 11),), ""),
         ((), ""),
     ):
-        block.keep(Kept(ranges), {})
+        block.keep(Spans(ranges), {})
         assert [key for key in known if known[key].keeps_all] == list(kept)
     block.keep(None, {})
     assert all(known[key].keeps_all for key in known)
