@@ -1,4 +1,4 @@
-"""Training with JAX: sums and means of gradients over ranks, which change nothing in place and work under ``jit``.
+"""Training with JAX: sums and means of gradients over ranks. The functions change nothing in place, and run in ``jit``.
 
 A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to start it::
 
@@ -6,7 +6,7 @@ A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to st
     params = mpikv.jax.broadcast(kv, params)                                      # the root's, on every rank
     loss, grads = mpikv.jax.value_and_grad(loss_of_batch, kv)(params, batch)      # in place of jax.value_and_grad
 
-Inside of ``jax.jit`` a call of the host exchanges the arrays.
+In ``jax.jit`` a callback on the host exchanges the arrays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sums, means and the root's values of whole trees of arrays, in one call of a store.
+"""Sums and means over ranks, and the root's values, of whole trees of arrays, in one call of a store.
 
-Where a tree is traced, as in ``jax.jit``, JAX calls the host when the compiled function runs. The callback uses numpy
-alone: a call of JAX inside of it could wait for the thread in which it runs.
+For a traced tree, as in ``jax.jit``, JAX calls the host when the compiled function runs. The callback uses numpy alone:
+a call of JAX inside of it could wait for its own thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["broadcast", "pushpull", "refuse"]
 
 Tree = TypeVar("Tree")
 
-# Found by trying: 0.7.0 aborts in XLA, 0.7.2 does not.
+# Measured: JAX 0.7.0 aborts in XLA, 0.7.2 does not.
 _COMPILES = (0, 7, 2)
 
 _NO_DERIVATIVE = (
@@ -40,50 +40,50 @@ _NO_DERIVATIVE = (
 )
 
 _kinds: Any = WeakKeyDictionary()
-"""For each store, the shape and the dtype that each name of a leaf had in its last call."""
+"""For each store, the shape and dtype of each leaf's name in its last call."""
 
 _outlines: Any = WeakKeyDictionary()
-"""For each store, the outlines of the trees that it has exchanged: to make one takes long."""
+"""For each store, the outlines of its exchanged trees: a new outline takes long."""
 
 
 def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") -> Tree:
     """Return the sum, or the mean, over ranks of each leaf of a tree. The tree itself stays as it is.
 
     Collective: every rank calls it in the same order, with trees of the same structure, shapes and dtypes. Ranks
-    compare all of these, and the name. **They cannot tell two calls apart that have them in common**: if one rank makes
-    such calls in another order, each adds up different things. Give such calls different names.
+    compare all of these, and the name. **They cannot tell apart two calls with the same trees and name**: if one rank
+    makes such calls in another order, the ranks sum different things. Give such calls different names.
 
-    It may be called in ``jax.jit``, where the exchange takes place when the compiled function runs, and keeps its place
-    among the others. It cannot be differentiated or mapped by ``jax.vmap``, which raise ValueError: exchange gradients
-    that have been computed, as :func:`value_and_grad` does. Nor can ``jax.pmap`` and ``jax.shard_map`` of several
-    devices call it, each of which would make a call.
+    It may be called in ``jax.jit``: the exchange runs with the compiled function, in its place among the other
+    exchanges. It cannot be differentiated or mapped by ``jax.vmap``; these raise ValueError. Compute gradients first
+    and exchange them, as :func:`value_and_grad` does. ``jax.pmap`` and ``jax.shard_map`` of several devices cannot call
+    it either, since each device would make a call.
 
-    While a compiled function runs, its exchanges use the store: before you call methods of the store yourself, wait for
-    the result by ``jax.block_until_ready``. The functions of this module do so.
+    While a compiled function runs, its exchanges use the store. Before you call methods of the store yourself, wait for
+    the result by ``jax.block_until_ready``. The functions of this module wait by themselves.
 
     Args:
-        kv: ``mpikv.create("allreduce")``, or another store without an updater, which then also has the sums, under keys
-            that begin with ``jax/``.
-        tree: any pytree of arrays and numbers, of the dtypes that a store sums, bfloat16 too. Half precision is summed
-            in float32 and rounded once. Arrays of JAX on the host are read without a copy; those of other devices are
+        kv: ``mpikv.create("allreduce")``, or another store without an updater; it then keeps the sums, under keys that
+            begin with ``jax/``.
+        tree: any pytree of arrays and numbers, of dtypes that a store can sum, bfloat16 too. Half precision is summed
+            in float32 and rounded once. JAX arrays on the host are read without a copy; those on other devices are
             copied to the host and back.
         average: whether to divide the sums by the number of ranks, in the leaf's dtype.
-        name: by which ranks tell this call from others of equal trees, the same on every rank.
+        name: distinguishes this call from others with equal trees; the same on every rank.
 
     Returns:
-        A new tree of the same structure, shapes and dtypes. Leaves are arrays of JAX, but where ``tree`` has those of
-        numpy and nothing is compiled, new ones of numpy.
+        A new tree of the same structure, shapes and dtypes, with arrays of JAX as leaves. Outside of ``jax.jit``, a
+        leaf of numpy becomes a new array of numpy.
 
     Raises:
-        ConfigError: the store has an updater, or makes no sums, as ``dist_async``.
+        ConfigError: the store has an updater, or makes no sums, e.g. ``dist_async``.
         Unsupported: it is called in ``jax.jit`` with JAX before 0.7.2, or in ``jax.pmap`` or ``jax.shard_map``.
         ValueMismatch: a leaf's dtype cannot be summed, or has no mean, as int32.
         TypeError: a leaf is no array and no number; ``name`` is no string.
-        RankMismatch: ranks gave other trees, names, or values of ``average``.
+        RankMismatch: ranks gave different trees, names, or values of ``average``.
         PeerFailed: another rank raised one of these.
 
-    Inside of ``jax.jit`` these may come as a ``jax.errors.JaxRuntimeError`` with the error's name and text.
-    The store can be used again in either case.
+    In ``jax.jit`` these may arrive as a ``jax.errors.JaxRuntimeError`` with the error's name and text. The store stays
+    usable in either case.
 
     Example (one rank; on n ranks each leaf is n times as large):
         >>> import mpikv.jax, jax, jax.numpy as jnp
@@ -98,9 +98,9 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
 
 def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
-    """Return the root's tree, on every rank. A training begins with it: all ranks then have the same weights.
+    """Return the root's tree, on every rank. Begin a training with it: then all ranks have the same weights.
 
-    Collective, as :func:`pushpull`, whose rules and errors it has. The leaves of other ranks give shapes and dtypes.
+    Collective, with the rules and errors of :func:`pushpull`. The leaves of other ranks give shapes and dtypes.
 
     Example:
         >>> import mpikv.jax, jax.numpy as jnp
@@ -113,20 +113,20 @@ def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
 
 @dataclass
 class _Outline:
-    """The structure of a tree, as the ranks of a store compare it."""
+    """The structure of a tree; the ranks of a store compare it."""
 
     prefix: str
-    """With which the names of its leaves begin."""
+    """The beginning of the names of its leaves."""
     names: list[str]
-    """Those of its leaves in the store."""
+    """The names of its leaves in the store."""
     nodes: list[tuple[str, str]]
-    """The path of each node, and its kind; of a leaf "", as shapes and dtypes may change."""
+    """The path and the kind of each node. A leaf has the kind "", since its shape and dtype may change."""
     agreed: bool = False
-    """Whether all ranks have had a tree like it in one call."""
+    """Whether all ranks have brought such a tree in one call."""
 
 
 def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
-    """Return the ``result`` of all ranks' trees: their sum, mean, or the root's."""
+    """Return the ``result`` of all ranks' trees: their sum, mean, or the root's. Collective."""
     _check_store(kv, verb)
     try:
         if verb == "pushpull":
@@ -139,7 +139,7 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
                 _check_mean(outline.names[place], leaf)
         if traced := _is_traced(leaves):
             _check_compiling()
-        # In a compiled function JAX makes 32-bit numbers of numpy's, too.
+        # A compiled function casts numpy's 64-bit numbers to 32 bits, as JAX does with its own.
         dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
         refuse(kv, error, verb)
@@ -158,13 +158,13 @@ def _prefix(name: str) -> str:
 
 
 def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
-    """Return the outline of a tree of this structure, the names of whose leaves begin with ``prefix``. Local."""
+    """Return the outline of a tree; ``structure`` is the tree's, and leaf names begin with ``prefix``. Local."""
     known: dict[Any, _Outline] = _outlines.setdefault(kv, {})
     outline = known.get((prefix, structure))
     if outline is None:
         nodes = list(_nodes(tree))
         paths = [path for path, kind in nodes if not kind]
-        # A place, as a class of the caller's own may give two leaves one path.
+        # The number makes names unique: a user's class may give two leaves the same path.
         names = [f"{prefix}{place}{path}" for place, path in enumerate(paths)]
         outline = known[prefix, structure] = _Outline(prefix, names, nodes)
     return outline
@@ -193,8 +193,8 @@ def refuse(kv: KVStore, error: Exception, verb: str) -> NoReturn:
 
 
 def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]) -> Any:
-    """Return a function of leaves that has the host make a call with them whenever the compiled function runs."""
-    # The last one that is registered is called first: before the store is closed, which was made earlier.
+    """Return a function of leaves; whenever the compiled function runs, JAX calls the host with them. Local."""
+    # atexit runs the last function first: so this one runs before the store closes, since the store came earlier.
     atexit.unregister(_await_compiled)
     atexit.register(_await_compiled)
     exchange: Any = jax.custom_jvp(lambda leaves: io_callback(call, shapes, leaves, ordered=True))
@@ -205,7 +205,7 @@ def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]
 def _call_store(
     kv: Any, verb: str, outline: _Outline, dtypes: Sequence[Any], divisor: int, leaves: Sequence[Any]
 ) -> list[Array]:
-    """Exchange leaves on the host. Collective. JAX calls it too, from any thread."""
+    """Exchange leaves on the host. Collective. JAX also calls it, from any thread."""
     names = outline.names
     try:
         arrays = [_on_host(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
@@ -226,16 +226,16 @@ def _call_store(
 
 
 def _await_compiled() -> None:
-    """Let compiled functions end, which JAX may still run when the program has come to its end. Local."""
+    """Wait for compiled functions that JAX may still run at the end of the program. Local."""
     try:
         jax.effects_barrier()
     except BaseException:
-        fail_at_end()  # Python only prints what is raised here
+        fail_at_end()  # Python only prints an exception of an exit function, and would exit with 0
         raise
 
 
 def _on_host(leaf: Any, dtype: Any) -> Array:
-    """Return the array of numpy over the memory of a leaf on the host, or over a copy of it.
+    """Return the numpy array of a leaf on the host, without a copy if possible. Local.
 
     >>> _on_host(np.ones(2, np.float32), np.dtype(np.float64))
     Traceback (most recent call last):
@@ -251,9 +251,9 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree that is new, or whose shapes or dtypes are, node by node, and make keys for it. Collective.
+    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective.
 
-    Without this the names of leaves would tell that ranks disagree, but not in which node.
+    Without the comparison, the store would report different names of leaves, but not the node that differs.
     """
     known = _kinds.setdefault(kv, {})
     kinds = {name: (array.shape, array.dtype) for name, array in zip(outline.names, arrays, strict=True)}
@@ -305,24 +305,24 @@ def _check_mean(name: str, leaf: Any) -> None:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Return an array of numpy or JAX; a number becomes one of JAX."""
+    """Return a leaf as an array; a number becomes an array of JAX."""
     return leaf if isinstance(leaf, (np.ndarray, np.generic, jax.Array)) else jnp.asarray(leaf)
 
 
 def _is_traced(leaves: Sequence[Any]) -> bool:
-    """Return whether a function is being compiled, or a leaf stands for values that are not known yet."""
+    """Return whether JAX is tracing: a leaf is a tracer, or a new operation makes one."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return True
-    return isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)  # as leaves may be constants of the function
+    return isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)  # all leaves may be constants of the function
 
 
 def _like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
-    """Return new arrays of the host as ones of the library, and on the devices, of each leaf."""
-    # Older versions do not say whether an array is committed to its devices.
+    """Return host arrays as arrays of each leaf's library, on its devices."""
+    # Older versions of JAX lack ``committed``.
     places = [
         leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None for leaf in leaves
     ]
-    placed = jax.device_put(list(arrays), places)  # in one call; it takes over memory of the host that is aligned
+    placed = jax.device_put(list(arrays), places)  # one call for all; it takes over aligned host memory without a copy
     return [
         array[()] if isinstance(leaf, np.generic) else array if isinstance(leaf, np.ndarray) else own
         for leaf, array, own in zip(leaves, arrays, placed, strict=True)

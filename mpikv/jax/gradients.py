@@ -1,4 +1,4 @@
-"""Gradients that are means over ranks: in place of ``jax.value_and_grad``, or before an optimizer of optax."""
+"""Gradients as means over ranks: in place of ``jax.value_and_grad``, or before an optimizer of optax."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def value_and_grad(
     """Return a function that computes the value and the gradient of ``f``, both as means over ranks.
 
     Local; each call of the function is collective, as :func:`pushpull`. Value and gradient travel in one exchange. If
-    all ranks have equally many examples and ``f`` is a mean over them, the result is that of one process with all of
-    them. It may be called in ``jax.jit``. If ``f`` raises on one rank, every rank raises.
+    all ranks have equally many examples and ``f`` is a mean over them, the result is that of one process with all
+    examples. It may be called in ``jax.jit``. If ``f`` raises on one rank, every rank raises.
 
-    Nothing compares the arguments of ``f``: begin with parameters from :func:`broadcast`, or ranks train different
+    No rank compares the arguments of ``f``. Begin with parameters from :func:`broadcast`, or ranks train different
     models.
 
     Args:
-        f: a function that returns a number, as ``jax.value_and_grad`` takes it, the same on every rank. Ranks compare
-            its name, ``f.__qualname__``.
+        f: a function that returns a number, as for ``jax.value_and_grad``, the same on every rank. Ranks compare its
+            name, ``f.__qualname__``.
         kv: as in :func:`pushpull`. Compression of the store applies to the value, too.
-        argnums: which arguments to differentiate by, as in ``jax.value_and_grad``.
-        has_aux: whether ``f`` returns a pair of which the second is returned as it is on this rank.
+        argnums: the arguments to differentiate by, as in ``jax.value_and_grad``.
+        has_aux: whether ``f`` returns a pair. The second item is returned unchanged, as this rank's own.
 
     Returns:
         A function of the arguments of ``f`` that returns ``(value, gradient)``, or ``((value, aux), gradient)``.
@@ -47,7 +47,7 @@ def value_and_grad(
         (Array(6., dtype=float32), Array([3., 3.], dtype=float32))
     """
     local = jax.value_and_grad(f, argnums, has_aux)
-    # Two functions of the same parameters have equal trees.
+    # Ranks could not tell apart two functions of the same parameters by their trees; the name tells them apart.
     exchange = partial(pushpull, kv, average=True, name=str(getattr(f, "__qualname__", "")))
 
     @wraps(f)
@@ -73,7 +73,7 @@ def all_reduce(kv: KVStore, *, name: str = "") -> Any:
 
     Args:
         kv: as in :func:`pushpull`.
-        name: as in :func:`pushpull`: give one to each of two models with the same parameters.
+        name: as in :func:`pushpull`; two models with the same parameters need two names.
 
     Returns:
         An ``optax.GradientTransformation``.
