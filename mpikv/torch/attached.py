@@ -1,4 +1,4 @@
-"""A model whose gradients are averaged over ranks, and the call that makes one."""
+"""``attach``, and the object it returns: a model with gradients averaged over ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .weights import Weights
 __all__ = ["Attached", "attach"]
 
 _known: WeakSet[Any] = WeakSet()
-"""The optimizers that are attached, and those of which a warning told that they are not."""
+"""The attached optimizers, and the unattached ones already warned of."""
 
 
 def attach(
@@ -43,55 +43,55 @@ def attach(
     bucket_bytes: int = 25 << 20,
     buffers: Literal["root", "each"] = "root",
 ) -> Attached:
-    """Have all ranks train one model: every ``backward()`` averages the gradients over ranks.
+    """Make all ranks train one model: every ``backward()`` averages the gradients over ranks.
 
-    Collective, after model and optimizer are made and before the first step. Parameters and buffers of every rank
-    become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often; when
+    Collective: call it after making model and optimizer, and before the first step. Parameters and buffers of every
+    rank become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often. When
     ``backward()`` returns, each ``parameter.grad`` is the mean over ranks. With equally many examples on every rank,
-    clipping, scaling and the step see what one process with the whole batch would. The forward pass is left alone: a
-    rank may evaluate by itself.
+    clipping, scaling and the step see the gradients of one process with the whole batch. The forward pass is
+    unchanged: a rank may evaluate by itself.
 
-    The exchange of a bucket begins when backward has computed its last gradient. Where all ranks are on one host, and
-    backward keeps all of its cores busy, all gradients are exchanged at the end, which is faster there. A gradient that
-    only some ranks have counts as zero on the others; one that no rank has stays None. Gradients lie in memory of the
-    store. Of the losses that the closure of a step returns, the optimizer and the caller get the mean over ranks.
+    The exchange of a bucket begins when backward has computed its last gradient. If all ranks are on one host and
+    backward uses all of its cores, all gradients are exchanged at the end; that is faster there. A gradient of some
+    ranks only counts as zero on the others; a gradient of no rank stays None. Gradients lie in memory of the store. If
+    the closure of a step returns a loss, the optimizer and the caller receive the mean over ranks.
 
     Args:
-        model: a ``torch.nn.Module``, the same on every rank, whose tensors lie on the host.
-        optimizer: a ``torch.optim.Optimizer`` of the model's parameters, or a list of them; None: only gradients are
-            averaged. Of a wrapper, such as Accelerate's, its ``optimizer`` is taken.
-        kv: a store without an updater and without compression, whose ranks take part and which stays the caller's;
-            None: one of all ranks of the launch, which is closed at the end of the program, or by a later call of
-            ``attach`` when every rank has dropped the model.
-        update: ``local``: every rank updates all weights and has all of the optimizer's state. ``store``: each rank
-            updates its part, has the state of that part alone, and sends the new weights to the others, which moves
-            twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
-            Hooks of the optimizer's own step see the parts.
-        compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone, which have to be finite:
-            with a ``GradScaler``, a backward whose gradients overflow raises ``NotFinite`` on every rank.
-        bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made. Where
-            all ranks are on one host and one has no core to spare for such calls, there is one, at the end of backward.
+        model: a ``torch.nn.Module``, the same on every rank, with its tensors on the host.
+        optimizer: a ``torch.optim.Optimizer`` of the model's parameters, or a list of them. None: only average
+            gradients. From a wrapper, such as Accelerate's, its ``optimizer`` is taken.
+        kv: a store without an updater and without compression; its ranks take part, and it stays the caller's. None: a
+            new store of all ranks of the launch. It is closed at the end of the program, or by a later call of
+            ``attach`` after every rank has dropped the model.
+        update: ``local``: every rank updates all weights and has the whole state of the optimizer. ``store``: each rank
+            updates its part, keeps the state of that part alone, and sends the new weights to the others. This moves
+            twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has the whole state. Hooks
+            of the optimizer's own step see the parts.
+        compression: as in :meth:`mpikv.KVStore.set_gradient_compression`, for gradients alone. They must be finite:
+            with a ``GradScaler``, a backward with overflowing gradients raises ``NotFinite`` on every rank.
+        bucket_bytes: bytes of gradients per call, after a first, smaller call. If all ranks are on one host and one has
+            no spare core for such calls, one call at the end of backward moves all.
         buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
-            become the root's. ``each``: each rank has its own.
+            become the root's. ``each``: each rank keeps its own.
 
     Returns:
-        The attachment, which has ``no_sync``, ``join``, ``add``, ``statistics`` and ``detach``.
+        The attachment, with ``no_sync``, ``join``, ``add``, ``statistics`` and ``detach``.
 
     Raises:
         ConfigError: an option has a bad value; a parameter is attached already, or is not the model's; the optimizer
             has made a step before.
         Unsupported: the optimizer cannot run on parts of the weights; a tensor is not on the host, or is sparse.
-        RankMismatch: ranks have other models or options.
-        PeerFailed: another rank raised one of these, or an error of its model or optimizer. Then none is attached.
+        RankMismatch: ranks have different models or options.
+        PeerFailed: another rank raised one of these, or an error of its model or optimizer. Then no rank is attached.
 
-    Later calls raise these on every rank, too: a backward where ranks are in different passes, a sparse gradient, a
-    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. The ranks
-    compare settings of optimizers here; passes, steps and their settings in each backward; weights, and states that
-    optimizers have loaded, in the first backward after a rank has changed or loaded some; and all of these once more in
-    ``detach``, or when the store is closed. A step of an optimizer that was made later, and not attached, warns.
+    Later calls raise these on every rank, too, for: ranks in different passes, a sparse gradient, a parameter with a
+    new device, dtype or shape, and a step with gradients that were not exchanged. The ranks compare the settings of
+    optimizers here, and passes, steps and settings in each backward. They compare weights and loaded optimizer states
+    in the first backward after a rank has changed or loaded some. ``detach`` and the close of the store compare all of
+    these once more. A step of an optimizer made later, and not attached, warns.
 
-    The attachment lives as long as the model's parameters or the optimizer. What a model that was dropped has left in
-    the store is freed by the next ``attach`` on it, or when the store is closed.
+    The attachment lives as long as the model's parameters or the optimizer. After the model is dropped, its memory in
+    the store is freed by the next ``attach`` on the store, or when the store closes.
 
     Example:
         >>> import mpikv.torch, torch
@@ -109,7 +109,7 @@ def attach(
 
 
 class _Options(NamedTuple):
-    """Those of :func:`attach`."""
+    """The options of :func:`attach`."""
 
     update: str
     compression: Any
@@ -118,17 +118,17 @@ class _Options(NamedTuple):
 
 
 class Attached:
-    """A model whose gradients are averaged over the ranks of a store. Made by :func:`attach`."""
+    """A model with gradients averaged over the ranks of a store. :func:`attach` makes it."""
 
     def __init__(self, kv: KVStore, own: bool, model: Any, optimizer: Any, options: _Options) -> None:
         """Collective. Use :func:`attach`."""
         self.kv = kv
-        """The store, for its rank, its size and its other facts."""
+        """The store: its rank, its size and its other facts."""
         self._model, self._options = model, options
         given = [] if optimizer is None else optimizer
         self._optimizers = [*map(_unwrap, given if isinstance(given, (list, tuple)) else [given])]
         self._ending = ExitStack()
-        """What ends the attachment, as far as it was made."""
+        """The steps that undo the attachment, as far as it has got."""
         self._remains = _Remains(self, own)
         self._ending.callback(self._remains.free)
         try:
@@ -139,7 +139,7 @@ class Attached:
                 self._watch(named)
                 kv.barrier()  # attached on all ranks, or on none
         except Exception:
-            with suppress(Exception):  # where the store has ended, which would hide the error that tells why
+            with suppress(Exception):  # the store may have ended; its error would hide the first one
                 self._ending.close()
             raise
         kv.before_close.append(self._remains)
@@ -147,11 +147,11 @@ class Attached:
         _watch_steps()
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Be None in copies and files of a parameter."""
+        """Become None in copies and pickles of a parameter."""
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Refuse what cannot be attached, and give all ranks the root's tensors; return the parameters. Collective."""
+        """Check model and options, and give all ranks the root's tensors; return the parameters. Collective."""
         kv, model, optimizers = self.kv, self._model, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         check_options(kv, update, buffers, bucket_bytes)
@@ -168,7 +168,7 @@ class Attached:
         return named
 
     def _prepare(self) -> None:
-        """Make what takes part in passes and steps, and what ends it. Collective."""
+        """Make the objects for passes and steps, and register their release. Collective."""
         kv, ending, optimizers = self.kv, self._ending, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
@@ -208,17 +208,16 @@ class Attached:
         )
 
     def add(self, name: str, parameter: Any) -> None:
-        """Average the gradient of a parameter that the model has got since, as of a layer that was put in or made
+        """Average the gradient of a parameter that the model got after ``attach``, e.g. of a new layer or one made
         trainable, from the next backward on.
 
-        Collective. Its values become the root's. An optimizer that is to update it is given it before, by
-        ``add_param_group``. Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal
-        once.
+        Collective. Its values become the root's. Before this call, give it to its optimizer by ``add_param_group``.
+        Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal once.
 
         Raises:
             ConfigError: it is attached already, or frozen.
             Unsupported: it is not on the host, or cannot be compressed.
-            RankMismatch: ranks gave other names, shapes or dtypes.
+            RankMismatch: ranks gave different names, shapes or dtypes.
             PeerFailed: another rank raised one of these.
         """
         self._sync.complete()
@@ -246,9 +245,9 @@ class Attached:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on their rank in this block: all but the last backward of several that make up a step.
+        """Keep gradients on their rank in this block, e.g. for all but the last backward of a step with several.
 
-        Local. The next backward outside of it averages what they have added up to.
+        Local. The next backward outside of the block averages their sums.
 
         Example:
             >>> import mpikv.torch, torch
@@ -270,15 +269,15 @@ class Attached:
     def join(self) -> Iterator[None]:
         """Let ranks have unequal numbers of batches in this block.
 
-        Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros, and the mean is
-        over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
-        that made the most steps. Schedules of learning rates, and a ``GradScaler``, are not among them: step these
-        outside of the block, or the ranks' scales and rates differ afterwards. With ``buffers="each"`` each rank keeps
-        its buffers. Gradients are exchanged without overlap meanwhile. One model joins at a time: blocks of two
-        attached models, one in the other, end in ``Stalled``.
+        Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
+        over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
+        most steps. Schedules of learning rates and a ``GradScaler`` are not copied: step them outside of the block, or
+        the ranks' rates and scales differ afterwards. With ``buffers="each"`` each rank keeps its buffers. Gradients
+        are exchanged without overlap in the block. One model joins at a time: nested blocks of two attached models end
+        in ``Stalled``.
 
         Raises:
-            Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with
+            Unsupported: with ``update="store"``, since a rank that has left would have to go on updating; or with
                 ``compression``.
         """
         if self._sharded or self._sums is not self.kv:
@@ -305,26 +304,26 @@ class Attached:
             sync.blocking = before
 
     def _catch_up(self) -> None:
-        """Copy weights, buffers and optimizer state from the rank that has made the most passes. Collective."""
+        """Copy weights, buffers and optimizer state from a rank with the most passes. Collective."""
         kv, sync, model = self.kv, self._sync, self._model
-        kv.barrier()  # so that no rank waits in MPI for one that does not come
+        kv.barrier()  # with the store's deadline: MPI's allgather would wait for a missing rank for ever
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
         leader, differ = numbers.index(max(numbers)), min(numbers) != max(numbers)
-        # Buffers were each rank's own in the block, also where all ranks have made as many passes.
+        # Each rank kept its own buffers in the block, so copy them even after equally many passes.
         buffers = model.buffers() if self._options.buffers == "root" else ()
         copy_from(kv, leader, buffers, model.parameters() if differ else (), self._optimizers if differ else ())
         sync.number, sync.steps, sync.made = numbers[leader]
         sync.weights.forget()
 
     def detach(self) -> None:
-        """End the averaging: remove the hooks, and give gradients and optimizer memory of their own.
+        """End the averaging: remove the hooks, and give gradients and optimizer their own memory.
 
-        Collective, idempotent. A store that :func:`attach` made is closed. As at the end of the program, or where the
-        store is closed without it, the ranks compare how many passes and steps they have made, and their weights,
-        unless a rank has changed its own since the last step.
+        Collective, idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
+        steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of
+        the store, makes the same comparison.
 
         Raises:
-            RankMismatch: they differ. A second call ends it all the same.
+            RankMismatch: they differ. A second call detaches nevertheless.
         """
         self._sync.complete()
         if self._remains in self.kv.before_close:
@@ -333,11 +332,10 @@ class Attached:
         self._ending.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Return what is known of the exchange. Local.
+        """Return measurements of the exchange. Local.
 
-        ``passes``: how many backward passes of this rank were exchanged; ``bucket_bytes``: the bytes of each bucket, in
-        the order in which they are sent; ``seconds_waited``: how long ends of passes have waited for other ranks and
-        for sums.
+        ``passes``: exchanged backward passes of this rank; ``bucket_bytes``: the bytes of each bucket, in the order of
+        sending; ``seconds_waited``: the time that ends of passes have waited for other ranks and for sums.
         """
         sync = self._sync
         return {
@@ -347,12 +345,12 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """A hook: see that the gradients of the step are the sums of this step."""
+        """Check, in a hook, that the gradients of the step are the sums of this step. Collective if they are not."""
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
-        if closure is not None:  # in which backward is still to come
+        if closure is not None:  # backward runs inside of it, later
             self._stepped[id(optimizer)] = sync.passes
             sync.note_step(optimizer)
             return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), {
@@ -360,7 +358,7 @@ class Attached:
             }
         with self._missing_a_call():
             self._check_synchronized()
-            if not self._sharded:  # which has checked it, before shards took the parameters' places
+            if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
                 self._check_exchanged(optimizer)
             if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
                 sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
@@ -369,8 +367,8 @@ class Attached:
         return None
 
     def _run_closure(self, optimizer: Any, closure: Any) -> Any:
-        """Return the mean of the closure's loss, and see that its gradients are the sums."""
-        self._sync.weights.accept()  # as LBFGS makes steps between its calls
+        """Run the closure, check that its gradients are the sums, and return the mean of its loss. Collective."""
+        self._sync.weights.accept()  # LBFGS changes weights between its calls of the closure
         loss = closure()
         self._sync.complete()
         with self._missing_a_call():
@@ -379,13 +377,13 @@ class Attached:
         return self._mean_loss(loss)
 
     def _mean_loss(self, loss: Any) -> Any:
-        """Return the mean of a closure's loss over ranks. Collective. Its gradients have been checked."""
+        """Return the mean of a closure's loss over ranks, after its gradients were checked. Collective."""
         assert self._loss is not None  # as there is an optimizer
         return self._loss.of(loss)
 
     @contextmanager
     def _missing_a_call(self) -> Iterator[None]:
-        """Remember that a call has failed, where one fails inside."""
+        """Record a failed call: other ranks may be in another one."""
         try:
             yield
         except MPIKVError:
@@ -393,7 +391,7 @@ class Attached:
             raise
 
     def _check_synchronized(self) -> None:
-        """Raise ConfigError on every rank where gradients are of this rank alone."""
+        """Raise ConfigError on every rank if gradients are this rank's alone."""
         if self._sync.why_local:
             self._sync.next_store.raise_on_all_ranks(ConfigError(self._sync.why_local), "optimizer.step")
 
@@ -404,7 +402,7 @@ class Attached:
             )
 
     def _check_before_shards(self, sharded: ShardedStep) -> None:
-        """See the same of a step that is made in shards, and divide what its optimizer was given since. Collective."""
+        """Check the gradients of a sharded step, and divide newly added parameters. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
         with self._missing_a_call():
@@ -415,9 +413,9 @@ class Attached:
             sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
 
     def _check_exchanged(self, optimizer: Any) -> None:
-        """Raise ConfigError on every rank where a gradient of the step is not one that ranks have exchanged."""
+        """Raise ConfigError on every rank if a gradient of the step was not exchanged."""
         sync = self._sync
-        is_new = self._stepped[id(optimizer)] != sync.passes  # then its user may have changed what was exchanged
+        is_new = self._stepped[id(optimizer)] != sync.passes  # the user may change exchanged gradients before a step
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
@@ -433,42 +431,42 @@ class Attached:
                     )
 
     def _name(self, parameter: Any) -> str:
-        """Return a parameter's name, for a message; of one that is not the model's, what is known of it."""
+        """Return a parameter's name for a message, or its shape if it is not the model's."""
         own = (repr(name) for name, one in self._model.named_parameters() if one is parameter)
         return next(own, f"a parameter of shape {tuple(parameter.shape)}, which the model does not have,")
 
 
 class _Remains:
-    """What an attachment has in its store, without a reference to the model: the store keeps it until the end."""
+    """An attachment's memory in its store. It holds no reference to the model, since the store keeps it to the end."""
 
     def __init__(self, attached: Attached, own: bool) -> None:
         self.kv, self.own, self.attached = attached.kv, own, ref(attached)
         self.number = 0
-        """Among those of the store, or among the stores that attach has made; the same on every rank."""
+        """Number of the attachment in its store, or among the stores made by attach; the same on every rank."""
         self.sums: KVStore | None = None
         """The store of compressed gradients."""
 
     @property
     def prefix(self) -> str:
-        """With which the keys begin."""
+        """The beginning of the keys."""
         return f"torch{self.number}/"
 
     def __call__(self) -> None:
-        """Compare, where the store is closed without :meth:`Attached.detach`. Collective."""
+        """Compare the ranks when the store closes without :meth:`Attached.detach`. Collective."""
         sync = None if (attached := self.attached()) is None else attached._sync
         if sync is not None:
             sync.complete()
-        # Ranks collect garbage at other times, so that some may have the model still.
+        # Garbage collection runs at different times: another rank may have its model still.
         if not self.kv.any_rank(sync is None) and sync is not None:
             sync.check_end("close")
 
     def is_dropped(self) -> bool:
-        """Return whether this rank has dropped the model, and all of a store that would be closed. Local."""
+        """Return whether this rank has dropped the model; for an own store, all models on it. Local."""
         ends = [one for one in self.kv.before_close if isinstance(one, _Remains)] if self.own else [self]
         return all(one.attached() is None for one in ends)
 
     def free(self) -> None:
-        """Give the store's memory back. Collective."""
+        """Free the store's memory. Collective."""
         if self.sums is not None:
             self.sums.close()
         if self.own:
@@ -478,14 +476,14 @@ class _Remains:
 
 
 def _free_dropped(new: _Remains) -> None:
-    """Free what is left of models that every rank has dropped, and number a new attachment. Collective."""
+    """Free the memory of models that every rank has dropped, and number a new attachment. Collective."""
     kv = new.kv
     stores = open_stores() if new.own else [kv]
     listed = [one for store in stores for one in store.before_close if isinstance(one, _Remains)]
     known = {one.number: one for one in listed if one.own or not new.own}
     dropped = {number for number, one in known.items() if one.own == new.own and one.is_dropped()}
     mine = (dropped, max(known, default=-1))
-    kv.barrier()  # so that no rank waits in MPI for one that does not come
+    kv.barrier()  # with the store's deadline: MPI's allgather would wait for a missing rank for ever
     every = [mine] if kv.comm is None else kv.comm.allgather(mine)
     for number in sorted(set.intersection(*(numbers for numbers, _ in every))):
         known[number].kv.before_close.remove(known[number])
@@ -494,7 +492,7 @@ def _free_dropped(new: _Remains) -> None:
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """Return the optimizer of torch that a wrapper has, as Accelerate's and Lightning's do."""
+    """Return the torch optimizer inside of a wrapper, such as Accelerate's and Lightning's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
@@ -502,12 +500,12 @@ def _unwrap(optimizer: Any) -> Any:
 
 @cache
 def _watch_steps() -> None:
-    """Have torch tell of the steps of all optimizers."""
+    """Register a hook of torch for the steps of all optimizers."""
     register_optimizer_step_pre_hook(torch.compiler.disable(_warn_of_stranger))
 
 
 def _warn_of_stranger(optimizer: Any, *_: Any) -> None:
-    """A hook: warn, once, of an optimizer that updates a model to which others were attached."""
+    """Warn once, in a hook, of an optimizer that updates a model attached with other optimizers. Local."""
     if optimizer in _known:
         return
     for group in optimizer.param_groups:
@@ -524,6 +522,6 @@ def _warn_of_stranger(optimizer: Any, *_: Any) -> None:
 
 
 def _has_spare_core(kv: KVStore) -> bool:
-    """Return whether the store's thread can run beside backward, or has other hosts to wait for."""
+    """Return whether the store's thread has a spare core beside backward, or waits for other hosts. Local."""
     group = kv._group
     return not group.one_host or group.host_cores // len(group.host_ranks) > torch.get_num_threads()

@@ -1,11 +1,11 @@
-"""The sum of gradients over ranks, bucket by bucket, while backward computes the rest.
+"""The sum of gradients over ranks, bucket by bucket, during backward.
 
-A pass is one call of ``backward()``. Its first hook begins it, and the engine's callback after its last gradient ends
-it. Ranks send buckets in one order, which the root found in the first pass. A gradient that this rank's graph has not
-reached is sent as it is, or as zeros, so that ranks may use different parts of a model.
+A pass is one call of ``backward()``. Its first hook begins it, and the autograd engine's final callback ends it. Ranks
+send buckets in one order: the root's order in the first pass. A gradient outside of this rank's graph is sent as it is,
+or as zeros; so ranks may use different parts of a model.
 
-A pass makes the same calls on every rank: one for each bucket, and the census. Where an error cuts it short, the calls
-that are left are made before the next collective call, so that ranks are at the same call again.
+A pass makes the same calls on every rank: one for each bucket, and the census. If an error cuts it short, this rank
+makes the remaining calls before the next collective call. So all ranks are at the same call again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .weights import Weights
 
 __all__ = ["BackwardSync"]
 
-# Bytes of the first bucket, whose exchange begins early; DDP uses the same.
+# Bytes of the first bucket: small, so that its exchange begins early. DDP uses the same.
 _FIRST_BUCKET = 1 << 20
 
-# What the census adds up before gradients: ranks, their passes, the stamps of their steps, the squares of both, and the
-# ranks whose weights were changed outside of a step.
+# The head of the census, summed over ranks: number of ranks, pass, pass squared, stamp of steps, stamp squared, and
+# ranks with weights changed outside of a step. Squares show differences that cancel in the sum.
 _HEAD = 6
 
-# In place of its number, of a pass that an error has cut short; and in place of the engine's number, of one that never
-# began. It is also what the engine says where no backward runs.
+# The pass number of a pass cut short, and the task number of one that never began. The engine returns it outside of a
+# backward, too.
 _CUT = -1
 
-# Why gradients may be of one rank alone.
+# Reasons why gradients may be one rank's alone.
 _KEPT_BACK = (
     "gradients have stayed on their rank, as the last backward was in no_sync(); make the last backward of a step "
     "outside of it"
@@ -54,7 +54,7 @@ _FAILED = (
     "before the step"
 )
 
-# Why ranks are not at the same place.
+# The likely reasons of ranks in different places.
 _ADVICE = (
     "a rank has left out a backward or a step, has other learning rates, or caught an exception; do the same on every "
     "rank, or use join()"
@@ -62,8 +62,8 @@ _ADVICE = (
 
 
 class BackwardSync:
-    """Hooks that add up the gradients of parameters over the ranks of a store. All methods but those of hooks are
-    collective.
+    """Hooks that sum the gradients of parameters over the ranks of a store. Methods are collective, but for hooks and
+    methods marked *Local*.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class BackwardSync:
         weights: Weights,
         optimizers: Sequence[Any],
     ) -> None:
-        """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed. Without
-        ``bucket_bytes`` all are sent together, at the end of a pass.
+        """``sums`` sums gradients, and ``kv`` makes all other calls; they differ only with compression. Without
+        ``bucket_bytes`` one call at the end of a pass sends all gradients.
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
@@ -85,35 +85,35 @@ class BackwardSync:
         self._overlaps = bucket_bytes is not None
         self.gradients: list[Gradient] = []
         self.watched: dict[Any, Gradient] = {}
-        """By parameter."""
+        """The gradients by parameter."""
         self.buckets: list[Bucket] = []
         self.number = 0
-        """How many passes have begun since ranks were in step, the same on every rank."""
+        """Passes since the ranks last agreed after an error, the same on every rank."""
         self.steps = 0
-        """A stamp of the steps that optimizers have made since then, and of their settings: 24 bits."""
+        """A stamp of the optimizers' steps since then and their settings: 24 bits."""
         self.made = 0
-        """How many steps these are."""
+        """Number of these steps."""
         self.passes = 0
-        """How many passes have begun in all."""
+        """Number of all passes."""
         self.paused = False
         """Whether gradients stay on their rank."""
         self.why_local = ""
-        """Why some may be of their rank alone: those since the last pass that was completed, or of one that failed."""
+        """Why some gradients may be this rank's alone: they are newer than the last complete pass, or it failed."""
         self.blocking = False
-        """Whether calls are waited for where they are made, as they must be in ``join``."""
+        """Whether each call waits for its end, as ``join`` needs it."""
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
-        # As they are, also where torch compiles a function that calls backward: its compiler would read the store, too.
+        # torch.compile must not look inside: compiling a function that calls backward, it would trace the store, too.
         self._hook = torch.compiler.disable(_weak(self._take))
         self._callback = torch.compiler.disable(self._finish)
         self._task: int | None = None
-        self._told = False
-        """Whether all ranks know that the pass has failed."""
+        self._failure_known = False
+        """Whether all ranks know of the pass's failure."""
         self._arrived: dict[Gradient, tuple[Any, int]] = {}
-        """The tensor that is exchanged for each gradient that backward has made, and its version."""
+        """The exchanged tensor of each gradient computed by this backward, and its version."""
         self._works: list[Any] = []
-        # Gradients as backward made them, until the next pass. Freed in this one, their memory would go back to the
-        # system, from which the rest of backward would take it again, page by page.
+        # Gradients as backward made them, kept until the next pass. If they were freed now, the allocator would return
+        # their pages to the system, and the rest of backward would fault them in again.
         self._made: list[Any] = []
         self._sent = 0
         self._census_key = f"{prefix}*census"
@@ -121,7 +121,7 @@ class BackwardSync:
         self._census = self._totals
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Add up the gradients of these parameters from the next pass on."""
+        """Sum the gradients of these parameters from the next pass on. Local."""
         for name, parameter in named:
             gradient = Gradient(name, parameter)
             self.gradients.append(gradient)
@@ -129,7 +129,7 @@ class BackwardSync:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
     def release(self) -> None:
-        """Remove the hooks, and give each gradient memory of its own. Local. No pass is cut short."""
+        """Remove the hooks, and give each gradient its own memory. Local. No pass may be cut short."""
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
@@ -144,7 +144,7 @@ class BackwardSync:
     # --- One pass
 
     def _take(self, parameter: Any) -> None:
-        """A hook: the gradient is in its place."""
+        """Exchange a gradient, in a hook: backward has just stored it. The call of a bucket may begin here."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -182,7 +182,7 @@ class BackwardSync:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
 
     def _end(self) -> None:
-        self._task, self._sent, self._told = None, 0, False
+        self._task, self._sent, self._failure_known = None, 0, False
         self._arrived.clear()
         self._works.clear()
         for bucket in self.buckets:
@@ -205,9 +205,10 @@ class BackwardSync:
             self.refuse(error)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise an error in place of the next call of the pass."""
+        """Raise an error on every rank, in place of the next call of the pass."""
         self._restart()
-        self.why_local, self._told = _FAILED, True
+        self.why_local, self._failure_known = _FAILED, True
+        # Before _end(): which store makes the next call depends on the buckets sent so far.
         store = self.next_store
         if self._sent < len(self.buckets):
             self._sent += 1
@@ -216,7 +217,7 @@ class BackwardSync:
         store.raise_on_all_ranks(error, "backward")
 
     def _send(self, complete: bool) -> None:
-        """Send buckets in their order: those that are complete, or all."""
+        """Send buckets in their order: with ``complete`` up to the first incomplete one, else all."""
         while self._sent < len(self.buckets):
             bucket = self.buckets[self._sent]
             if complete and bucket.missing:
@@ -228,11 +229,11 @@ class BackwardSync:
                 self._works.append(work)
 
     def _restart(self) -> None:
-        """Count anew, as every rank does after an error."""
+        """Count anew; every rank does so after an error."""
         self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
-        """The engine's callback: complete the pass, so that every gradient is the mean when backward returns."""
+        """Complete the pass, in the engine's callback: so every gradient is the mean when backward returns."""
         if task != self._task:
             self.refuse(
                 Unsupported(
@@ -256,13 +257,13 @@ class BackwardSync:
             self.why_local = ""
         except MPIKVError as error:
             self._restart()
-            self.why_local, self._told = _FAILED, self._task is not None
+            self.why_local, self._failure_known = _FAILED, self._task is not None
             if isinstance(error, RankMismatch) and not in_step:
                 noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
 
     def _refuse_changed(self) -> None:
-        """Refuse what another hook has made of a gradient after this one has taken it: others do not get it."""
+        """Raise if another hook has changed a gradient after ours took it: other ranks would not get the change."""
         for gradient, (grad, version) in self._arrived.items():
             now = gradient.parameter.grad
             if now is not grad or now._version != version:
@@ -275,7 +276,7 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Send what is left, zeros for gradients that are not there; return which are."""
+        """Send the remaining buckets, with zeros for missing gradients; return which gradients this rank has."""
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -291,11 +292,11 @@ class BackwardSync:
         try:
             self.settle(order)
         except MPIKVError:
-            self._end()  # no rank has a call left
+            self._end()  # the failed call was the last of the pass on every rank
             raise
 
     def note_step(self, optimizer: Any) -> None:
-        """Remember a step and its settings, which the next pass compares. Local."""
+        """Record a step and its settings; the next pass compares them. Local."""
         groups = optimizer.param_groups
         settings = [[plain(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
@@ -304,8 +305,8 @@ class BackwardSync:
     # --- A pass that was cut short
 
     def miss(self) -> None:
-        """Note that a call of this rank has failed in place of the first of a pass of other ranks: the others of that
-        pass are still to be made here. Local.
+        """Record that a call of this rank failed in place of the first call of other ranks' pass. This rank still has
+        to make the other calls of that pass. Local.
         """
         self._restart()
         if self._task is None and self.buckets:
@@ -313,17 +314,17 @@ class BackwardSync:
 
     @property
     def next_store(self) -> KVStore:
-        """The store on which the next call of a pass is made."""
+        """The store of the next call of a pass."""
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def complete(self) -> None:
-        """Make the calls that are left of a pass that was cut short."""
+        """Make the remaining calls of a pass that was cut short."""
         if self._task is None:
             return
         if self._task == torch._C._current_graph_task_id() != _CUT:
             self.refuse(Unsupported("a call was made in a hook of a backward; make it when backward has returned"))
         self._restart()
-        if self._task != _CUT and not self._told and self._tell():
+        if self._task != _CUT and not self._failure_known and self._announce_failure():
             return
         rest, works = self.buckets[self._sent :], self._works.copy()
         self._end()
@@ -331,15 +332,15 @@ class BackwardSync:
             unused = [np.empty_like(array) for array in bucket.arrays]
             works.append(self._sums.pushpull(bucket.keys, None, unused, wait=False))
         for work in works:
-            with suppress(RankMismatch, PeerFailed, NotFinite):  # where ranks are in other passes
+            with suppress(RankMismatch, PeerFailed, NotFinite):  # other ranks may be in other passes
                 work.wait()
         if any(gradient.buffer is None for gradient in self.gradients):
             self._kv.check_equal("a backward that was cut short, before the first that was not", "backward")
         else:
             self._compare(_CUT, np.zeros(len(self.gradients), np.int64))
 
-    def _tell(self) -> bool:
-        """Have the others' backward raise, as this rank's has; return whether that was the last call of the pass."""
+    def _announce_failure(self) -> bool:
+        """Make the other ranks' backward raise, too; return whether that was the last call of the pass."""
         with suppress(MPIKVError):
             self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{_handled()}"))
         return self._task is None
@@ -366,12 +367,12 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Find out whether all ranks are in the same pass, and which gradients no rank has."""
+        """Compare the ranks' passes, and find gradients that no rank has."""
         self._compare(self.number, brought)
         if all(brought):
             return
         for gradient, count in zip(self.gradients, self._totals[_HEAD:], strict=True):
-            # None where no rank has one, as in one process: the optimizer then leaves the parameter alone.
+            # None if no rank has one, as in a single process: then the optimizer leaves the parameter alone.
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
@@ -385,9 +386,10 @@ class BackwardSync:
         if len(names) > 1 and self._model_buffers is not None:
             self._model_buffers.take()
         ranks, *found, _ = self._totals[:_HEAD].tolist()
+        # Mean and mean of squares fit this rank's number only if the variance is 0. So all ranks raise, or none.
         if found != [ranks * own for own in self._census[1 : _HEAD - 1].tolist()]:
             here = self._describe(number)
-            self._restart()  # on every rank, so that all can go on
+            self._restart()  # on every rank alike, so that training can go on
             if not self.blocking:
                 check_equal(self._kv, here, "backward", _ADVICE)
             raise RankMismatch(
@@ -395,15 +397,15 @@ class BackwardSync:
             )
 
     def _describe(self, number: int) -> str:
-        """Return what must be the same on every rank, a line for each part."""
+        """Return a text that must be the same on every rank, one line per part."""
         place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
         settings = settings_of(self._optimizers, {one.name: one.parameter for one in self.gradients})
-        # The stamp comes last: it shows only that settings were others in an earlier step.
+        # The stamp is last: it can only say that settings differed in an earlier step.
         return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
 
     def check_end(self, verb: str) -> None:
-        """See that all ranks have made as many passes and steps, and have the same weights, unless a rank has changed
-        its own since the last step, as for an export. Collective.
+        """Compare the ranks' passes and steps. Compare their weights, too, unless a rank has changed its own since the
+        last step, e.g. for an export. Collective.
         """
         check_equal(self._kv, self._describe(self.number), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
@@ -411,8 +413,8 @@ class BackwardSync:
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method while its object lives. For hooks of parameters, whose references Python's
-    garbage collector does not see: one to what holds the parameter would keep both for ever.
+    """Return a function that calls a method while its object lives. Python's garbage collector does not see references
+    from hooks of parameters: a strong one to the parameter's owner would keep both for ever.
     """
     found = WeakMethod(method)
 
@@ -424,6 +426,6 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _handled() -> str:
-    """Return what is said of the exception that is being handled, if one is."""
+    """Return a text about the exception in hand, if there is one."""
     error = sys.exc_info()[1]
     return "" if error is None else f"; it handles {type(error).__name__}: {text_of(error)}"

@@ -1,4 +1,4 @@
-"""What attach refuses, each rank by itself."""
+"""Checks of ``attach``. Local: each rank checks its own model and options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["OWNER", "check_model", "check_options", "check_parameter"]
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 OWNER = "_mpikv_attached"
-"""The attribute of a parameter that holds its attachment, which lives as long as its parameters, or its optimizers."""
+"""The attribute of a parameter for its attachment. It keeps the attachment alive as long as the parameter."""
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:

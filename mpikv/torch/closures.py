@@ -1,4 +1,4 @@
-"""The loss that the closure of a step returns. Optimizers such as LBFGS decide by it, and have to decide alike."""
+"""The loss returned by the closure of a step. Optimizers such as LBFGS decide by it; all ranks must decide alike."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class MeanLoss:
         kv.init(self._key, self._row)
 
     def of(self, loss: Any) -> Any:
-        """Return the mean of a number, or of a tensor or an array of one, without its graph; a tensor stays one, of its
-        form. What is neither, such as None, is returned as it is. Collective where it is a number.
+        """Return the mean of a number, or of a tensor or array of one element. A tensor stays a tensor of its shape,
+        without a graph. Any other value, such as None, is returned unchanged. Collective if ``loss`` is a number.
         """
         is_tensor = isinstance(loss, torch.Tensor) and loss.numel() == 1
         if not (is_tensor or isinstance(loss, Real) or (isinstance(loss, np.ndarray) and loss.size == 1)):

@@ -1,4 +1,4 @@
-"""What ranks compare of their models and optimizers, beside the census of each pass."""
+"""Texts that ranks compare: their models and the settings of their optimizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_equal", "outline", "plain", "settings_of"]
 
 
 def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
-    """Raise RankMismatch on all ranks, with advice before what differs, unless they give one text. Collective."""
+    """Raise RankMismatch on all ranks, with advice before the difference, unless all give one text. Collective."""
     try:
         kv.check_equal(text, verb)
     except RankMismatch as error:
@@ -25,7 +25,7 @@ def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
 
 
 def outline(model: Any) -> list[str]:
-    """Return what must be the same on every rank of a model's parameters and buffers, a line for each."""
+    """Return a line for each parameter and buffer of a model; ranks must have the same lines."""
     return [
         f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
         + ("" if one.is_contiguous() else f" strides {one.stride()}")
@@ -35,7 +35,7 @@ def outline(model: Any) -> list[str]:
 
 
 def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
-    """Return what must be the same on every rank of optimizers, a line for each setting and each parameter."""
+    """Return a line for each setting and parameter of optimizers; ranks must have the same lines."""
     names = {parameter: name for name, parameter in named.items()}
     lines = []
     for optimizer in optimizers:
@@ -47,7 +47,9 @@ def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str
 
 
 def plain(value: Any) -> Any:
-    """Return what ranks can compare of an optimizer's setting: of an object its kind, as it lies elsewhere on each."""
+    """Return an optimizer's setting in a form that ranks can compare. An object is replaced by the name of its type:
+    its repr may hold an address.
+    """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What ranks need of data: a share of a dataset each, and tensors that begin alike."""
+"""Data of ranks: each rank's share of a dataset, and equal initial tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["broadcast", "sampler"]
 def sampler(
     dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> Any:
-    """Return a sampler that gives each rank its own share of a dataset, all shares being of one length.
+    """Return a sampler that gives each rank its own share of a dataset; all shares have one length.
 
-    Collective. Give it to a ``DataLoader``, with the batch of one rank: the batch of all ranks divided by
+    Collective. Pass it to a ``DataLoader``, with the batch size of one rank: that of all ranks divided by
     ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew. Ranks
     compare the length of the dataset and the options below, once. They do not compare the elements.
 
     Args:
         dataset: anything that has a length, the same on every rank.
-        kv: a store of the ranks among which the data are shared; None: all ranks of the launch.
+        kv: a store of the ranks that share the data; None: all ranks of the launch.
         shuffle: whether the order is random, by ``seed`` and the epoch.
         seed: the same on every rank.
-        drop_last: whether the last elements are left out if they cannot be shared out evenly. False gives some
-            elements twice, in place of those that are missing.
+        drop_last: whether to leave out the last elements if they cannot be shared out evenly. False gives some elements
+            twice to fill the shares.
 
     Returns:
         A ``torch.utils.data.DistributedSampler``.
@@ -49,29 +49,29 @@ def sampler(
             return sampler(dataset, kv=own, shuffle=shuffle, seed=seed, drop_last=drop_last)
     with raising_on_all(kv, "sampler"):
         share = DistributedSampler(dataset, kv.size, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        told = (
+        description = (
             f"a dataset of {len(dataset)} elements, shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
         )
-        # Ranks would else make unequal numbers of steps, or train on some elements twice.
-        kv.check_equal(told, "sampler")
+        # A difference would make unequal numbers of steps, and a hang, or train twice on some elements.
+        kv.check_equal(description, "sampler")
         return share
 
 
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
     """Fill tensors of every rank with the root's, in place.
 
-    Collective. :func:`attach` does this for a model; call it for what else must begin alike.
+    Collective. :func:`attach` does this for a model; call it for other tensors that must begin alike.
 
     Args:
-        tensors: a ``torch.nn.Module``, whose parameters and buffers are meant, or a dict or a list of tensors, of the
-            same shapes and dtypes on every rank.
-        kv: a store without an updater, of the ranks that take part; None: all ranks of the launch.
+        tensors: a ``torch.nn.Module`` (its parameters and buffers), or a dict or a list of tensors, of the same shapes
+            and dtypes on every rank.
+        kv: a store without an updater, of the participating ranks; None: all ranks of the launch.
 
     Returns:
         ``tensors``.
 
     Raises:
-        RankMismatch: ranks have other tensors.
+        RankMismatch: ranks have different tensors.
         TypeError: ``tensors`` is none of these.
         PeerFailed: another rank raised one of these.
 
@@ -90,7 +90,7 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of a model by name, those too that its ``state_dict`` leaves out."""
+    """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 

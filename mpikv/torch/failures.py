@@ -1,4 +1,4 @@
-"""Errors of what a rank does by itself in a collective call, of which the others have to be told."""
+"""Errors of one rank's own work in a collective call: all ranks must learn of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["raising_on_all"]
 
 @contextmanager
 def raising_on_all(kv: KVStore, verb: str) -> Iterator[None]:
-    """Raise an error of the block on every rank: on those without it, in their next call. Collective where it raises.
+    """Raise an error of the block on every rank; on the others, in their next call. Collective if it raises.
 
-    What a call of the store has raised is raised as it is: all ranks know of it, or the store has ended.
+    An error of a store's call passes unchanged: all ranks know of it, or the store has ended.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters, in the store's memory, and the order in which they are added up."""
+"""The gradients of a model's parameters in the store's memory, and their buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Bucket", "Gradient", "fill_buckets"]
 
 
 class Gradient:
-    """A parameter's gradient: ``parameter.grad`` from a first pass on lies in the store's buffer."""
+    """A parameter's gradient. After the first pass ``parameter.grad`` is the store's buffer."""
 
     __slots__ = ("array", "bucket", "buffer", "kind", "memory", "name", "parameter")
 
@@ -25,9 +25,9 @@ class Gradient:
         self.array: Any = None
         """This rank's buffer of the key, once there is one."""
         self.memory: Any = None
-        """A tensor over it."""
+        """A tensor over the buffer."""
         self.buffer: Any = None
-        """The same for ``parameter.grad``, which others may give other memory, as ``model.double()`` does."""
+        """The tensor for ``parameter.grad``, over the same memory; ``model.double()`` may give it other memory."""
         self.bucket: Bucket
 
     def give_memory(self, array: Array) -> None:
@@ -36,18 +36,18 @@ class Gradient:
         self.buffer = self.memory.detach()
 
     def drop_memory(self) -> None:
-        """Let go of the store's memory."""
+        """Drop the references to the store's memory."""
         self.array = self.memory = self.buffer = None
 
     def stage(self, scale: float) -> bool:
-        """Put what ``parameter.grad`` holds, times ``scale``, into the buffer; return whether it holds anything.
+        """Write ``parameter.grad`` times ``scale`` into the buffer; return whether there was a gradient.
 
-        What it held is replaced by the buffer, where the sum comes.
+        ``parameter.grad`` becomes the buffer, and the sum arrives there.
 
         Raises:
-            Unsupported: the gradient is not one that can be added up.
+            Unsupported: the gradient cannot be summed.
         """
-        if self.memory.data_ptr() != self.array.ctypes.data:  # as after model.share_memory()
+        if self.memory.data_ptr() != self.array.ctypes.data:  # e.g. after model.share_memory()
             self.memory = tensor_over(self.array, self.parameter)
         grad, buffer = self.parameter.grad, self.buffer
         kept = buffer.data_ptr() == self.memory.data_ptr()
@@ -65,7 +65,7 @@ class Gradient:
         return True
 
     def check(self) -> None:
-        """Raise Unsupported unless the gradient is one that can be added up, of the form that was attached."""
+        """Raise Unsupported unless the gradient can be summed, and has the attached dtype, shape and device."""
         grad = self.parameter.grad
         if grad is None:
             raise Unsupported(
@@ -90,7 +90,7 @@ class Gradient:
 
 
 class Bucket:
-    """Gradients that are added up in one call."""
+    """Gradients of one call."""
 
     def __init__(self, keys: Sequence[str], gradients: Sequence[Gradient], arrays: Sequence[Array]) -> None:
         self.keys, self.arrays = list(keys), list(arrays)
@@ -102,9 +102,9 @@ class Bucket:
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
-    """Return the gradients in their order, in groups that are closed when they have so many bytes or more.
+    """Return the gradients, in order, in groups; a group ends when it has ``most`` bytes or more.
 
-    The first is small, so that its exchange begins early.
+    The first one ends at ``first`` bytes, so that its exchange begins early.
     """
     groups: list[list[Gradient]] = []
     filled, room = 0, 0

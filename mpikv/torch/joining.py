@@ -1,4 +1,4 @@
-"""What ranks copy at the end of ``join`` from the one that has made the most passes."""
+"""The copy at the end of ``join``, from a rank with the most passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["copy_from"]
 def copy_from(
     kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]
 ) -> None:
-    """Give tensors, and states of optimizers, what they are on one rank. Collective.
+    """Copy tensors and optimizer states from one rank to all. Collective.
 
-    An error of a rank's own work, which may be a user's, has to be told to the others, as by ``raising_on_all``: none
-    waits outside of a call of the store.
+    The caller must report an error of one rank to the others, e.g. by ``raising_on_all``: user code runs here, and no
+    rank waits outside of a call of the store.
     """
-    # As data: a graph that is alive has saved the buffers, and would refuse to go on when they have changed.
+    # By .data, past autograd's version counter: a live graph has saved the buffers, and would refuse to run backward.
     tensors, optimizers = [*(one.data for one in buffers), *parameters], list(optimizers)
     packed = b""
     if kv.rank == leader:
@@ -29,9 +29,9 @@ def copy_from(
     kv.barrier()
     packed = kv.comm.bcast(packed, leader)
     if kv.rank != leader:
-        told, states = loads(packed)
+        copies, states = loads(packed)
         with torch.no_grad():
-            for one, other in zip(tensors, told, strict=True):
+            for one, other in zip(tensors, copies, strict=True):
                 one.copy_(other)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""A model's buffers, such as the running means of batch normalization, of which every rank takes the root's."""
+"""A model's buffers, such as the running means of batch normalization: every rank copies the root's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["ModelBuffers"]
 
 
 class ModelBuffers:
-    """The buffers of a model, brought along by a sum to which the root alone contributes: a row for each dtype."""
+    """Copies the root's buffers by a sum with zeros from all other ranks: one row for each dtype."""
 
     def __init__(self, kv: KVStore, prefix: str, model: Any) -> None:
         """Collective."""
         self._is_root = kv.is_root
         self._places: dict[Any, list[tuple[Any, str, str]]] = {}
-        """By dtype, the buffers' modules, names there and whole names: a module may put another tensor in the place."""
+        """For each dtype the buffers as (module's dict, name, full name): a module may replace a tensor later."""
         for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.numel():
@@ -28,7 +28,7 @@ class ModelBuffers:
                     self._places.setdefault(buffer.dtype, []).append((module._buffers, name, whole))
         self._lengths = {dtype: list(map(_length, self._tensors(dtype))) for dtype in self._places}
         self._rows = [torch.zeros(sum(lengths), dtype=dtype) for dtype, lengths in self._lengths.items()]
-        """What this rank contributes: zeros, but on the root."""
+        """This rank's addends: zeros, but on the root."""
         self._outs = [torch.zeros_like(row) for row in self._rows]
         self._keys = [f"{prefix}*buffers/{dtype}" for dtype in self._places]
         if self._keys:
@@ -38,7 +38,7 @@ class ModelBuffers:
         """Add the buffers to the arguments of a ``pushpull``.
 
         Raises:
-            Unsupported: one is of another length by now.
+            Unsupported: a buffer has another length than before.
         """
         for dtype, row in zip(self._places, self._rows, strict=True):
             tensors = self._tensors(dtype)
@@ -51,11 +51,11 @@ class ModelBuffers:
         outs += self._outs
 
     def take(self) -> None:
-        """Give the buffers what the ``pushpull`` has brought."""
+        """Copy the result of the ``pushpull`` to the buffers. Local."""
         if self._is_root:
             return
         for dtype, out in zip(self._places, self._outs, strict=True):
-            # As data: a graph that is alive has saved the buffers, and would refuse to go on when they have changed.
+            # By .data, past autograd's version counter: a live graph has saved the buffers, and would refuse to run.
             tensors = [one.data for one in self._tensors(dtype)]
             parts = out.split(self._lengths[dtype])
             torch._foreach_copy_(tensors, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
@@ -77,7 +77,7 @@ def _length(buffer: Any) -> int:
 
 
 def _check_apart(name: str, buffer: Any) -> None:
-    """Raise Unsupported where elements share their memory, to which nothing can be copied."""
+    """Raise Unsupported if elements of a buffer share memory: torch cannot copy to such tensors."""
     if any(length > 1 and not stride for length, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise Unsupported(
             f"the buffer {name!r} has strides {buffer.stride()} for shape {tuple(buffer.shape)}, so that elements "

@@ -1,9 +1,9 @@
 """An optimizer's step in shards: each rank updates its part of the weights, keeps the state of that part alone, and
-sends it to the others.
+sends the part to the others.
 
-The optimizer itself runs, on slices of weights and gradients, so that its rule, its options, its groups and its
-schedules are PyTorch's. This is stage 1 of ZeRO: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models, SC 2020, https://arxiv.org/abs/1910.02054.
+The optimizer itself runs, on slices of weights and gradients. So its rule, options, groups and schedules are PyTorch's.
+This is stage 1 of ZeRO: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC
+2020, https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ELEMENTWISE = (
     "Rprop",
     "SGD",
 )
-"""Optimizers of torch that update each element by itself, so that a rank can have any part of a parameter."""
+"""Optimizers of torch that update each element by itself; a rank can own any part of a parameter."""
 
 _WHOLE = ("Adafactor", "Muon")
-"""Optimizers of torch that update each parameter by itself, so that a rank has some parameters and not others."""
+"""Optimizers of torch that update each parameter by itself; a rank owns whole parameters."""
 
 
 def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
@@ -64,22 +64,22 @@ def check_shardable(optimizer: Any) -> None:
 
 @dataclass
 class _Part:
-    """What this rank owns of a parameter."""
+    """This rank's part of a parameter."""
 
     key: str
     parameter: Any
     low: int
     high: int
-    """In the order of memory."""
+    """``[low, high)`` are elements in memory order."""
     whole: bool
-    """Whether ranks own all of a parameter or nothing, in which case the part has the parameter's shape."""
+    """Whether ranks own whole parameters; then a nonempty part has the parameter's shape."""
     shard: Any = None
-    """What the optimizer has in the parameter's place; None where the part is empty."""
+    """The optimizer's parameter during a step; None if the part is empty."""
     buffer: Any = None
     """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
-        """Return this rank's part of a tensor of the parameter's shape, of a copy if its strides are others."""
+        """Return this rank's part of a tensor of the parameter's shape; copy the tensor if its strides differ."""
         if self.whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -89,7 +89,7 @@ class _Part:
 
 
 class ShardedStep:
-    """Has an optimizer's ``step`` update this rank's part and exchange the weights. All ranks call it alike."""
+    """Replaces an optimizer's ``step``: it updates this rank's part and exchanges the weights. Collective."""
 
     def __init__(
         self,
@@ -101,9 +101,9 @@ class ShardedStep:
         mean_loss: Callable[[Any], Any],
         done: Callable[[], None],
     ) -> None:
-        """``settle`` sees that ranks are at the same call, before one that is not in a step; ``check`` that gradients
-        of the optimizer were exchanged, before a step; ``mean_loss`` makes what a closure returns the mean over ranks;
-        ``done`` is called after a step.
+        """``settle`` makes the remaining calls of a pass, before a call outside of a step. ``check`` checks before a
+        step that the optimizer's gradients were exchanged. ``mean_loss`` returns a loss's mean over ranks. ``done`` is
+        called after a step.
         """
         self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
         self._settle, self._check, self._mean_loss, self._done = settle, check, mean_loss, done
@@ -117,7 +117,7 @@ class ShardedStep:
         def step(_: Any, closure: Any = None) -> Any:
             return self._step(closure)
 
-        # A method, as torch's schedules take it apart and put a counter around it.
+        # A method, not a function: torch's schedulers unbind it (``step.__func__``) to count its calls.
         self._method = optimizer.step = MethodType(torch.compiler.disable(step), optimizer)
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._gather_state),
@@ -126,7 +126,7 @@ class ShardedStep:
         ]
 
     def release(self) -> None:
-        """Make the optimizer what it was, with all of the state on every rank. Collective."""
+        """Restore the optimizer, with the whole state on every rank. Collective."""
         for handle in self._handles:
             handle.remove()
         if self.optimizer.step is self._method:
@@ -138,7 +138,7 @@ class ShardedStep:
             self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Divide these parameters among ranks. Collective. They have the root's values already."""
+        """Divide parameters among ranks. Collective. All ranks must have the root's values already."""
         parts = [
             _Part(f"{self._prefix}{name}*weight", parameter, low, high, self._is_whole)
             for (name, parameter), (low, high) in self._bounds(list(named))
@@ -169,12 +169,12 @@ class ShardedStep:
             begin += size
 
     def undivided(self) -> list[Any]:
-        """Return the parameters of the optimizer that have gradients and are not divided yet. Local."""
+        """Return the optimizer's parameters with a gradient and without a part. Local."""
         groups = self.optimizer.param_groups
         return [one for group in groups for one in _with_gradient(group) if one not in self._parts]
 
     def find_fault(self) -> Unsupported | None:
-        """Return why a step in shards would be wrong, if it would. Local."""
+        """Return a reason why a step in shards would be wrong; None if there is none. Local."""
         for part in self._parts.values():
             if part.parameter.stride() != part.buffer.stride():
                 shape, strides = tuple(part.parameter.shape), part.parameter.stride()
@@ -188,16 +188,17 @@ class ShardedStep:
     # --- A step
 
     def _step(self, closure: Any) -> Any:
-        if self._released:  # and a schedule has kept this method
+        if self._released:  # a scheduler has kept this method
             return self._wrapped(closure)
-        # These optimizers call it once, first; in the step it would see shards in place of the parameters.
+        # Before the step: these optimizers call a closure once, at the start; in the step it would find shards in place
+        # of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check(self)
         if closure is not None:
             loss = self._mean_loss(loss)
         groups = self.optimizer.param_groups
         changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
-        with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # as hooks of the user's may raise
+        with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # a user's hook may raise
             self._wrapped()
         if changed:
             self._exchange(changed)
@@ -206,7 +207,7 @@ class ShardedStep:
 
     @contextmanager
     def _shards_in_place(self) -> Iterator[None]:
-        """Have the optimizer's groups hold this rank's shards meanwhile."""
+        """Replace the parameters in the optimizer's groups by this rank's shards inside of the block. Local."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group in groups:
@@ -225,19 +226,19 @@ class ShardedStep:
                     part.shard.grad = None
 
     def _exchange(self, parts: Sequence[_Part]) -> None:
-        """Give every rank all parts: a sum to which each part's owner alone contributes."""
+        """Send all parts to every rank, by a sum with zeros from all but the part's owner. Collective."""
         for part in parts:
             if part.shard is not None:
                 part.of(part.buffer).copy_(part.of(part.parameter))
         self._kv.pushpull([part.key for part in parts], None, [row_of(part.parameter) for part in parts])
-        for part in parts:  # so that backward through a graph of before refuses to go on, as after a step of torch's
+        for part in parts:  # as a step of torch's: backward through an older graph must refuse to run
             torch.autograd.graph.increment_version(part.parameter)
 
     # --- State
 
     def _cut_state(self) -> None:
-        """Keep this rank's part of the state of whole parameters, as the optimizer's constructor or a checkpoint made
-        it. Local.
+        """Keep this rank's part of the state only. The state of whole parameters comes from the optimizer's constructor
+        or a checkpoint. Local.
         """
         state = self.optimizer.state
         for part in self._parts.values():
@@ -252,7 +253,7 @@ class ShardedStep:
         optimizer.state, self._full_state = self._full_state, None
 
     def _gathered(self) -> Any:
-        """Return the state of whole parameters, put together from all ranks' parts. Collective."""
+        """Return the state of whole parameters, joined from all ranks' parts. Collective."""
         kv, state = self._kv, self.optimizer.state
         self._settle()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
@@ -270,12 +271,12 @@ class ShardedStep:
 
 
 def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of an optimizer's group that a step changes."""
+    """Return the parameters of an optimizer's group that have a gradient; only these change in a step."""
     return [one for one in group["params"] if one.grad is not None and one.numel()]
 
 
 def _cut(part: _Part, name: str, value: Any) -> Any:
-    """Return the part of what the optimizer keeps of a parameter: of one number for each element, those of the part."""
+    """Return the part's share of a state: its elements of a tensor of the parameter's shape, else the value itself."""
     if part.whole or name == "step" or not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
         return value
     in_order = torch.empty_strided(value.shape, part.parameter.stride(), dtype=value.dtype).copy_(value)
@@ -283,7 +284,7 @@ def _cut(part: _Part, name: str, value: Any) -> Any:
 
 
 def _joined(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a parameter from that of its parts, in the order of ranks."""
+    """Join the state of a parameter from its parts, in rank order."""
     first, joined = pieces[0], {}
     for name, value in first.items():
         shared_out = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape != parameter.shape
@@ -295,8 +296,8 @@ def _joined(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 
 def _work(parameter: Any) -> float:
-    """Return how many multiplications an update takes, by which parameters are shared out: those of Muon's products of
-    matrices for a matrix, else one for each element.
+    """Estimate the multiplications of an update, to balance whole parameters among ranks. A matrix costs the matrix
+    products of Muon; any other parameter costs one per element.
     """
     if parameter.dim() != 2:
         return float(parameter.numel())
@@ -305,7 +306,7 @@ def _work(parameter: Any) -> float:
 
 
 def _balance(works: Sequence[float], ranks: int) -> list[int]:
-    """Return an owner for each work: the largest first, to the rank that has least.
+    """Return an owner for each work: the largest first, to the rank with the least load.
 
     Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
 

@@ -48,7 +48,7 @@ def row_of(tensor: Any) -> Any:
 def tensor_over(array: Array, pattern: Any) -> Any:
     """Return a tensor over a row of memory, of the dtype, shape and strides of a dense tensor."""
     assert array.size == prod(pattern.shape)
-    if pattern.dtype == torch.bfloat16:  # numpy's lies in a dtype that torch does not know
+    if pattern.dtype == torch.bfloat16:  # numpy's is a dtype of ml_dtypes, unknown to torch: pass the bits
         row = torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     else:
         row = torch.from_numpy(array)

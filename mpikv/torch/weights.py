@@ -1,8 +1,8 @@
-"""Whether all ranks have the same weights: a rank may have loaded others, or changed them by itself.
+"""Checks that all ranks have the same weights: a rank may have loaded or changed its own.
 
-Nothing is compared, and nothing is sent, in most passes. Each rank sees by the version counters and places of its
-tensors that they were changed outside of a step, and the census of the next pass tells the others. Changes that leave
-no such mark are found in passes 1, 2, 4, 8 and so on, and at the end.
+Most passes compare and send nothing. Each rank notices changes outside of a step by the version counters and addresses
+of its tensors; the census of the next pass tells the others. Some changes leave no such mark. Comparisons in passes 1,
+2, 4, 8 and so on, and at the end, find these.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Weights"]
 
 _version_of = attrgetter("_version")
 
-# How many passes lie at least between comparisons that changes of weights ask for: a program may change them in each.
+# Least number of passes between comparisons after changes: a program may change weights in each pass.
 _PAUSE = 64
 
-# How much of the sum of a loaded state may be rounding, as where ranks have processors of other kinds.
+# Relative tolerance of the sum over a loaded state: ranks with different processors may round differently.
 _ROUNDING = 1e-4
 
 _ADVICE = (
@@ -36,7 +36,7 @@ _ADVICE = (
 
 
 class Weights:
-    """The parameters of a model, trained or frozen, and the states that its optimizers have loaded."""
+    """The parameters of a model, trained or frozen, and the loaded states of its optimizers."""
 
     def __init__(self, kv: KVStore, prefix: str, optimizers: Iterable[Any]) -> None:
         self._kv, self._key = kv, f"{prefix}*weights"
@@ -44,10 +44,10 @@ class Weights:
         self._optimizers = list(optimizers)
         self._handles = [one.register_load_state_dict_post_hook(self._take_state) for one in self._optimizers]
         self._states: dict[int, float] = {}
-        """By the number of an optimizer, a sum over the state that it has loaded."""
+        """For an optimizer's number, a sum over its loaded state."""
         self._marks, self._is_loaded = 0, False
         self._pending, self._wait = False, 0
-        """Whether a comparison is still to be made, and in how many passes; the same on every rank."""
+        """Whether a comparison is due, and after how many passes; the same on every rank."""
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Compare these tensors from now on. Local."""
@@ -62,29 +62,30 @@ class Weights:
             handle.remove()
 
     def is_touched(self) -> bool:
-        """Return whether weights were changed, or a state loaded, since the last step. Local."""
+        """Return whether weights have changed, or a state was loaded, since the last step. Local."""
         return self._is_loaded or self._marks != self._find_marks()
 
     def is_suspect(self) -> bool:
-        """Return the same, or whether a state was loaded earlier and not compared yet. Local."""
+        """Return the same, or whether an earlier loaded state was not compared yet. Local."""
         return bool(self._states) or self.is_touched()
 
     def accept(self) -> None:
-        """Take weights as they are for those that training has made. Local, at the end of each step."""
+        """Accept the weights as results of training. Local; called at the end of each step."""
         self._marks, self._is_loaded = self._find_marks(), False
 
     def forget(self) -> None:
-        """Take weights and states for those of all ranks, which have copied them from one. Local."""
+        """Accept weights and states as equal on all ranks, after a copy from one. Local."""
         self._states.clear()
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """Compare weights if it is time to, at the end of a pass before which a rank has changed its own, or none.
+        """Compare weights if it is time. Call it at the end of a pass; ``changed`` says whether weights of a rank had
+        changed before it.
 
         Collective.
 
         Raises:
-            RankMismatch: ranks have other weights.
+            RankMismatch: ranks have different weights.
         """
         self._pending, self._wait = self._pending or changed, max(self._wait - 1, 0)
         due = self._pending and not self._wait
@@ -95,7 +96,7 @@ class Weights:
             self.forget()
 
     def compare(self, verb: str) -> None:
-        """Raise RankMismatch on every rank unless all have the same weights, but for rounding, and have loaded the same
+        """Raise RankMismatch on every rank unless all have the same weights, up to rounding, and have loaded the same
         states. Collective.
         """
         kv, tensors = self._kv, self._tensors.values()
@@ -129,11 +130,11 @@ class Weights:
         return differ
 
     def _take_state(self, optimizer: Any) -> None:
-        """A hook: the optimizer has loaded a state. Of parts it is whole still, as this hook is the first."""
+        """Record, in a hook, a loaded state. This hook runs first, before a sharded step cuts the state. Local."""
         number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
         tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
-        # One more, so that a state of zeros is another than none.
+        # Plus one: a state of zeros must differ from no state.
         self._is_loaded = True
         self._states[number] = 1.0 + sum(float(_finite(one.abs()).sum(dtype=torch.float64)) for one in tensors)
 
@@ -148,7 +149,7 @@ def _checksum(tensor: Any) -> int:
 
 
 def _are_close(tensor: Any, other: Any) -> bool:
-    """Return whether two tensors differ by no more than steps of training on other processors may make them differ.
+    """Return whether the differences of two tensors are as small as rounding on other processors.
 
     An infinity is close to itself alone, and NaN to NaN.
 
@@ -165,7 +166,7 @@ def _are_close(tensor: Any, other: Any) -> bool:
 
 
 def _finite(tensor: Any) -> Any:
-    """Return a copy with zeros in place of infinities and NaN, which would hide differences of all other numbers."""
+    """Return a copy with zeros for infinities and NaN: these would hide differences of all other numbers."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
