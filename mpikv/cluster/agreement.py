@@ -1,9 +1,10 @@
-"""What ranks compare before data move. What each is doing it writes on the board, of ``cluster/status_board.py``.
+"""The comparison of ranks' calls before data move.
 
-Every collective call of the store starts by comparing one number, a digest of the call. Only when all ranks passed the
-same one do data move. Otherwise the ranks exchange texts and every one of them raises: the rank whose own arguments
-were bad raises its own error, the others ``PeerFailed``; ranks that made different calls all raise the same
-``RankMismatch``. Either way every rank has made the same number of steps, so the store can be used again.
+Every collective call of the store starts by comparing one number, a digest of the call. Data move only if all ranks
+passed the same number. Otherwise the ranks exchange texts, and every one of them raises. A rank with bad arguments
+raises its own error, and the others ``PeerFailed``. Ranks that made different calls all raise the same
+``RankMismatch``. Either way every rank has made the same number of steps, so the store can be used again. Each rank
+also writes its call to the status board of ``cluster/status_board.py``.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .tracebacks import place_here
 
 __all__ = ["JOINED", "Agreement", "Call", "CallReport", "PreparedCall", "format_error"]
 
-# Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
-# and of one that has run out of work.
+# Tokens that are no digest: the owner's work went well; the arguments are bad or the work failed; the rank has run out
+# of work. Digests are below JOINED; _WELL and _FAILED meet only each other, in confirm.
 _WELL = 1
 _FAILED = (1 << 62) - 1
 _JOINABLE = ("push", "pull", "pushpull", "row_sparse_pull", "barrier")
 JOINED = (1 << 62) - 2
-# Closes a store as close does, where no line of the program calls it.
+# The verb of a close without a line of the program, at its end.
 _END = "the end of the program"
 
 
@@ -58,9 +59,9 @@ class Call:
     """The keys, shortened, for messages."""
     keys: tuple[Key, ...] = ()
     describe: Callable[[], Sequence[str]] = lambda: ()
-    """All that the token was made of; asked for only when ranks disagree."""
+    """Returns the texts that the token was made of. Called only when ranks disagree."""
     note: bytes = field(init=False)
-    """What the board says of the call."""
+    """The call as :meth:`StatusBoard.write` takes it."""
 
     def __str__(self) -> str:
         return f"{self.verb}({self.label})"
@@ -70,19 +71,18 @@ class Call:
 
 
 PreparedCall: TypeAlias = tuple[Call, Callable[[], Any]]
-"""A call in which this rank has found nothing wrong: what the ranks compare, and what makes the call once they agree,
-and returns what the caller gets.
-"""
+"""A call without a mistake on this rank: the :class:`Call` that ranks compare, and the function that makes the call
+once they agree and returns the caller's result."""
 
 
 class CallReport(NamedTuple):
-    """What a rank tells the others when not all have made the same call."""
+    """A rank's report to the others when not all have made the same call."""
 
     text: str
-    """The call; at the end of the program the one before it."""
+    """The call; at the end of the program, the one before it."""
     verb: str
     place: str
-    """Of the line that makes the call, where there is one."""
+    """The line of the program that makes the call, or ""."""
     keys: Sequence[Key]
     token: int
     parts: Sequence[str]
@@ -90,7 +90,7 @@ class CallReport(NamedTuple):
 
 
 class Agreement:
-    """Compares the ranks' calls."""
+    """Compares the ranks' calls. Its public methods but :meth:`at_rank` and :meth:`name` are collective."""
 
     def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, verifies: bool) -> None:
         self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
@@ -98,14 +98,14 @@ class Agreement:
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Wait for every rank to make the same call. Also a fence.
+        """Wait for every rank to make the same call. Collective; also a fence.
 
-        ``send_ready``: the send buffer holds what this call sends first.
+        ``send_ready``: the send buffer holds the call's first message.
 
         Raises:
             RankMismatch: ranks made different calls.
             PeerFailed: another rank raised before it could take part.
-            Stalled: a rank did not come; the message says nothing yet of where it is.
+            Stalled: a rank did not come; the message does not tell yet where it is.
         """
         self._enter(call)
         if not self.verifies:
@@ -113,23 +113,26 @@ class Agreement:
         elif not self._transport.agree(call.token, send_ready):
             _, some_have_left = self._settle(call)
             if some_have_left:
-                self.confirm(call, None)  # that they can do their part
+                self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
 
     def _enter(self, call: Call) -> None:
         self.calls += 1
+        # A training repeats one call: then only its number changes, one store instead of 168 bytes.
         if call.note is self._board.said:
             self._board.number[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers. All have agreed that this comes next."""
+        """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
         self._numbers[self._group.rank] = number
         self._transport.all_gather(self._numbers, self._one_each)
         return int(self._numbers.min())
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
-        """Tell the other ranks that this one cannot make its call, and raise why."""
+        """Tell the other ranks that this one cannot make its call, and raise the error. Collective: the others are in
+        :meth:`begin`.
+        """
         self._enter(call)
         if self.verifies:
             self._tell_failure(call, error)
@@ -138,10 +141,12 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Learn whether what only some ranks did, as the owners' updates, went well; raise on all ranks if not."""
+        """Learn whether work that only some ranks did, as the owners' updates, went well; raise on all ranks if not.
+        Collective.
+        """
         if error is None:
             if not self._transport.agree(_WELL):
-                self._settle(call)
+                self._settle(call)  # raises: some rank has reported an error
             return
         self._tell_failure(call, error)
         if isinstance(error, MPIKVError):
@@ -150,40 +155,43 @@ class Agreement:
         raise settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
     def shadow(self, call: Call) -> CallReport | None:
-        """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
+        """Take part in the next call for a rank that has run out of work. Collective; a call of :meth:`confirm` has to
+        follow.
 
         Returns:
-            What the working ranks call, or None once no rank has work.
+            The call of the working ranks, or None once no rank has work.
         """
         self._enter(call)
         return None if self._transport.agree(JOINED) else self._settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         rank = self._group.rank
-        if self._transport.agree(_FAILED):  # no rank was right: most likely all are wrong in the same way
+        if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
             mark_repeated(error, rank == 0)
         else:
-            said = [other.error for other in self._tell(call, error)]
-            mark_repeated(error, said.index(said[rank]) == rank)
+            errors = [other.error for other in self._tell(call, error)]
+            mark_repeated(error, errors.index(errors[rank]) == rank)
 
     def _tell(self, call: Call, error: BaseException | None) -> list[CallReport]:
-        """Exchange what each rank has to say."""
+        """Exchange the ranks' reports. Collective."""
         text, verb, place = str(call), call.verb, place_here()
         if verb == "close" and not place:
             last = f"call #{self.calls - 1} {text_of_note(self._board.before)}" if self.calls > 1 else "create"
             text, verb = last, _END
-        said = format_error(error) if error else ""
-        mine = CallReport(text, verb, place, call.keys, call.token, tuple(call.describe()), said)
+        failure = format_error(error) if error else ""
+        mine = CallReport(text, verb, place, call.keys, call.token, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def _settle(self, call: Call) -> tuple[CallReport, bool]:
-        """Raise unless all ranks that have work make the same call; return it, and whether some have none."""
-        said = self._tell(call, None)
-        for rank, other in enumerate(said):
+        """Raise unless all ranks that have work make the same call; return it, and whether some have none.
+        Collective.
+        """
+        reports = self._tell(call, None)
+        for rank, other in enumerate(reports):
             if other.error:
                 raise self.at_rank(call.verb, _of_peer(call, rank, other.error))
-        working = {rank: other for rank, other in enumerate(said) if other.token != JOINED}
-        if len(working) < len(said):
+        working = {rank: other for rank, other in enumerate(reports) if other.token != JOINED}
+        if len(working) < len(reports):
             self._check_joinable(call, working)
         if len({other.token for other in working.values()}) > 1:
             text = (
@@ -192,7 +200,7 @@ class Agreement:
                 f"{_places(working)}"
             )
             raise self.at_rank(call.verb, self._mismatch(text, working))
-        return next(iter(working.values())), len(working) < len(said)
+        return next(iter(working.values())), len(working) < len(reports)
 
     def _check_joinable(self, call: Call, working: Mapping[int, CallReport]) -> None:
         for rank, other in working.items():
@@ -204,8 +212,10 @@ class Agreement:
                 raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
 
     def _mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
-        """Return an error of all ranks. First is one of the fewest that do the same, who are wrong more likely; but one
-        at the end of its program has no traceback.
+        """Return the error that all ranks raise.
+
+        One rank prints it in full: the first of the smallest group with one call, most likely the wrong one. A rank at
+        the end of its program has no traceback and is passed over.
         """
         alike = Counter(other.token for other in working.values())
         calling = [rank for rank, other in working.items() if other.verb not in ("close", _END)]
@@ -213,7 +223,7 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Add the verb and this rank to the error's message, unless an earlier call has."""
+        """Add the verb and this rank to the error's message, unless an earlier call has. Local."""
         if is_settled(error):
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
@@ -223,26 +233,26 @@ class Agreement:
         return settled(error)
 
     def name(self, call: Call, error: Exception) -> None:
-        """Have the message of an error begin with its call, and end with this rank."""
+        """Make the message of an error begin with its call, and end with this rank. Local."""
         error.args = (self._placed(str(call), call.verb, error),)
 
     def _placed(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text with its beginning, unless it begins with the verb, and with this rank."""
+        """Return an error's text with this rank, and with its beginning unless it has the verb."""
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         return text if text.endswith(where) else text + where
 
 
-def _of_peer(call: Call, rank: int, said: str) -> Exception:
-    kind, _, text = said.partition(": ")
-    if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
+def _of_peer(call: Call, rank: int, failure: str) -> Exception:
+    kind, _, text = failure.partition(": ")
+    if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark_repeated(RankMismatch(text), first=False)
-    return PeerFailed(f"{call}: rank {rank} raised {said}; nothing was changed in the store", rank)
+    return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed in the store", rank)
 
 
 def format_error(error: BaseException) -> str:
-    """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
+    """Return the text of an error for other ranks; for an error of a caller's code, with the place that raised it."""
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -250,21 +260,21 @@ def format_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 
-def _difference(said: Mapping[int, CallReport]) -> str:
+def _difference(reports: Mapping[int, CallReport]) -> str:
     """Show the call of the first rank beside the first call that differs from it."""
-    (rank, first), *others = said.items()
+    (rank, first), *others = reports.items()
     other = next(other for _, other in others if other.token != first.token)
     where = ""
     if other.text == first.text:
         sides = enumerate(zip_longest(first.parts, other.parts))
         where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
-    like = [rank for rank, one in said.items() if one.token == other.token]
+    like = [rank for rank, one in reports.items() if one.token == other.token]
     return f"{_act([rank], first)}; {_act(like, other)}{where}"
 
 
-def _places(said: Mapping[int, CallReport]) -> str:
+def _places(reports: Mapping[int, CallReport]) -> str:
     """Return the lines of the first rank of each call."""
-    firsts = {other.token: (rank, other) for rank, other in reversed(list(said.items()))}
+    firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     places = [f"rank {rank} is{other.place}" for rank, other in sorted(firsts.values()) if other.place]
     return f"; {', '.join(places)}" if places else ""
 
@@ -273,8 +283,9 @@ _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
 def _between(left: str | None, right: str | None) -> str:
-    """Show in what two calls differ: a text of each, None where a call has none; of two lists of the same options, as
-    of an updater, only those that differ.
+    """Show the difference between one text of each of two calls; None: the call has none.
+
+    Of two lists of the same options, as of an updater, show only the options that differ.
     """
     if left is None or right is None:
         return f"{left or right}, only in the {'first' if right is None else 'second'} of these calls"
@@ -285,15 +296,15 @@ def _between(left: str | None, right: str | None) -> str:
 
 
 def _options_of(text: str) -> tuple[str, list[str]]:
-    """Return the name before a list of options, and the options; where there is no list, the text."""
+    """Return the name before a list of options, and the options; without a list, the text."""
     found = _OPTIONS.fullmatch(text)
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
-def _act(ranks: Sequence[int], said: CallReport) -> str:
-    """Say what ranks do, all of them the same."""
+def _act(ranks: Sequence[int], report: CallReport) -> str:
+    """Describe the one call of several ranks."""
     who, one = ", ".join(map(str, ranks)), len(ranks) == 1
-    if said.verb == _END:
+    if report.verb == _END:
         end = "has reached the end of its program" if one else "have reached the ends of their programs"
-        return f"rank{'s' * (not one)} {who} {end}, after {said.text}"
-    return f"rank {who} calls {said.text}" if one else f"ranks {who} call {said.text}"
+        return f"rank{'s' * (not one)} {who} {end}, after {report.text}"
+    return f"rank {who} calls {report.text}" if one else f"ranks {who} call {report.text}"

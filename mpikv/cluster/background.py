@@ -1,8 +1,8 @@
-"""Calls that the caller does not wait for: a queue, the thread that makes them, and an order that all ranks keep.
+"""Non-blocking calls: a queue, the thread that makes them, and an order common to all ranks.
 
-Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
-before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
-several, the one that was issued first.
+The next call must be the same on every rank, and at any moment one rank has issued more calls than another. So before
+each call the ranks compare the lengths of their queues. The next call is the most urgent of the calls that all have; of
+several, the one issued first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Pending", "Work", "makes_calls", "urgency"]
 
 __tracebackhide__ = hidden_from_pytest
 
-# Seconds after which the thread looks again whether another one's call has ended.
+# Seconds between two looks at another thread's running call: nobody notifies this condition when it ends.
 _SHORT = 1e-3
 
 
@@ -32,12 +32,12 @@ _here = threading.local()
 
 
 def makes_calls() -> bool:
-    """Return whether this thread makes calls with ``wait=False`` for those that have issued them."""
+    """Return whether this thread makes ``wait=False`` calls for the threads that issued them. Local."""
     return hasattr(_here, "makes_calls")
 
 
 class Work:
-    """A call that was made with ``wait=False``, and what comes of it.
+    """A call made with ``wait=False``, and its result.
 
     Example:
         >>> import mpikv, numpy as np
@@ -58,14 +58,14 @@ class Work:
         run: Callable[[], Any],
         rejoin: Callable[[], None] | None = None,
     ) -> None:
-        """``rejoin`` is called in each thread that has waited for the call."""
+        """``rejoin`` runs in each thread that has waited for the call."""
         self._pending, self._urgency, self._text = pending, urgent, text
         self._run: Callable[[], Any] | None = run
         self._rejoin = rejoin
         self._completed = present().event()
         self._result: Any = None
         self.inner: Callable[[Any], Any] | None = None
-        """What :meth:`wait` makes of the call's own result, if it is to return anything else."""
+        """Converts the call's own result into the result of :meth:`wait`, if they differ."""
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
 
@@ -77,30 +77,32 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has completed, well or not. Local. On a GPU it has when it is queued."""
+        """Whether the call has completed, well or not. Local. On a GPU a call completes when it is queued."""
         return bool(self._completed.is_set())
 
     @property
     def error(self) -> BaseException | None:
-        """What the call raised; None if nothing, or not yet. Local. Looking here does not count as having seen it."""
-        # Else every time that it is raised would make the traceback longer.
+        """The error of the call; None if there is none, or not yet. Local. Reading it does not count as having
+        seen it.
+        """
+        # Each raise would make the traceback longer, so it is set back.
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the call has completed; return what it returns, or raise what it raised.
 
-        Local: every rank may wait when it likes, more than once, or not at all. What a call raised and nobody has seen
-        is logged, and raised by the next call that does not itself have ``wait=False``, in its place.
+        Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
+        and raised by the next blocking call, in its place.
 
-        On a GPU it waits until the call is queued, and what this thread's present stream is given next comes after it.
+        On a GPU it waits until the call is queued, and makes this thread's current stream wait for the call's work.
 
         Args:
-            timeout: seconds; None waits until it has completed, which the store's own timeout bounds unless an updater
-                never returns.
+            timeout: seconds; None waits until the call has completed. The store's own timeout bounds that, unless an
+                updater never returns.
 
         Raises:
             TimeoutError: the call has not completed yet; it goes on, and so does the store.
-            Unsupported: an updater waits, for which the call itself waits.
+            Unsupported: an updater waits for a call that comes after the updater's own.
             Closed: it was issued before a fork, and completes in the other process.
         """
         self._pending.check_progress(self)
@@ -108,7 +110,7 @@ class Work:
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
         if self._rejoin is not None:
-            # After a failure of the GPU nothing comes after it, and what the call raised says more.
+            # After a failure of the GPU no stream can wait for it, and the call's own error says more.
             with nullcontext() if error is None else suppress(TransportError):
                 self._rejoin()
         if error is not None:
@@ -128,12 +130,12 @@ class Work:
         hide_frames(error)
         self._error, self._trace = error, error.__traceback__
         self._run = None
-        # They hold the caller's arrays.
+        # Frames hold the caller's arrays, and a kept Work would keep them alive.
         traceback.clear_frames(self._trace)
 
 
 class Pending:
-    """The calls of one store that were made with ``wait=False``. All methods but those of its thread are local."""
+    """The non-blocking calls of one store. Its methods are local, but those of its thread."""
 
     def __init__(
         self,
@@ -141,8 +143,10 @@ class Pending:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
         busy: Callable[[], bool] = bool,
     ) -> None:
-        """``least`` returns the smallest of the numbers that all ranks pass, collectively. The thread is in ``aside``
-        while it makes calls, and begins none while the store is ``busy`` with another thread's.
+        """``least`` returns the smallest of the numbers that all ranks pass; collective.
+
+        The thread enters ``aside`` while it makes a call, and begins none while another thread's call keeps the store
+        ``busy``.
         """
         self._least, self._aside, self._busy = least, aside, busy
         self._changed = present().condition()
@@ -155,7 +159,7 @@ class Pending:
         self.active = False
         """Whether calls are queued or running."""
         self.waiting = False
-        """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
+        """Whether a call must look here before it may run: others come first, or one has failed unseen."""
 
     def add(self, work: Work) -> Work:
         """Queue a call.
@@ -175,7 +179,7 @@ class Pending:
 
     def _start(self) -> None:
         if self._thread is None:
-            # Known before it starts: an interrupt comes while this waits for it, and the next call would start another.
+            # Set before start(): an interrupt may come while start() waits, and the next call would start a second one.
             self._thread = present().thread(self._serve, "mpikv")
             try:
                 self._thread.start()
@@ -184,13 +188,13 @@ class Pending:
                 raise
 
     def runs_here(self) -> bool:
-        """Return whether this is the queue's thread: one of its calls, or an updater that it runs."""
+        """Return whether this is the queue's thread, as in one of its calls or in an updater of one."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def drain(self, patience: float | None = None) -> bool:
-        """Wait until all calls have completed; return False after ``patience`` seconds in which none has.
+        """Wait until all calls have completed; return False after ``patience`` seconds without a completed call.
 
-        In the queue's own thread, which cannot wait for itself, and in a forked child, returns at once.
+        In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
         """
         if not self.active or self.runs_here() or os.getpid() != self._process:
             return True
@@ -209,7 +213,9 @@ class Pending:
             claim()
 
     def failure(self) -> BaseException | None:
-        """Return what the first failed call raised that nobody has seen, if there is one; all then count as seen."""
+        """Return the error of the first failed call that nobody has seen, if any. All such errors then count as
+        seen.
+        """
         with self._changed:
             if not self._unseen or self.runs_here():
                 return None
@@ -221,14 +227,14 @@ class Pending:
         return noted(error, f"in {unseen[0]._text()}, for which nobody has waited{more}")
 
     def saw(self, work: Work) -> None:
-        """Take note that somebody has seen what a call raised."""
+        """Note that somebody has seen a call's error."""
         with self._changed:
             if work in self._unseen:
                 self._unseen.remove(work)
                 self._look()
 
     def check_progress(self, work: Work) -> None:
-        """Raise if a call that has not completed never will while this thread waits."""
+        """Raise if a call can never complete while this thread waits."""
         if work.done:
             return
         if self.runs_here():
@@ -239,7 +245,7 @@ class Pending:
     def end(self) -> None:
         """Let the thread end when the queue is empty. Does not wait."""
         if os.getpid() != self._process:
-            return  # a forked child has no such thread, which may have held the lock
+            return  # a forked child lacks the thread, and the thread may have held the lock at the fork
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -254,8 +260,9 @@ class Pending:
         while queued := self._await():
             with self._aside():
                 work = self._make_next(queued)
-            self._complete(work)  # and only then, as whoever waits for it may close the store
-            del work  # its result may be shared memory, which could not be freed
+            # After the block: a thread that waits for the call may close the store at once.
+            self._complete(work)
+            del work  # its result may be shared memory, and could not be freed while this frame holds it
 
     def _make_next(self, queued: int) -> Work:
         try:
@@ -268,7 +275,7 @@ class Pending:
         return work
 
     def _await(self) -> int:
-        """Wait for a call to make; return how many there are, or 0 at the end."""
+        """Wait for a call to make; return the number of queued calls, or 0 at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
             while self._queue and self._busy():
@@ -276,7 +283,7 @@ class Pending:
             return len(self._queue)
 
     def _take(self, common: int) -> Work:
-        """Take the most urgent call out of the queue, of the first ``common``."""
+        """Remove the most urgent of the first ``common`` calls from the queue, and return it."""
         with self._changed:
             candidates = range(common if self._some_are_urgent else 1)
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
@@ -295,7 +302,7 @@ class Pending:
 
 
 def urgency(priority: Any) -> int:
-    """Return the highest of the priorities of a call; 0 where they are no numbers, which the call itself refuses."""
+    """Return the highest of the priorities of a call; 0 if they are no numbers, as the call itself reports."""
     wishes = priority if isinstance(priority, (list, tuple)) else [priority]
     try:
         return max(map(int, wishes), default=0)

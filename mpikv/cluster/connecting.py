@@ -1,4 +1,4 @@
-"""How a process finds the ranks of its launch, and what keeps it from joining them."""
+"""How a process finds the ranks of its launch, and the obstacles it reports."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ __all__ = ["connect"]
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
-    """Return the group of all ranks of the launch, or of ``comm``.
+    """Return the group of all ranks of the launch, or of ``comm``. Collective over them.
 
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
             host has too little shared memory for it to start.
-        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
-        alone.
+        ConfigError: the launcher and the MPI library are of different makes, so every process believes it is alone.
         Unsupported: the process was forked from a rank that had a store, or started by multiprocessing in a rank.
         TypeError: ``comm`` is no communicator.
         Stalled: not all ranks have come.
@@ -50,7 +49,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     if comm is None:
         _check_worker(launch)
         if (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
-            # No error: a batch script sees the variable too, and may well start a program of one rank.
+            # A warning, no error: a batch script has the variable too, and may start a program of one rank.
             if launch is None and (tasks := tasks_set_aside()) > 1:
                 text = "the store has one rank in a Slurm job of %d tasks; to start all ranks, use  %s"
                 warn(text, tasks, advise_start(tasks))
@@ -72,18 +71,18 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     insists = config.transport in ("hierarchical", "shm")
     group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
     if group.size > 1 and mpi.COMM_WORLD.rank == 0:
-        # The launcher of this package has told of them.
+        # mpikv run has already named rival libraries.
         rivals = name_rivals(mpi.Get_library_version()) if run_directory() is None else ""
         for text in filter(None, [rivals, _describe_crowd(group) if not config.simulate_ranks_per_host else ""]):
             warn_once(text)
     if launch is not None and (directory := run_directory()):
-        # A rank that is killed cannot tell which files it shares, and the launcher may not have seen them.
+        # A killed rank cannot remove its shared files; the launcher finds their names here.
         (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
     return group
 
 
 def _describe_crowd(group: ProcessGroup) -> str:
-    """Return what to do where this host has more ranks than cores; nothing where it has not."""
+    """Return advice if this host has more ranks than cores; otherwise ""."""
     ranks, cores = len(group.host_ranks), group.host_cores
     if ranks <= cores:
         return ""
@@ -95,7 +94,7 @@ def _describe_crowd(group: ProcessGroup) -> str:
 
 
 def _simulated(comm: Any) -> Any:
-    """Return the communicator of a store on simulated ranks, all of them where none is given.
+    """Return the communicator of a store on simulated ranks; all ranks if none is given.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
@@ -122,7 +121,7 @@ def _check_communicator(comm: Any) -> None:
 
 
 def _check_container() -> None:
-    """Raise, or warn, where this host withholds what MPICH needs, and spare it what it can do without."""
+    """Raise or warn if this host withholds a need of MPICH, and turn off a feature that MPICH can do without. Local."""
     mpi = load_mpi(start=False)
     library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
     if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):
@@ -135,11 +134,11 @@ def _check_container() -> None:
 
 
 def _check_worker(launch: Launch | None) -> None:
-    """Raise, or warn, where multiprocessing has started this process."""
+    """Raise or warn if multiprocessing has started this process. Local."""
     processes = sys.modules.get("multiprocessing.process")
     if processes is None or processes.parent_process() is None:
         return
-    # As a second process of a number it would wait in the start of MPI for ever.
+    # It has its parent's rank: as a second process of that rank it would wait in MPI's start for ever.
     if launch is not None and launch.size != 1:
         raise Unsupported(
             f"create: multiprocessing started this process in rank {launch.rank} of {launch.size}, and it is not a "

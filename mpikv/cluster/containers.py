@@ -1,4 +1,4 @@
-"""What MPICH needs of a host and containers withhold; its ranks would end or fail without a word of it."""
+"""The needs of MPICH that containers withhold. Its ranks would end or fail without a message."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .windows import SHARED
 
 __all__ = ["may_read_processes", "why_no_room"]
 
-# What MPICH 5 takes of shared memory for each rank of a host while it starts. Measured; in 1 to 32 ranks it was linear.
+# Bytes of shared memory that MPICH 5 takes for each rank of a host in its start. Measured; linear from 1 to 32 ranks.
 _PER_RANK = 5_400_000
 
 
 def may_read_processes() -> bool:
-    """Return whether this process may call ``process_vm_readv``."""
+    """Return whether this process may call ``process_vm_readv``. Local."""
     with suppress(OSError):  # not Linux
         return bool(system_function("process_vm_readv")(os.getpid(), None, 0, None, 0, 0) == 0)
     return False
 
 
 def why_no_room(library: str, ranks: int, others: bool) -> str:
-    """Return why so many ranks cannot start on this host, or nothing.
+    """Return why so many ranks cannot start on this host, or "". Local.
 
-    With ``others``, some may have started already: what they have taken counts as free.
+    With ``others``, some may have started already: their memory counts as free.
     """
     if not library.startswith("MPICH 5.") or not os.path.exists(SHARED):
         return ""

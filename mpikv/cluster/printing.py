@@ -1,7 +1,7 @@
-"""How a rank prints, and logs: what cannot be written is lost, and stops nothing.
+"""How a rank prints and logs. An unwritable text is lost, and stops nothing.
 
 A disk may be full, a stream closed, or the caller's own. An error raised here would end a thread that others wait for,
-or stand between an error and the end of the job.
+or come between an error and the end of the job.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ __all__ = ["flush_output", "print_lines", "until_read", "warn"]
 
 
 def print_lines(text: str, prefix: str) -> None:
-    """Print each line of a text with a prefix, after what was printed before; where the program has put something else
-    in the place of ``sys.stderr`` that fails, to the error output that the process began with.
+    """Print each line of a text with a prefix, after earlier output. Local.
+
+    If the program's own ``sys.stderr`` fails, print to the error output of the process.
     """
     flush_output()
     # One write: those of several ranks share a pipe, and must not mix.
@@ -38,14 +39,15 @@ def flush_output() -> None:
 
 
 def warn(text: str, *about: object, level: int = logging.WARNING) -> None:
-    """Log a text, for whoever waits for nobody's answer."""
-    with suppress(Exception):  # which logging lets out where the standard error output is closed
+    """Log a text; an error of logging is dropped. Local."""
+    with suppress(Exception):  # logging raises if the standard error output is closed
         logging.getLogger("mpikv").log(level, text, *about)
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:
-    """Wait until what was written to these files has been read, where they are pipes, but not long. A launcher that is
-    told to end its job leaves the rest of what its ranks have said unread.
+    """Wait until readers have taken the written text from these files, if they are pipes, but not long. Local.
+
+    A launcher that is told to end its job drops the unread output of its ranks.
     """
     limit = time.monotonic() + seconds
     while any(map(_unread, descriptors)) and time.monotonic() < limit:
@@ -63,7 +65,7 @@ def _is_written(text: str, stream: Any) -> bool:
 
 
 def _unread(descriptor: int) -> int:
-    """Return how many bytes are in a pipe; none in a file of another kind, or a closed one."""
+    """Return the number of bytes in a pipe; 0 for a file of another kind, or a closed one."""
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

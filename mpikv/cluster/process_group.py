@@ -1,4 +1,4 @@
-"""The ranks that share a store: who is on which host, and what they tell each other."""
+"""The ranks that share a store: their hosts, and their messages about failures and the end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from .windows import SharedWindows
 
 __all__ = ["ANSWERS", "ASKS", "GONE", "ProcessGroup", "warn_once"]
 
-# The tags of words: that a rank has given up a call, or has ended the store while others may be in a call of it;
-# questions and answers of hosts.
-GONE, ENDED, ASKS, ANSWERS = WORDS = (1, 32102, 32103, 32104)
-# The longest text, which MPI passes on without either rank's help.
-_MOST_TOLD = 500
-# What was told by ranks that had ended a store: MPI may still read it.
-_last_words: list[Any] = []
+# Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
+# answers of hosts.
+GONE, ENDED, ASKS, ANSWERS = _TAGS = (1, 32102, 32103, 32104)
+# Bytes of the longest text. MPI sends so short a message eagerly: the sender need not wait for the receiver.
+_LONGEST_TEXT = 500
+# Requests of sent messages. They keep the buffers alive: MPI may still read them.
+_sent: list[Any] = []
 
 
 class ProcessGroup:
     """The ranks of one store.
 
-    It owns a duplicate of the communicator it was made from, so that two stores, or a store and the caller's own
-    messages, never meet.
+    It owns a duplicate of its communicator, so messages of two stores, or of a store and the caller, never meet.
     """
 
     def __init__(
@@ -48,8 +47,8 @@ class ProcessGroup:
     ) -> None:
         """Collective over ``comm``; without one, the group is this process alone.
 
-        With ``simulate_ranks_per_host`` other than 0 no host is taken to have more ranks: a larger one is split into
-        several, which share nothing. Where MPI divides the ranks of one machine, ``insists`` has them share memory.
+        If ``simulate_ranks_per_host`` is not 0, a host with more ranks is split into several hosts, which share
+        nothing. If MPI divides the ranks of one machine, ``insists`` makes them share memory.
 
         Raises:
             Stalled: not all ranks have come within ``timeout`` seconds.
@@ -61,17 +60,18 @@ class ProcessGroup:
         self._timeout = timeout
         self.windows = SharedWindows()
         self.divided = ""
-        """What MPI says of the ranks of one machine, if it takes them for ranks of several hosts."""
+        """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
         self._end = ""
         self._has_ended = False
-        # How many words this rank has sent to each; for itself, less those that it has heard.
-        self._words = np.zeros(self.size, np.int64)
+        # Messages sent to each rank; at this rank's own place, minus the messages received. Summed over ranks, each
+        # place is the number of messages still on their way.
+        self._counts = np.zeros(self.size, np.int64)
         self.witness: Callable[[], None] = lambda: None
-        """Answers other hosts that ask about this one. Called by ranks that wait."""
+        """Answers other hosts that ask about this one. Called by waiting ranks."""
         self._listening = threading.Lock()
         self.host_comm: Any = None
         self._control: Any = None
-        """For what ranks tell each other of failures, and at the end."""
+        """For the ranks' messages about failures, and at the end."""
         self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
         if self.comm:
             self._join_hosts(simulate_ranks_per_host, insists)
@@ -80,39 +80,42 @@ class ProcessGroup:
             self.local_rank, self.hosts, self.host_ranks = 0, (present().host,), (0,)
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
-        # Where a rank came late to a sum, others have a part of it pending, which MPI may match with what comes next.
+        # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
+        # the next collective.
         self._control = self.comm.Dup()
         machine = self._join_machine(insists)
-        # A launcher may bind each rank to cores of its own.
+        # The union: a launcher may bind each rank to cores of its own.
         cores = len(set().union(*machine.allgather(tuple(os.sched_getaffinity(0)))))
-        # Also where all stay together: a rank whose settings are bad has defaults here, and calls the same collectives.
+        # Split even into one part: a rank with bad settings has defaults here, and must make the same collectives.
         part = machine.rank // simulate_ranks_per_host if simulate_ranks_per_host else 0
         self.host_comm = machine.Split(part, key=self.rank)
         self.host_cores = cores * self.host_comm.size // machine.size
         machine.Free()
         self.local_rank = self.host_comm.rank
-        told = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
-        self.host_ranks, members = zip(*told, strict=True)
+        pairs = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
+        self.host_ranks, members = zip(*pairs, strict=True)
         waits = partial(complete, comm=self.host_comm, ranks=self.host_ranks, timeout=self._timeout)
         self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "", waits)
         hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
     def _join_machine(self, insists: bool) -> Any:
-        """Return the communicator of the ranks that share memory, as MPI has it unless this rank ``insists``."""
+        """Return the communicator of the ranks that share memory, as MPI divides them unless this rank ``insists``.
+        Collective.
+        """
         machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
-        said = self.comm.allgather((machine.bcast(self.rank), _describe_machine(self.rank)))
-        machines = [name for _, name in said]
-        # For each rank, the first one of its machine, which is of the machine of the first rank of its host.
-        firsts = [machines.index(machines[leader]) for leader, _ in said]
-        if not any(first != leader for first, (leader, _) in zip(firsts, said, strict=True)):
+        hosts = self.comm.allgather((machine.bcast(self.rank), _describe_machine(self.rank)))
+        machines = [name for _, name in hosts]
+        # The first rank of each rank's machine. All ranks of a host of MPI count as on the machine of its first rank.
+        firsts = [machines.index(machines[leader]) for leader, _ in hosts]
+        if not any(first != leader for first, (leader, _) in zip(firsts, hosts, strict=True)):
             return machine
-        leaders = {leader for leader, _ in said}
+        leaders = {leader for leader, _ in hosts}
         self.divided = _tell_division(leaders, firsts, machines)
         if self.rank == 0 and not insists:
             warn_once(self.divided)
-        # Collective, so that also ranks take part that do not insist, as one whose settings are bad.
-        ours = self.comm.Split(firsts[self.rank] if insists else said[self.rank][0], self.rank)
+        # Split even where this rank does not insist, as with bad settings: others may, and Split is collective.
+        ours = self.comm.Split(firsts[self.rank] if insists else hosts[self.rank][0], self.rank)
         machine.Free()
         return ours
 
@@ -141,7 +144,7 @@ class ProcessGroup:
         return [joined[end - size : end].tobytes().decode() for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def _join(self, mine: Array, sizes: Sequence[int]) -> Array:
-        """Return the bytes of all ranks, one behind the other. Collective."""
+        """Return the bytes of all ranks in rank order, joined. Collective."""
         starts = [0, *accumulate(sizes)]
         joined = np.empty(starts[-1], np.uint8)
         joined[starts[self.rank] : starts[self.rank + 1]] = mine.view(np.uint8)
@@ -153,13 +156,14 @@ class ProcessGroup:
         complete(request, self._control, range(self.size), self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
-        """Raise what MPI raises as TransportError."""
+        """Raise MPI's errors as TransportError."""
         return TranslatedErrors(self.mpi, doing)
 
     def part(self, ranks: Sequence[int]) -> Any:
-        """Return a communicator of these ranks, in this order, which they free; elsewhere a null one. Collective.
+        """Return a communicator of these ranks, in this order; on other ranks a null one. Collective; its ranks free
+        it.
 
-        Of a process that is alone, ``COMM_SELF``, or None where no MPI is loaded.
+        For a process that is alone, ``COMM_SELF``, or None if no MPI is loaded.
         """
         if self.comm is None:
             mpi = self.mpi or sys.modules.get("mpi4py.MPI")
@@ -169,26 +173,26 @@ class ProcessGroup:
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def tell_end(self, why: str) -> None:
-        """Tell the other ranks why this one makes no call of the store any more, unless they know that it is over.
+        """Tell the other ranks why this one will make no more calls of the store, unless they know that it is unusable.
         Local.
         """
         with self._listening:
             if self._has_ended or self._end or not self._may_speak():
                 return
             self._has_ended = True
-            text = why.encode()[:_MOST_TOLD]
+            text = why.encode()[:_LONGEST_TEXT]
             with self.translated("sending a shutdown notice"):
                 for rank in range(self.size):
                     if rank != self.rank:
                         self.send_word(text, rank, ENDED)
 
     def send_word(self, text: bytes, rank: int, tag: int) -> None:
-        """Send what the other rank receives at the end of the store, if not before. Local."""
-        self._words[rank] += 1
-        _last_words.append(self.comm.Isend(text, rank, tag))
+        """Send a message that the other rank receives at the end of the store at the latest. Local."""
+        self._counts[rank] += 1
+        _sent.append(self.comm.Isend(text, rank, tag))
 
     def hear_word(self, tag: int) -> tuple[int, bytes] | None:
-        """Return who has sent a word, and the word; None where there is none. Local."""
+        """Return the sender and the text of a message with this tag; None if there is none. Local."""
         mpi = self.mpi
         status = mpi.Status()
         found = self.comm.Improbe(mpi.ANY_SOURCE, tag, status)
@@ -196,11 +200,11 @@ class ProcessGroup:
             return None
         text = bytearray(status.Get_count(mpi.BYTE))
         found.Recv(text)
-        self._words[self.rank] -= 1
+        self._counts[self.rank] -= 1
         return status.source, bytes(text)
 
     def told_end(self) -> str:
-        """Return what a rank has told that has ended the store, or nothing. Local; any thread may ask."""
+        """Return why another rank has ended the store, or "". Local; any thread may ask."""
         if self.comm is None or self._end:
             return self._end
         with self._listening:
@@ -216,11 +220,13 @@ class ProcessGroup:
         return self.comm is not None and not self.mpi.Is_finalized() and (self.threads or self.mpi.Is_thread_main())
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
-        """Tell the other ranks that this one ends; return a function that says which have not told the same yet."""
+        """Tell the other ranks that this one shuts down; return a function that lists those that have not said so yet.
+        Local.
+        """
         return list if self.comm is None else announce_shutdown(self.comm)
 
     def close(self) -> None:
-        """Free the shared memory at which no rank looks, and the communicators. Collective, idempotent.
+        """Free the communicators, and the shared memory that no rank uses. Collective, idempotent.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -230,29 +236,29 @@ class ProcessGroup:
         with self.translated("closing"):
             self.windows.close()
             self.host_comm.Free()
-            with self._listening:  # a watchdog may be about to
-                self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._words, self.mpi.SUM))
-                # The next communicator, which takes this one's number, would find them.
+            with self._listening:  # a watchdog's thread may be about to receive
+                self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM))
+                # MPI gives this communicator's number to the next one, and leftover messages would be received there.
                 Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
                 comm, self.comm, self.host_comm = self.comm, None, None
             self._control.Free()
             comm.Free()
 
     def _hear_all(self) -> bool:
-        """Return whether this rank has heard as many words as all have sent to it; hear those that have come."""
-        while any(self.hear_word(tag) for tag in WORDS):
+        """Receive the messages that have come; return whether all messages to this rank have been received."""
+        while any(self.hear_word(tag) for tag in _TAGS):
             pass
-        return bool(self._words[self.rank] == 0)
+        return bool(self._counts[self.rank] == 0)
 
 
 def _describe_machine(rank: int) -> str:
-    """Return the host's name and boot, which equal those of all ranks of this machine, but not of another container."""
+    """Return the host's name and boot. All ranks of one machine have the same; another container has its own name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{present().host} {boot.read_text().strip() if boot.exists() else rank}"
 
 
 def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[str]) -> str:
-    """Say what to do about a machine of which MPI makes several hosts, whose first ranks are ``leaders``.
+    """Return advice on a machine that MPI divides into several hosts; ``leaders`` are their first ranks.
 
     ``firsts`` has the first rank of its machine for each rank, ``machines`` the machines' names.
     """
@@ -268,12 +274,12 @@ def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has."""
+    """Log a warning, at most once in this process. Local."""
     warn(text)
 
 
 def _duplicated(world: Any, timeout: float) -> Any:
-    """Return a duplicate of a communicator, which a plain ``Dup`` would make without a deadline. Collective.
+    """Return a duplicate of a communicator. Collective, with a deadline; a plain ``Dup`` has none.
 
     Raises:
         Stalled: some ranks have not come, or had given up when this one came.
@@ -286,7 +292,7 @@ def _duplicated(world: Any, timeout: float) -> Any:
         comm, request = world.Idup()
         now = present().now
         given_up, late = receive_shutdowns(world), now() + PATIENCE
-        # The caller's messages are looked at only where something is wrong.
+        # Probes of the caller's communicator start only after a delay: they see the caller's own messages.
         Waiting(timeout).until(lambda: request.Test() or (now() > late and bool(given_up())), tuple)
         if request:
             problem = f"rank {world.rank} was late, and the other ranks have stopped waiting for it"

@@ -1,7 +1,7 @@
-"""What a rank asks of its system: the time, naps, threads, locks. A simulated rank asks its scheduler instead.
+"""The services of a rank's system: time, naps, threads, locks. A simulated rank gets them from its scheduler instead.
 
-Whatever waits for another rank or another thread goes through here, so that a simulation decides who runs next, and
-its clock can jump to the next deadline when all wait.
+Every wait for another rank or thread goes through here. So a simulation decides who runs next, and its clock can jump
+to the next deadline when all wait.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ __all__ = ["OfMessages", "Peer", "Runtime", "enter", "owned", "present", "system
 
 
 class OfMessages(partial[bool]):
-    """A condition that only the message-passing library can make true. A simulated rank, which need not poll, is asked
-    again when a message has come for it, and not at every change on its host.
+    """A condition that only the message-passing library can make true.
+
+    The scheduler asks a simulated rank again when a message has come for it, not at every change on its host.
     """
 
 
 class Peer(Protocol):
-    """What a simulated rank can see of another."""
+    """A simulated rank's view of another one."""
 
     def state(self) -> str:
         """Return ``running`` or ``gone``."""
@@ -39,11 +40,11 @@ class Runtime(Protocol):
     """Time, threads and locks."""
 
     world: Any
-    """The communicator of all ranks where the rank is simulated, else None."""
+    """The communicator of all ranks if the rank is simulated, else None."""
     owned: dict[str, list[Any]]
-    """What belongs to this rank's process, and lives until its end, by kind."""
+    """Objects of this rank's process until its end, by kind."""
     polls: int
-    """How often a wait looks, giving way each time, before it begins to nap."""
+    """The number of looks of a wait, each with a yield of the core, before it naps."""
     host: str
     """The name of this rank's host."""
 
@@ -52,7 +53,7 @@ class Runtime(Protocol):
         """The number of this rank's process."""
 
     def peer(self, process: int) -> Peer | None:
-        """Return the simulated rank that is the process of a number; None for a real one."""
+        """Return the simulated rank with this process number; None for a real one."""
 
     def now(self) -> float:
         """Return seconds since some moment; they never go back."""
@@ -99,7 +100,7 @@ class _System:
 
     @property
     def process(self) -> int:
-        return os.getpid()  # which a fork changes
+        return os.getpid()  # not cached: a fork changes it
 
     def peer(self, process: int) -> Peer | None:
         return None
@@ -116,6 +117,7 @@ _SYSTEM: Runtime = _System()
 
 
 class _Here(threading.local):
+    # A class attribute: a new thread finds the real system without an __init__ per thread.
     runtime: Runtime = _SYSTEM
 
 
@@ -128,13 +130,13 @@ def present() -> Runtime:
 
 
 def owned(kind: str) -> list[Any]:
-    """Return the list of what belongs to this rank's process, of one kind."""
+    """Return the list of this rank's process for objects of one kind."""
     return _here.runtime.owned.setdefault(kind, [])
 
 
 @cache
 def system_function(name: str) -> Any:
-    """Return a function of the system's library, which sets ``errno``.
+    """Return a function of the C library; it sets ``errno``.
 
     Raises:
         OSError: it has none of that name.

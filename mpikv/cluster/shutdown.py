@@ -1,5 +1,5 @@
-"""How a rank leaves MPI, or an operation of MPI for which others do not come: what it tells them, the end of the whole
-job, and forked processes.
+"""How a rank leaves MPI, or an operation of MPI that others do not join: its messages, the end of the whole job, and
+forked processes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
     "was_forked",
 ]
 
-# The tags of the message of a rank that makes no more calls, and of one that has given up an operation; and the text.
-# Such a message may travel on a communicator of the caller's, whose own messages are told by their length.
+# Message tags: a rank makes no more calls; a rank has given up an operation. Such a message may travel on the caller's
+# communicator; the length of the text distinguishes it from the caller's own messages.
 _TAG, _STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"
-# Seconds to wait for a rank that has waited too long for others.
+# Seconds to wait for the messages of ranks with the same deadline, which passes a little later there.
 PATIENCE = 0.3
-# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
-_unfinished: list[Any] = []
-# The state of an Open MPI that has come to its end.
+# Abandoned requests. They keep the buffers alive: MPI may still read and write them.
+_abandoned: list[Any] = []
+# OMPI_MPI_STATE_FINALIZE_COMPLETED of Open MPI's enum ompi_mpi_state_t.
 _OMPI_FINALIZED = 5
 # Whether this process was forked from one that had a store.
 _forked = False
@@ -50,7 +50,7 @@ def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
     """Tell the other ranks that this one shuts down. Local.
 
     Returns:
-        What returns the ranks that have not told the same yet.
+        A function that lists the ranks that have not said the same yet.
     """
     messages = [comm.Isend(_TEXT, rank, tag) for rank in range(comm.size) if rank != comm.rank]
     receive = receive_shutdowns(comm, tag)
@@ -63,7 +63,7 @@ def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
 
 
 def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
-    """Return a function that returns the ranks that have told so far that they shut down."""
+    """Return a function that lists the ranks that have announced their shutdown. Local."""
     mpi = library_of(comm)
     ranks: set[int] = set()
 
@@ -79,7 +79,7 @@ def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
 
 
 def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float) -> list[int]:
-    """Return the ranks that have not answered these handshakes after so many seconds."""
+    """Return the ranks that have not answered these handshakes after so many seconds. Local."""
     here = present()
     limit = here.now() + seconds
     while absent := sorted({rank for find_absent in handshakes for rank in find_absent()}):
@@ -90,41 +90,43 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
 
 
 def complete(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait for an operation of all ranks of a communicator, but no longer than ``timeout`` seconds. Collective.
+    """Wait for an operation of all ranks of a communicator, for at most ``timeout`` seconds. Collective.
 
     ``ranks`` are their numbers in the store.
 
     Raises:
-        Stalled: some do not come, or had given up when this one came.
+        Stalled: some ranks do not come, or had given up when this one came.
     """
     try:
         Waiting(timeout).until(OfMessages(request.Test), tuple)
     except Stalled:
-        _unfinished.append(request)
-        # Those that wait, too, have the same deadline.
+        _abandoned.append(request)
+        # The other waiting ranks have the same deadline, so they announce themselves now; the rest are missing.
         absent = await_shutdown([announce_shutdown(comm, _STALLED)], PATIENCE)
         missing = [ranks[place] for place in absent]
         waited = f"waited {timeout:.1f} s for ranks {missing}"
         text = waited if missing else "the other ranks have given up waiting for this one"
         raise Stalled(text, missing) from None
     except BaseException:  # Ctrl-C
-        _unfinished.append(request)
+        _abandoned.append(request)
         raise
 
 
 def end_job(why: str) -> None:
-    """End all ranks, from one that cannot leave in peace: MPI ends only when every rank has come to its end."""
+    """End all ranks, from a rank that cannot leave in peace: MPI ends only when every rank ends. Local."""
     mpi = load_mpi()
     if not _forked and not mpi.Is_finalized():
         if directory := run_directory():
-            with suppress(OSError):  # the job is to end also where there is no room to say why
+            with suppress(OSError):  # a full disk must not keep the job alive
                 (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
         flush_output()
         mpi.COMM_WORLD.Abort(1)
 
 
 def abort_on_exception(mpi: Any) -> None:
-    """Make an uncaught exception end all ranks, but not in a notebook: the others would wait for this one for ever."""
+    """Make an uncaught exception end all ranks, except in a notebook: the others would wait for this rank for ever.
+    Local.
+    """
     if "ipykernel" in sys.modules or getattr(sys.excepthook, "ends_the_job", False):
         return
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
@@ -132,7 +134,7 @@ def abort_on_exception(mpi: Any) -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with lock:
-            try:  # Ctrl-C comes here, too
+            try:  # Ctrl-C may interrupt it, and must still end the job
                 print_last(error, f"[rank {rank}/{size}] ", rank)
                 until_read()
             finally:
@@ -145,13 +147,13 @@ def abort_on_exception(mpi: Any) -> None:
 def fail_at_end() -> None:
     """Give this process an exit status other than 0, once Python and MPI have come to their ends. Local."""
     system = ctypes.CDLL(None)
-    # C calls the last one first: what is buffered is written before the end.
+    # C runs exit functions in reverse: fflush writes the buffers, then _exit ends the process with status 1.
     for function, argument in ((system._exit, 1), (system.fflush, None)):
         system.__cxa_atexit(ctypes.cast(function, ctypes.c_void_p), ctypes.c_void_p(argument), None)
 
 
 def disown_mpi() -> None:
-    """Leave MPI and the end of the job to the process that this one was forked from."""
+    """Leave MPI and the end of the job to the parent process. For a forked child; local."""
     global _forked
     _forked = True
     if getattr(sys.excepthook, "ends_the_job", False):
@@ -164,10 +166,11 @@ def was_forked() -> bool:
 
 
 def leave_mpi() -> None:
-    """Have a forked process end without MPI's end, which mpi4py calls for it: that would be the parent's. Local.
+    """Let a forked child end without MPI_Finalize, which mpi4py calls at exit: it would end the parent's MPI. Local.
 
-    ``os._exit`` would need the exit status, which Python tells nobody, and would pass over exit functions. What MPI
-    looks at before it ends is the process's own: Open MPI at a variable, and MPICH at what a callback returns.
+    ``os._exit`` would need the exit status, which Python does not reveal, and would skip exit functions. So it changes
+    the child's own copy of a value that MPI reads before it ends: a state variable of Open MPI, a callback's result in
+    MPICH.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if not _forked or mpi is None or mpi.Is_finalized():
@@ -177,7 +180,8 @@ def leave_mpi() -> None:
         ctypes.c_int32.in_dll(library, "ompi_mpi_state").value = _OMPI_FINALIZED
     except ValueError:
         key, handle = ctypes.c_int(), ctypes.c_int if mpi._sizeof(mpi.Comm) == 4 else ctypes.c_void_p
-        # Its return value, a process number, is an error where MPI wants 0.
+        # MPI_Finalize first deletes the attributes of COMM_SELF ("Allowing User Functions at MPI Finalization" in the
+        # standard). getpid as their delete function returns a number other than 0, an error, and MPICH stops there.
         fail = ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p)
         library.MPI_Comm_create_keyval(None, fail, ctypes.byref(key), None)
         library.MPI_Comm_set_attr(handle.from_address(mpi._addressof(mpi.COMM_SELF)), key, None)

@@ -1,17 +1,17 @@
-"""What each rank of a host is doing, in shared memory, and the question to a late rank where its code is.
+"""The present call of each rank of a host, in shared memory, and the question to a late rank for its line of code.
 
-A rank writes the number and the text of each call that it begins to its own slot; nobody else writes there, so there
-are no locks. A rank that waits too long reads the slots, and asks a late one by a signal: Python's fault handler there
-writes the present line of code to a file in memory, which works in a loop, in a sleep and while an extension holds the
-interpreter's lock. The signal goes to the thread that makes the calls, which looks at its own frames alone: those of a
-thread that goes on meanwhile may be gone before they are read, which has killed processes. A process that was stopped,
-or is gone, cannot answer; the kernel tells that.
+A rank writes the number and the text of each call that it begins to its own slot. Nobody else writes there, so there
+are no locks. A rank that waits too long reads the slots, and asks a late one by a signal. Python's fault handler there
+writes the current line of code to a file in memory. That works in a loop, in a sleep, and while an extension holds the
+interpreter's lock. The signal goes to the thread that makes the calls, and its handler reads its own frames alone:
+frames of a running thread may vanish during the read, and that has killed processes. A stopped or ended process cannot
+answer; the kernel reports its state.
 
-A rank of another host is asked by a message. Ranks there that wait too answer with what the board of their host says.
-Only ranks that wait look for these messages, beside the calls that they wait for.
+A rank of another host is asked by a message. Waiting ranks there answer from the board of their host. Only waiting
+ranks receive these messages, beside the calls that they wait for.
 
-The signal is SIGURG, which the kernel drops where no handler waits for it. A program that sets a handler of its own for
-it takes back the answer file at that moment, and is asked no more, unless it keeps what ``signal.signal`` returned.
+The signal is SIGURG: the kernel drops it where nobody handles it. When a program sets its own handler, /dev/null
+replaces the answer file and the program is asked no more, unless it keeps the result of ``signal.signal``.
 """
 
 from __future__ import annotations
@@ -43,39 +43,40 @@ from .runtime import present, system_function
 __all__ = ["Inquiry", "StatusBoard", "note", "text_of_note"]
 
 _QUESTION = signal.SIGURG
-# The file of answers, as /proc calls it.
+# The name of the answer file in /proc/<pid>/fd. An asker checks it before each signal.
 _ANSWERS = "mpikv-answers"
+# Seconds to repeat a question that got no answer.
 _PATIENCE = 0.5
 # Bytes of the text of a call.
 _TEXT = 160
-# Of the ranks of a host, so that many ranks on many hosts do not flood the network.
+# The most ranks of a host to ask, so many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
-# Seconds until a host has answered, and for how long what was found out about this one is answered again.
+# Seconds to wait for a host's answer, and seconds to repeat this host's last answer.
 _HOST_PATIENCE, _FRESH = 1.0, 1.0
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
 class Answer(NamedTuple):
-    """What a host says."""
+    """A host's answer: its late ranks, and a text about them."""
 
     late: tuple[int, ...]
     text: str
 
 
 def note(text: str) -> bytes:
-    """Return what :meth:`StatusBoard.write` is given for a text: its length, and its beginning."""
-    said = text.encode()[:_TEXT]
-    return len(said).to_bytes(8, sys.byteorder) + said.ljust(_TEXT, b"\0")
+    """Return a text as a note for :meth:`StatusBoard.write`: its length, and its beginning."""
+    begin = text.encode()[:_TEXT]
+    return len(begin).to_bytes(8, sys.byteorder) + begin.ljust(_TEXT, b"\0")
 
 
-def text_of_note(said: bytes) -> str:
+def text_of_note(noted: bytes) -> str:
     """Return the text of a note."""
-    return said[8:].rstrip(b"\0").decode(errors="replace")
+    return noted[8:].rstrip(b"\0").decode(errors="replace")
 
 
 class StatusBoard:
-    """The slots of the ranks of this host."""
+    """The slots of the ranks of this host. All methods but the constructor are local."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
@@ -88,25 +89,26 @@ class StatusBoard:
         mine = self._slots[group.local_rank]
         mine["pid"] = mine["thread"] = present().process
         if group.size > 1:
-            mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
+            mine["answers"] = _answer_questions() if present().world is None else -1  # simulated ranks get no signal
         self.said = self.before = b""
-        """What this rank's slot says, and has said before."""
+        """This rank's present note and the one before it."""
 
     def _look_at(self, slots: Array) -> None:
         place = self._ranks.index(self._rank)
         own = slots[place : place + 1].view(np.uint8).data
         self._slots = slots
         self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - _TEXT :]
-        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
+        """The number of the call that this rank has begun. A repeated call changes nothing else."""
 
     def write(self, number: int, said: bytes) -> None:
-        """Say that this rank has begun call ``number``, of which a :func:`note` says more."""
+        """Announce that this rank has begun call ``number``, described by a :func:`note`."""
         self.before, self.said = self.said, said
         self._note[:] = said
+        # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
         self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
-        """Log that this rank has waited for ``waited`` seconds."""
+        """Log that this rank has waited for ``waited`` seconds, and for whom."""
         _, about = self.report(missing)
         text = f"{self.call}: {about}" if about else self.call
         warn("rank %d has waited %.1f s in %s", self._rank, waited, text)
@@ -117,10 +119,10 @@ class StatusBoard:
         return _call_of(self._slots[self._ranks.index(self._rank)])
 
     def report(self, missing: Sequence[int]) -> Answer:
-        """Find out about the ranks that keep this one waiting: those of ``missing``, and those that began fewer calls.
+        """Find out about the ranks that delay this one: ``missing``, and those that began fewer calls.
 
         Returns:
-            The ranks, as far as they are known, and what they did last and where their code is now.
+            The late ranks, as far as they are known, with their last calls and present lines.
         """
         if self._inquiry is None:
             return self._look(missing)
@@ -140,12 +142,12 @@ class StatusBoard:
         return Answer(late, "; ".join(texts))
 
     def give_up(self) -> None:
-        """Say that this rank is in no call any more."""
+        """Announce that this rank is in no call any more."""
         self._slots[self._ranks.index(self._rank)]["over"] = 1
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Say that this thread makes this rank's calls meanwhile, and not the main one."""
+        """Announce, inside a block, that this thread makes the rank's calls, not the main thread."""
         slot = self._slots[self._ranks.index(self._rank)]
         slot["thread"] = threading.get_native_id()
         try:
@@ -154,10 +156,10 @@ class StatusBoard:
             slot["thread"] = slot["pid"]
 
     def _away(self) -> tuple[int, ...]:
-        """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
+        """Return the ranks that began this call too but do not wait in it: stopped, or in an updater."""
         slots = zip(self._ranks, self._slots, strict=True)
         asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
-        # One that has given up before it was asked has left this package's code, too.
+        # "over" is read again: a rank that gave up just before the question has left this package's code, too.
         return tuple(rank for rank, slot in asked if not _waits(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
@@ -171,7 +173,7 @@ class StatusBoard:
         return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
 
     def close(self) -> None:
-        """Let go of the shared memory, but not of what it says: whoever still has to wait tells it."""
+        """Replace the shared memory by a copy: a rank that still waits can report it."""
         views = self.number, self._note
         self._look_at(self._slots.copy())
         for view in views:
@@ -187,33 +189,33 @@ def _call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Let the fault handler answer the question signal; return the file it writes to, or -1 if it cannot."""
+    """Make the fault handler answer the question signal; return the file of answers, or -1 if it cannot."""
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
     answers = os.memfd_create(_ANSWERS)
 
     def answer(*_: object) -> None:
-        """Nothing: the fault handler does, of which Python does not know."""
+        """Do nothing: the fault handler answers, unknown to Python."""
 
-    # Python lets go of it when the program sets another handler.
+    # Python drops this function when the program sets another handler; the finalizer then replaces the answer file.
     weakref.finalize(answer, _answer_no_more, answers)
     signal.signal(_QUESTION, answer)
-    # Those of other threads are not safe to read.
+    # After signal.signal: the fault handler must be the outer one. Frames of other threads are not safe to read.
     faulthandler.register(_QUESTION, file=answers, all_threads=False)
     return answers
 
 
 def _answer_no_more(answers: int) -> None:
-    """Put another file in the place of the one that whoever asks looks for."""
+    """Put /dev/null in the place of the answer file; askers notice the name."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, answers, inheritable=False)
     os.close(nothing)
 
 
 def _is_in_use(number: int) -> bool:
-    """Return whether a signal is handled or ignored, by code that Python does not know of, too."""
-    said = Path("/proc/self/status").read_text()
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", said))
+    """Return whether a signal is handled or ignored, also by code unknown to Python."""
+    status = Path("/proc/self/status").read_text()
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", status))
 
 
 def _whereabouts(slot: Any) -> str:
@@ -227,18 +229,19 @@ def _whereabouts(slot: Any) -> str:
     lines = _ask(slot)
     if not lines:
         return f"its process {pid} does not answer"
-    # The caller's own line says more than one of a library that it calls.
+    # The caller's own line says more than a line of a library below it.
     own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
-    if lines[-1][0].startswith(_PACKAGE):  # nobody calls it but Python, as the program ends
+    if lines[-1][0].startswith(_PACKAGE):  # the outermost frame is ours: Python runs an exit function
         return "has reached the end of its program"
     outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
 
 
 def _waits(slot: Any) -> bool:
-    """Return whether a process seems to be in this package's code; one that does not answer may be."""
+    """Return whether a process seems to be in this package's code; a silent one counts as such."""
     files = [file for file, _, _ in _ask(slot)]
-    # This package may stand among the libraries, and calls some: when it waits, and when it asks as we do here.
+    # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
+    # and then only frames outside of libraries count.
     telling = [file for file in files if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)]
     return _state(int(slot["pid"])) == "running" and (not telling or telling[0].startswith(_PACKAGE))
 
@@ -254,8 +257,9 @@ def _state(pid: int) -> str:
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
-    """Return file, line and function of each frame of the thread that makes a rank's calls, the innermost first; none
-    if it does not answer.
+    """Return file, line and function of each frame of the thread that makes a rank's calls, the innermost first.
+
+    Empty if it does not answer.
     """
     pid, answers = int(slot["pid"]), int(slot["answers"])
     if (peer := present().peer(pid)) is not None:
@@ -267,7 +271,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
         with open(path, errors="replace") as file:
             before = file.seek(0, os.SEEK_END)
             deadline = time.monotonic() + _PATIENCE
-            # The fault handler passes over a question that comes while it answers one of another thread.
+            # The fault handler ignores a question during its answer to another thread, so a question is repeated.
             while time.monotonic() < deadline and _ANSWERS in os.readlink(path):
                 _signal(pid, int(slot["thread"]))
                 time.sleep(0.01)
@@ -283,7 +287,7 @@ def _signal(pid: int, thread: int) -> None:
     """Send the question to one thread of a process.
 
     Raises:
-        OSError: there is none of that number, as where a call has just ended, or the system cannot do it.
+        OSError: the thread is gone, as after the end of its call, or the system cannot do it.
     """
     try:
         ask = system_function("tgkill")
@@ -299,9 +303,9 @@ def _signal(pid: int, thread: int) -> None:
 def _frames(answers: str) -> list[tuple[str, str, str]]:
     """Return the frames of the first whole answer, the innermost first.
 
-    The process writes an answer in pieces, and a busy machine may do something else for long between two of them. So
-    only the beginning of the next answer tells that one is whole. Several ranks may ask at once: then the text begins
-    in the middle of an answer to another rank.
+    The process writes an answer in pieces, and a busy machine may pause for long between two of them. So only the
+    beginning of the next answer shows that one is whole. Several ranks may ask at once: then the text begins in the
+    middle of an answer to another rank.
     """
     for text in answers.split("(most recent call first):")[1:-1]:
         if frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text):
@@ -310,12 +314,10 @@ def _frames(answers: str) -> list[tuple[str, str, str]]:
 
 
 class Inquiry:
-    """Asks the other hosts of a group, and answers for this one."""
+    """Asks the other hosts of a group, and answers for this one. All methods are local."""
 
     def __init__(self, group: ProcessGroup, report: Callable[[], Answer], call: Callable[[], int]) -> None:
-        """``report`` returns which ranks of this host are late, and what they do; ``call`` the number of this rank's
-        call.
-        """
+        """``report`` returns this host's :class:`Answer`; ``call`` the number of this rank's call."""
         self._group, self._report, self._call = group, report, call
         hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
         self._others = [(name, ranks) for name, ranks in hosts if group.rank not in ranks]
@@ -324,7 +326,7 @@ class Inquiry:
         group.witness = self.answer
 
     def ask(self) -> None:
-        """Ask all other hosts. Local."""
+        """Ask all other hosts."""
         self.number += 1
         for _, ranks in self._others:
             for rank in self._asked(ranks):
@@ -335,21 +337,21 @@ class Inquiry:
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
 
     def answer(self) -> None:
-        """Answer what other hosts have asked. Local."""
+        """Answer the questions of other hosts."""
         while word := self._group.hear_word(ASKS):
             source, number = word
             self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, ANSWERS)
 
     def look(self) -> Answer:
-        """Return what is to be said of this host."""
+        """Return the answer for this host, at most :data:`_FRESH` seconds old."""
         now, call, (before, when) = present().now, self._call(), self._known
-        # Of an earlier call, in which a question was found that came too late, it would be that nobody is late.
+        # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:
             self._found, self._known = self._report(), (call, now())
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Return what the hosts answer that were asked last; answer their questions meanwhile. Local."""
+        """Return the answers of the hosts asked last; answer their questions meanwhile."""
         heard: dict[int, Answer] = {}
         here = present()
         limit = here.now() + _HOST_PATIENCE
@@ -359,9 +361,9 @@ class Inquiry:
                 number, late, text = json.loads(word[1])
                 if number == self.number:
                     heard[word[0]] = Answer(tuple(late), text)
-            said = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
-            if all(answer for _, answer in said) or here.now() >= limit:
-                return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in said]
+            firsts = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
+            if all(answer for _, answer in firsts) or here.now() >= limit:
+                return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in firsts]
             here.nap(0.005, limit)
 
 

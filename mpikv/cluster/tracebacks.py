@@ -1,7 +1,7 @@
-"""Tracebacks without the frames of this package, and how a rank prints the error that ends it.
+"""Tracebacks without the frames of this package, and how a rank prints its last error.
 
-An error is to point at the caller's line. So where it leaves the package, the frames of the package, and of the
-libraries that it calls, are taken out of its traceback. Those of the caller's own functions stay, as an updater's. An
+An error should point at the caller's line. So when it leaves the package, the frames of the package, and of the
+libraries that it calls, are cut out of its traceback. Frames of the caller's own functions stay, as an updater's. An
 error that nobody meant to raise is a bug here and keeps all frames.
 """
 
@@ -29,25 +29,24 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _PACKAGE = __name__.partition(".")[0]
-# Programs, and tests, which use the rest as a caller does.
+# Programs and tests: they call the rest of the package as a user does.
 _CALLERS = (f"{_PACKAGE}.cli", f"{_PACKAGE}.testing")
 # Between a simulated rank's program and the store that it calls.
 _BETWEEN = f"{_PACKAGE}.testing.simulation.calls"
 _LIBRARIES = ("cupy", "ml_dtypes", "mpi4py", "numba", "numpy")
-# Of Python's own modules, of which some are frozen. By their names a caller's could be taken for them.
+# Paths of Python's own modules; some are frozen. A name alone would also match a caller's module of that name.
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Seconds in which the rank that prints an error in full can end the job; seconds more for each rank that comes before
-# this one, and at most.
+# Seconds for the rank with the full error to end the job; more seconds for each rank before this one, and their limit.
 _PATIENCE, _TURN, _MOST_TURNS = 0.5, 0.02, 1.0
-# Seconds that it leaves the others, which raise the same error at this moment, for their lines.
+# Seconds that this rank leaves the others to print their lines: they raise the same error at this moment.
 _OTHERS = 0.2
 
 
 def hide_frames(error: BaseException) -> None:
-    """Take the frames of this package out of the traceback of an error, and of those that it came from.
+    """Cut the frames of this package out of the traceback of an error, and of its causes. Local.
 
-    The bare ``raise`` that follows adds no frame of its own, from Python 3.11 on.
+    From Python 3.11 on, a bare ``raise`` afterwards adds no frame of its own.
     """
     seen: set[int] = set()
     chain: list[BaseException | None] = [] if keeps_frames() else [error]
@@ -73,19 +72,19 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def hidden_from_pytest(raised: Any) -> bool:
-    """Return whether pytest is to leave out frames of a module whose ``__tracebackhide__`` this is."""
+    """Return whether pytest should hide a module's frames; the module has it as ``__tracebackhide__``."""
     return is_shortened(raised.value)
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank, and thereby the job.
+    """Print the error that ends a rank, and with it the job. Local.
 
-    Where another rank has raised it, too, one line comes first. The rest follows if no other rank has ended the job
-    when it is this one's turn.
+    If another rank has raised it too, print one line first. Print the rest if the job has not ended when this rank's
+    turn comes.
     """
     hide_frames(error)
     if _is_repeated(error):
-        # The line begins with this rank.
+        # The prefix already names this rank.
         print_lines(f"{_only(error).removesuffix(prefix.strip()).rstrip()}{place_of(error)}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
@@ -94,29 +93,31 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised, for the end of a line: in a caller's code, if it passed any, and rather there
-    than in a library from which the caller has come here, as torch.
+    """Return the place that raised an error, for the end of a line.
+
+    It is in a caller's code, if the error passed any. A caller's own file comes before a library that called this
+    package, as torch.
     """
     entries = list(_callers(error.__traceback__)) or list(_entries(error.__traceback__))[-1:]
     return _innermost([(entry.tb_frame, entry.tb_lineno) for entry in reversed(entries)])
 
 
 def place_here() -> str:
-    """Return where the caller's code is that has called this package, for the end of a line; nothing where none has, as
-    at the end of the program.
+    """Return the caller's line that called this package, for the end of a line; "" if there is none, as at the end of
+    the program.
     """
     frames = traceback.walk_stack(None)
     return _innermost([(frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame)])
 
 
 def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the place of the first of these frames that is of no installed library, if any is."""
+    """Return the place of the first of these frames outside of installed libraries, if any."""
     own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
     return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
 
 
 def _is_repeated(error: BaseException) -> bool:
-    """Return whether one line says what is known here, and another rank has more to show."""
+    """Return whether one line says all that is known here, and another rank prints more."""
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
     return alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error))
 
@@ -131,15 +132,15 @@ def _shorten(error: BaseException) -> None:
     if not entries or not (entries[-1] in kept or _is_meant(error, entries[-1])):
         return
     mark_shortened(error)
-    # Python 3.10 raises again with the first entry, whatever the error has.
+    # Python 3.10 raises again with the first entry, whatever __traceback__ is: so that entry is kept in the chain.
     for one, following in pairwise([*dict.fromkeys([first, *kept]), None]):
         one.tb_next = following  # type: ignore[union-attr]
-    # Not by assignment, which an error of the caller's own may forbid.
+    # Not by assignment: a caller's own exception may forbid that.
     BaseException.with_traceback(error, kept[0] if kept else None)
 
 
 def _is_meant(error: BaseException, innermost: TracebackType) -> bool:
-    """Return whether this package raised an error on purpose, or passes one on of which its callers are told."""
+    """Return whether this package raised an error on purpose, or passes on a documented one."""
     if isinstance(error, (MPIKVError, OSError, MemoryError)) or is_shortened(error):
         return True
     raises = innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == _RAISE
@@ -153,10 +154,10 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the entries of callers, and of functions of theirs that this package calls."""
+    """Yield the entries of callers, and of their functions that this package calls."""
     inside = False
     for entry in _entries(trace):
-        # Such as contextlib's, by which the end of a ``with`` block comes here.
+        # As contextlib's frame, through which the end of a ``with`` block enters this package.
         leads_in = entry.tb_next is not None and _is_ours(entry.tb_next.tb_frame)
         inside = _is_ours(entry.tb_frame) or ((inside or leads_in) and _is_library(entry.tb_frame))
         if not inside:

@@ -18,7 +18,7 @@ Warn = Callable[[float, Sequence[int]], None]
 
 
 class Waits(Protocol):
-    """What waits as :class:`Waiting` does."""
+    """Anything that waits as :class:`Waiting` does."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true, or raise :class:`~mpikv.errors.Stalled`."""
@@ -28,21 +28,21 @@ class Waiting:
     """Waits until something is ready, up to a deadline."""
 
     def __init__(self, timeout: float, warn_after: float = math.inf, warn: Warn | None = None) -> None:
-        """Times are in seconds; ``warn`` is told how long was waited, and for which ranks."""
+        """Times are in seconds. ``warn`` gets the seconds waited so far and the missing ranks."""
         self._timeout, self._warn_after, self._warn = timeout, warn_after, warn
 
     def warning(self, warn: Warn) -> Waiting:
-        """Return one that waits as long, and tells ``warn`` of it."""
+        """Return a :class:`Waiting` with the same times and another ``warn``."""
         return Waiting(self._timeout, self._warn_after, warn)
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true.
 
         Raises:
-            Stalled: it was not before the deadline; ``missing()`` are the ranks that were waited for, if it can be
-            told.
+            Stalled: the deadline passed. ``missing()`` names the missing ranks, as far as they are known.
         """
-        # Before the first yield: on a busy core each may take a scheduler's slice, and all of them seconds.
+        # Measured from before the first yield: on a busy core each yield may take a scheduler's slice, and 200 of them
+        # seconds.
         here = present()
         started, warned = here.now(), False
         for _ in range(here.polls):
@@ -57,7 +57,8 @@ class Waiting:
             if self._warn and waited >= self._warn_after and not warned:
                 warned = True
                 self._warn(waited, missing())
-            # Short beside what was waited already: MPI may make progress only when it is asked whether it is ready.
+            # Naps of 1/32 of the time waited so far add 3 % at most. Not longer than 1 ms: MPI makes progress only
+            # inside of its calls, here those of ready().
             due = self._timeout if warned or not self._warn else min(self._warn_after, self._timeout)
             if here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready):
                 return

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host share: windows of MPI, who still looks at them, and when they are freed."""
+"""Memory that the ranks of a host share: windows of MPI, the ranks that still use them, and their release."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .runtime import owned
 __all__ = ["SHARED", "SharedWindows", "forget_windows", "free_leftovers"]
 
 SHARED = "/dev/shm"
-# A pair of cache lines, which processors fetch together.
+# Two cache lines: processors fetch lines in pairs, so flags of two ranks in one pair would slow each other down.
 _ALIGNMENT = 128
-# The windows of this process that are not freed, in the order of their making: those of abandoned stores, too. Some are
-# kept, as their ranks could not free them because one of them still looked at them.
+# The live windows of this process in the order of their making, those of abandoned stores too. Kept windows outlive
+# their store, because one of their ranks still has an array over them.
 _LIVE, _KEPT = "live windows", "kept windows"
 
 
@@ -34,12 +34,12 @@ class _Window(NamedTuple):
     """Memory that the ranks of a host share."""
 
     members: tuple[tuple[int, int], ...]
-    """Their ranks in the world, and the numbers of their processes."""
+    """World rank and process number of each of its ranks."""
     handle: Any
     memory: weakref.ref[Array]
-    """Lives as long as any array over the window, each of which holds it."""
+    """Lives as long as any array over the window: each array holds it."""
     promised: int
-    """Bytes of which the system may not have made pages yet, so that it still calls them free."""
+    """Bytes that the system may not have made pages for yet, so it still reports them as free."""
 
 
 class SharedWindows:
@@ -53,11 +53,10 @@ class SharedWindows:
         division: str = "",
         complete: Callable[[Any], None] = lambda request: None,
     ) -> None:
-        """``comm`` has the ranks of the host, which are ``members``; None where this process, ``rank``, is alone.
-        ``complete`` waits for an operation of theirs.
+        """``comm`` has the ranks of the host, ``members``; None if this process, ``rank``, is alone.
 
-        Where MPI takes ranks that shall share memory for ranks of several hosts, ``division`` says so: windows are
-        then files.
+        ``complete`` waits for an operation of theirs. If MPI puts ranks that shall share memory on several hosts,
+        ``division`` is its text, and windows are files.
         """
         self._comm, self._rank, self._members, self._division = comm, rank, members, division
         self._complete = complete
@@ -67,8 +66,8 @@ class SharedWindows:
     def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
         """Return memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
 
-        Collective over the host. It holds zeros, or with ``zeroed=False`` anything: the system then makes each page
-        when it is first used, which takes a millisecond per megabyte.
+        Collective over the host. It holds zeros. With ``zeroed=False`` it holds anything, and the system makes each
+        page at first use: a millisecond per megabyte.
 
         Raises:
             MemoryError: on every rank of the host, if its shared memory is too small.
@@ -78,7 +77,7 @@ class SharedWindows:
             raise Closed("the windows of these ranks are closed; memory of this rank alone would not be shared")
         if self._comm is None:
             return zeros(nbytes, _ALIGNMENT)
-        # Writing to a window that does not fit would kill the process without a word.
+        # Writing to a window beyond the free space raises SIGBUS, which kills the process without a message.
         free = self._comm.bcast(_free_bytes() - sum(window.promised for window in owned(_LIVE)))
         if free < nbytes:
             text = f"{nbytes} bytes of shared memory are needed and {SHARED} has {max(free, 0)} free"
@@ -87,6 +86,7 @@ class SharedWindows:
             return self._open(nbytes, zeroed)
 
     def _open(self, nbytes: int, zeroed: bool) -> Array:
+        """Make a window. Collective over the host."""
         mpi, size = self._mpi, nbytes + _ALIGNMENT
         if self._division:
             buffer = self._map_file(size)
@@ -103,20 +103,21 @@ class SharedWindows:
         start = -memory.ctypes.data % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if zeroed:
-            # A part on each rank: to make pages takes longer than to write to them.
+            # Each rank writes its part, so the ranks make the pages in parallel; that takes longer than the writes.
             first, last = (nbytes * part // self._comm.size for part in (self._comm.rank, self._comm.rank + 1))
             memory[first:last] = 0
-        self._comm.Barrier()
+        self._comm.Barrier()  # no rank may use a part before its zeros are written
         return memory
 
     def _map_file(self, nbytes: int) -> mmap:
-        """Return memory of a file: MPI makes no window for ranks that it takes for ranks of several hosts.
+        """Return memory of a file, since MPI makes no window across hosts. Collective over the host.
 
         Raises:
             TransportError: on every rank of the host, if one cannot open it.
         """
         path = self._comm.bcast(f"{SHARED}/mpikv-{os.getpid()}-{time.monotonic_ns()}")
         memory, problem = mmap(-1, nbytes), ""
+        # The first rank makes the file, then the others open it; the exchange of problems is the barrier between.
         for turn in (True, False):
             if turn == (self._comm.rank == 0):
                 try:
@@ -125,26 +126,27 @@ class SharedWindows:
                     problem = f"rank {self._rank} cannot share memory with other ranks of this machine: {error}"
             problems = "; ".join(filter(None, self._comm.allgather(problem)))
         if self._comm.rank == 0:
+            # All have mapped it. Without a name, the memory ends with the last process, even if all are killed.
             Path(path).unlink(missing_ok=True)
         if problems:
             raise TransportError(f"{problems}. {self._division}")
         return memory
 
     def free_last(self) -> None:
-        """Free what the last :meth:`allocate` returned, over which no array may be used any more. As collective."""
+        """Free the memory of the last :meth:`allocate`; no array may use it any more. Collective over the host."""
         with TranslatedErrors(self._mpi, "freeing shared memory"):
             _free(self._windows.pop())
 
     def reclaim(self) -> None:
-        """Free what :meth:`allocate` has returned and no rank of the host looks at any more. As collective."""
+        """Free allocated memory without arrays on any rank of the host. Collective over the host."""
         if self._comm is not None:
             with TranslatedErrors(self._mpi, "freeing shared memory"):
                 self._windows = self._free_unseen(self._windows)
 
     def ordering(self) -> Callable[[], None] | None:
-        """Return a function that orders memory accesses on processors that reorder them, else None.
+        """Return a function that orders memory accesses on processors that reorder them, else None. Local.
 
-        x86-64 keeps stores in order and loads in order, which is all that flags in shared memory need. Call it after
+        x86-64 keeps the order among stores and among loads; flags in shared memory need no more. Call it after
         :meth:`allocate`.
         """
         if not self._windows or platform.machine().lower() in ("x86_64", "amd64"):
@@ -153,23 +155,25 @@ class SharedWindows:
         return sync
 
     def close(self) -> None:
-        """Free what no rank looks at: these windows, and those that earlier groups of the same ranks kept. Collective.
+        """Free unused windows: these, and the kept ones of earlier groups with the same ranks. Collective over the
+        host.
 
-        Memory over which a rank has kept an array stays, as reading it would kill the process; a later close of the
-        same ranks frees it once no array is left.
+        A window with an array on any rank stays, since reading freed memory would kill the process. A later close of
+        the same ranks frees it once no array is left.
         """
         kept: list[_Window] = owned(_KEPT)
         windows = [*(window for window in kept if window.members == self._members), *self._windows]
         kept[:] = [window for window in kept if window.members != self._members]
         self._windows.clear()
         if any(window.memory() is not None for window in windows):
-            gc.collect()  # perhaps only an error that was caught looks at it, which is part of a cycle
+            gc.collect()  # a caught error may hold the last array in a cycle of its traceback
         kept.extend(self._free_unseen(windows))
         self._comm = None
 
     def _free_unseen(self, windows: Sequence[_Window]) -> list[_Window]:
-        """Free the windows that no rank looks at; return the others."""
+        """Free the windows without arrays on any rank; return the others. Collective over the host."""
         looked_at = np.array([window.memory() is not None for window in windows], np.bool_)
+        # All ranks must free the same windows in the same order: Win_free is collective.
         self._complete(self._comm.Iallreduce(self._mpi.IN_PLACE, looked_at, self._mpi.LOR))
         for window, stays in zip(windows, looked_at, strict=True):
             if not stays:
@@ -178,6 +182,7 @@ class SharedWindows:
 
 
 def _free(window: _Window) -> None:
+    """Free a window. Collective over its ranks."""
     window.handle.Unlock_all()
     window.handle.Free()
     live = owned(_LIVE)
@@ -185,7 +190,7 @@ def _free(window: _Window) -> None:
 
 
 def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
-    """Return the memory of a file, which is made where it is to be new."""
+    """Return the memory of a file; with ``new``, make the file. Local."""
     file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
     try:
         if new:
@@ -204,16 +209,16 @@ def _free_bytes() -> int:
 
 
 def free_leftovers() -> None:
-    """Free the shared memory that was not freed with its store. For the end of the program; collective.
+    """Free shared memory that outlived its store. For the end of the program; collective.
 
-    Open MPI frees at its own end what it still has, in the order of its handles, and waits in each for the ranks that
-    share it. Where ranks had windows that others had not, as on several hosts, whose numbers are used again, that order
-    differs between ranks, and they would wait for each other for ever. The order of making is the same for all.
+    At its own end Open MPI frees the remaining windows in the order of their handles, and waits in each for its ranks.
+    If some ranks had windows that others did not, as on several hosts, handles are used again and that order differs
+    between ranks: they would wait for each other for ever. The order of making is the same on all ranks.
     """
     while live := owned(_LIVE):
         _free(live[0])
 
 
 def forget_windows() -> None:
-    """Leave the windows to the process that this one was forked from. Local."""
+    """Leave the windows to the parent process, after a fork. Local."""
     owned(_LIVE).clear()
