@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu.stand_ins.test_device import store_on
+from support.gpus import store_on
 from support.sparing import forbid_more_memory
 
 from mpikv import RowSparse

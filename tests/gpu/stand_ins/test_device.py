@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpus import nccl_of, store_on
 
 import mpikv
-from mpikv.cluster.connecting import connect
-from mpikv.cluster.status_board import StatusBoard
 from mpikv.cluster.waiting import Waiting
-from mpikv.config import Config
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
@@ -25,16 +23,6 @@ from mpikv.testing.fakegpu import FakeGpu, FakeTensor
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports import open_gpu_transport
-
-
-def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
-    """Return a store on a GPU; of several ranks, which move data by a stand-in for NCCL. Collective."""
-    config = Config.read(**{"bucket_bytes": 1 << 14, **options})
-    group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    return KVStore(group, StatusBoard(group), mover, config, root=root, kernels=FakeKernels(gpu))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -290,7 +278,7 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
         kv.push("w", np.full(3, 1 / 0))
     with pytest.raises(Closed, match="ZeroDivisionError"):
         kv.pull("w")
-    (communicator,) = kv._transport._nccl.communicators
+    (communicator,) = nccl_of(kv).communicators
     assert communicator.state == "aborted"
 
 

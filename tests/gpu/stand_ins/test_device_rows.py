@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from store.test_rows import Program
+from support.gpus import store_on
 from support.sparing import forbid_more_memory
 
 import mpikv
@@ -21,8 +22,6 @@ from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakestreams import MisuseError
 from mpikv.testing.store import on_host
-
-from .test_device import store_on
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -37,13 +36,6 @@ STORES = [
     ("replicated", False),
 ]
 VALUE = np.arange(12.0).reshape(6, 2)
-
-
-@pytest.fixture
-def gpu(comm: Any) -> Iterator[FakeGpu]:
-    gpu = FakeGpu(comm.rank if comm else 0)
-    yield gpu
-    gpu.checker.assert_clean()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from store import test_pending_calls
+from support.gpus import nccl_of, store_on
 
 import mpikv
 from mpikv import (
@@ -26,27 +27,19 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.cluster.connecting import connect
-from mpikv.cluster.status_board import StatusBoard
-from mpikv.config import Config
-from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeTensor
-from mpikv.testing.fakekernels import FakeKernels
-from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
-from mpikv.transports import open_gpu_transport
 
-from .test_device import KEYS, store_on
+from .test_device import KEYS
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SIZE = 6000
 
 
 @pytest.fixture
-def gpu(comm: Any) -> Iterator[FakeGpu]:
-    gpu = FakeGpu(comm.rank if comm else 0)
+def gpu(gpu: FakeGpu) -> Iterator[FakeGpu]:
     yield gpu
     gc.collect()
     gpu.checker.assert_clean()
@@ -543,29 +536,7 @@ def test_a_rank_that_does_not_come_ends_the_store(gpu, comm):
     if not kv.is_root:
         with pytest.raises(TransportError):
             kv.push("w", np.ones(3), wait=False).wait()
-    assert kv._transport._nccl.communicators[0].state == "aborted"
-
-
-@pytest.mark.ranks(2, 3)
-def test_work_that_does_not_end_is_over_everywhere(gpu, comm):
-    """The call was queued, and well; whoever looks at what it should have filled learns of it."""
-    config = Config(timeout=0.8)
-    group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup())
-    board = StatusBoard(group)
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
-    kv = KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
-    nccl.patience = 0.3
-    kv.init("w", np.zeros(5))
-    if kv.rank == 0:
-        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
-    kv.push("w", np.ones(5), wait=False)
-    work = kv.pull("w", out=np.empty(5), wait=False)  # it waits for the GPU, in the store's thread
-    with pytest.raises(TransportError):
-        work.wait()
-    with pytest.raises(mpikv.MPIKVError):
-        kv.push("w", np.ones(5), wait=False).wait()
-    assert nccl.communicators[0].state == "aborted"
+    assert nccl_of(kv).communicators[0].state == "aborted"
 
 
 @ALL

@@ -7,28 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpus import nccl_of, store_on
 
 import mpikv
-from mpikv.cluster.connecting import connect
-from mpikv.cluster.status_board import StatusBoard
-from mpikv.config import Config
 from mpikv.errors import Closed, TransportError, Unsupported
-from mpikv.memory.device import DeviceMemory
-from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports import open_gpu_transport
-
-
-def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
-    """Return a store as ``create("nccl")`` makes one. Collective."""
-    config = Config.read(**options)
-    group = connect(comm, config)
-    board = StatusBoard(group)
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()), board.warn)
-    return KVStore(group, board, mover, config, root=root, kernels=FakeKernels(gpu))
 
 
 @pytest.mark.ranks(2, 3)
@@ -99,49 +84,15 @@ def test_an_order_of_additions_and_nccls_own_cannot_both_be_had(comm):
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
-    """And nobody waits for it longer than it may take, whether for a value or for the end."""
-    gpu = FakeGpu(comm.rank)
-    config = Config(timeout=0.8)
-    group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup())
-    kv = KVStore(
-        group,
-        board := StatusBoard(group),
-        open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn),
-        config,
-        kernels=FakeKernels(gpu),
-    )
-    nccl.patience = 0.3
-    kv.init("w", np.zeros(5))
-    if kv.rank == 0:
-        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
-    kv.push("w", np.ones(5))
-    with pytest.raises(TransportError):
-        kv.pull("w", out=np.empty(5))
-    with pytest.raises(Closed):
-        kv.push("w", np.ones(5))
-    assert nccl.communicators[0].state == "aborted"
-
-
-@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 @pytest.mark.parametrize("waits", ["for the GPU", "for a call", "for nothing"])
 def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(
-    comm, simulate_ranks_per_host, transport, waits, monkeypatch
+    gpu, comm, simulate_ranks_per_host, transport, waits, monkeypatch
 ):
     """Whether their hosts wait for work in flight, or for the others, or come back later."""
-    gpu = FakeGpu(comm.rank)
-    config = Config(
-        timeout=60.0,
-        transport=transport,
-        simulate_ranks_per_host=simulate_ranks_per_host if transport == "hierarchical" else 0,
-    )
-    group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup())
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
-    nccl.patience = 0.3
+    hosts = {"simulate_ranks_per_host": simulate_ranks_per_host} if transport == "hierarchical" else {}
+    kv = store_on(gpu, comm, timeout=60.0, transport=transport, **hosts)
+    nccl, mover = nccl_of(kv), kv._transport
     kv.init("w", np.zeros(5))
     began = time.monotonic()
     if kv.rank == 0:
@@ -168,14 +119,28 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_store_that_is_left_by_an_error_ends_what_is_in_flight(comm):
-    gpu = FakeGpu(comm.rank)
-    nccl = FakeNccl(gpu, comm.Dup())
-    group = connect(comm, Config())
-    mover = open_gpu_transport(group, Config(), DeviceMemory(gpu), nccl)
-    with (
-        pytest.raises(ZeroDivisionError),
-        KVStore(group, StatusBoard(group), mover, Config(), kernels=FakeKernels(gpu)),
-    ):
-        raise ZeroDivisionError
+@pytest.mark.parametrize(("wait", "compression"), [(True, None), (False, None), (True, "2bit"), (True, "topk")])
+@pytest.mark.parametrize("how", ["fails", "never ends"])
+def test_a_store_whose_work_does_not_end_well_is_over_everywhere(gpu, comm, how, wait, compression):
+    """Nobody waits longer than it may take: for a value, for the end, or to look at a gradient."""
+    kv = store_on(gpu, comm, timeout=0.8, placement="sharded")
+    nccl, gradient, out = nccl_of(kv), gpu.upload(np.ones(500, np.float32)), np.empty(500, np.float32)
+    kv.set_gradient_compression(compression)
+    kv.init("w", np.zeros(500, np.float32))
+    if kv.rank == 0:
+        following = range(len(nccl.calls) + 1, len(nccl.calls) + 50)
+        nccl.fail_at |= dict.fromkeys(following[:1], 5) if how == "fails" else {}
+        nccl.stick_at |= set(following if how == "never ends" else ())
+
+    def train() -> None:
+        for _ in range(3):
+            for made in (lambda: kv.push("w", gradient, wait=wait), lambda: kv.pull("w", out=out, wait=wait)):
+                work = made()
+                if not wait:
+                    work.wait()
+
+    with pytest.raises(TransportError):
+        train()
+    with pytest.raises(Closed):
+        kv.push("w", gradient)
     assert nccl.communicators[0].state == "aborted"

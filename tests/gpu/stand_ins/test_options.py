@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpus import store_on
 
 from mpikv import RowSparse
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeTensor
 from mpikv.testing.fakestreams import RaceError
-
-from .test_device import store_on
 
 # One of several messages, one that fills a message, which then is sent from where it lies, and two that share one.
 SHAPES = {"big": (6000,), "even": (1024,), "w": (40, 3), "b": (5,)}
@@ -169,8 +168,7 @@ WAYS: tuple[Callable[..., None], ...] = (
 
 
 @pytest.fixture
-def gpu(comm: Any) -> Iterator[FakeGpu]:
-    gpu = FakeGpu(comm.rank if comm else 0)
+def gpu(gpu: FakeGpu) -> Iterator[FakeGpu]:
     yield gpu
     gc.collect()
     gpu.checker.assert_clean()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.gpus import nccl_of, store_on
 
 from mpikv import optimizers
 from mpikv.errors import MPIKVError, TransportError
@@ -15,8 +16,6 @@ from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakestreams import FakeStream
 from mpikv.testing.store import on_host
-
-from .test_replay import store_on
 
 SEVERAL = pytest.mark.ranks(2, 3)
 SIZES = (9000, 300, 12000, 5, 7000)
@@ -305,8 +304,7 @@ def without_waits(
 def test_nccl_fails_while_messages_are_on_their_way(comm: Any, at: int) -> None:
     job = Job(comm, timeout=1.0)
     job.pushpull()
-    nccl = job.kv._transport._nccl  # type: ignore[attr-defined]
-    nccl.patience = 0.3
+    nccl = nccl_of(job.kv)
     if job.kv.rank == 0:
         nccl.fail_at[len(nccl.calls) + at] = 1
     with pytest.raises((TransportError, MPIKVError)):

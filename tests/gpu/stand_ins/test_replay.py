@@ -13,35 +13,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gpus import nccl_of, store_on
 
 import mpikv
 from mpikv import RowSparse, optimizers, schedules
-from mpikv.cluster.connecting import connect
-from mpikv.cluster.status_board import StatusBoard
-from mpikv.config import Config
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
-from mpikv.memory.device import DeviceMemory
 from mpikv.memory.stream_order import GpuOrder
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.testing.fakekernels import FakeKernels
-from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
-from mpikv.transports import open_gpu_transport
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SOME = pytest.mark.ranks(1, 2, 3)
-
-
-def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
-    """Return a store on a GPU. Collective."""
-    config = Config.read(**{"bucket_bytes": 1 << 14, **options})
-    group = connect(comm, config)
-    board = StatusBoard(group)
-    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
-    return KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
 
 
 def number_of(comm: Any) -> int:
@@ -738,43 +722,28 @@ def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monk
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_replay_that_never_ends_is_given_up(comm: Any) -> None:
-    gpu = FakeGpu(comm.rank)
+@pytest.mark.parametrize("status", [None, 1, 6])
+def test_a_capture_that_fails_or_whose_launch_never_ends_is_given_up(comm: Any, gpu: FakeGpu, status: Any) -> None:
     kv = store_on(gpu, comm, timeout=1.0)
-    nccl = kv._transport._nccl
-    nccl.patience = 0.3
-    sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
+    nccl, sent, out = nccl_of(kv), gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
     kv.init("w", np.zeros(5))
     step = kv.capture("w", sent, out)
     step()
-    if kv.rank == 0:
-        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
-    step()  # the capture, whose launch sticks
-    with pytest.raises(TransportError, match=r"pushpull\('w'\) in flight"):
-        again(lambda: kv.pull("w", out=np.empty(5)))
-    with pytest.raises((Closed, TransportError)):
-        step()
+    following = range(len(nccl.calls) + 1, len(nccl.calls) + 9)
+    if status is None:
+        if kv.rank == 0:
+            nccl.stick_at |= set(following)
+        step()  # the capture, whose launch sticks
+        with pytest.raises(TransportError, match=r"pushpull\('w'\) in flight"):
+            again(lambda: kv.pull("w", out=np.empty(5)))
+        with pytest.raises((Closed, TransportError)):
+            step()
+    else:
+        if kv.rank == 0:
+            nccl.fail_at[following[0]] = status
+        with pytest.raises((TransportError, PeerFailed)):
+            again(step, kv.barrier)
     assert nccl.communicators[0].state == "aborted"
-    gpu.checker.assert_clean()
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("status", [1, 6])
-def test_nccl_fails_while_it_is_recorded(comm: Any, status: int) -> None:
-    gpu = FakeGpu(comm.rank)
-    kv = store_on(gpu, comm, timeout=1.0)
-    nccl = kv._transport._nccl
-    nccl.patience = 0.3
-    sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
-    kv.init("w", np.zeros(5))
-    step = kv.capture("w", sent, out)
-    step()
-    if kv.rank == 0:
-        nccl.fail_at[len(nccl.calls) + 1] = status
-    with pytest.raises((TransportError, PeerFailed)):
-        again(step, kv.barrier)
-    assert nccl.communicators[0].state == "aborted"
-    gpu.checker.assert_clean()
 
 
 def again(*calls: Callable[[], Any]) -> None:
