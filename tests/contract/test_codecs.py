@@ -428,85 +428,51 @@ class Signs:
         total += np.where(np.unpackbits(payload[4:], count=total.size), size, -size)
 
 
-class TestTwoBit(ElementwiseCodecContract):
-    def codec(self):
-        return codecs.TwoBit(0.5)
-
-    def other(self):
-        return codecs.TwoBit(0.25)
+COMPILED = find_spec("numba") is not None
 
 
-class TestTwoBitWithFeedback(TestTwoBit):
-    def codec(self):
-        return codecs.create("2bit")
+def compiled(name):
+    return pytest.param(
+        lambda: find_codec(codecs.create(name), "numba"),
+        lambda: codecs.create("fp16"),
+        marks=pytest.mark.skipif(not COMPILED, reason="numba is not installed: pip install 'mpikv[numba]'"),
+        id=f"{name}, compiled",
+    )
 
 
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed: pip install 'mpikv[numba]'")
-class TestCompiledTwoBit(TestTwoBit):
-    def codec(self):
-        return find_codec(codecs.create("2bit"), "numba")
+class Drawn:
+    @pytest.fixture(autouse=True)
+    def settle(self, codec, other):
+        self.codec, self.other = codec, other
 
 
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed: pip install 'mpikv[numba]'")
-class TestCompiledBfloat16(ElementwiseCodecContract):
-    def codec(self):
-        return find_codec(codecs.create("bf16"), "numba")
-
-    def other(self):
-        return codecs.create("fp16")
-
-
-class TestOneBit(ElementwiseCodecContract):
-    def codec(self):
-        return codecs.OneBit(0.0)
-
-    def other(self):
-        return codecs.OneBit(0.25)
-
-
-class TestFloat16(ElementwiseCodecContract):
-    def codec(self):
-        return codecs.Float16()
-
-    def other(self):
-        return codecs.Bfloat16()
+@pytest.mark.parametrize(
+    ("codec", "other"),
+    [
+        (lambda: codecs.TwoBit(0.5), lambda: codecs.TwoBit(0.25)),
+        (lambda: codecs.create("2bit"), lambda: codecs.TwoBit(0.25)),
+        compiled("2bit"),
+        compiled("bf16"),
+        (lambda: codecs.OneBit(0.0), lambda: codecs.OneBit(0.25)),
+        (codecs.Float16, codecs.Bfloat16),
+        (codecs.Bfloat16, codecs.Float16),
+        (lambda: Signs(1.0), lambda: Signs(0.5)),
+    ],
+)
+class TestElementwise(Drawn, ElementwiseCodecContract):
+    pass
 
 
-class TestBfloat16(ElementwiseCodecContract):
-    def codec(self):
-        return codecs.Bfloat16()
-
-    def other(self):
-        return codecs.Float16()
-
-
-class TestTopK(TensorCodecContract):
-    def codec(self):
-        return codecs.TopK(ratio=0.1)
-
-    def other(self):
-        return codecs.TopK(count=3)
-
-
-class TestLowRank(TensorCodecContract):
-    def codec(self):
-        return codecs.LowRank(rank=2)
-
-    def other(self):
-        return codecs.LowRank(rank=3)
-
-
-class TestLowRankWithFeedback(TestLowRank):
-    def codec(self):
-        return codecs.create({"type": "lowrank", "rank": 2})
-
-
-class TestSigns(ElementwiseCodecContract):
-    def codec(self):
-        return Signs(1.0)
-
-    def other(self):
-        return Signs(0.5)
+@pytest.mark.parametrize(
+    ("codec", "other"),
+    [
+        (lambda: codecs.TopK(ratio=0.1), lambda: codecs.TopK(count=3)),
+        (lambda: codecs.LowRank(rank=2), lambda: codecs.LowRank(rank=3)),
+        (lambda: codecs.create({"type": "lowrank", "rank": 2}), lambda: codecs.LowRank(rank=3)),
+    ],
+)
+class TestTensor(Drawn, TensorCodecContract):
+    pass
 
 
 def test_a_codec_can_be_registered(monkeypatch):
@@ -520,7 +486,7 @@ def test_a_codec_can_be_registered(monkeypatch):
 def test_the_codec_of_the_documentation_is_one(monkeypatch):
     """Cut from the docstring, it sends signs."""
     monkeypatch.setattr(codecs, "_KINDS", dict(codecs._KINDS))
-    source = textwrap.dedent(codecs.__doc__.partition("promise::\n\n")[2])
+    source = textwrap.dedent(codecs.__doc__.partition("::\n\n")[2])
     stores = []
     kv = SimpleNamespace(set_gradient_compression=lambda meant: stores.append(codecs.create(meant)))
     exec(source, {"dataclass": dataclass, "np": np, "mpikv": mpikv, "kv": kv, "__name__": __name__})
