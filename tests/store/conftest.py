@@ -11,3 +11,9 @@ def transport(request: pytest.FixtureRequest, ranks: int) -> str:
     if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
     return "auto" if ranks == 1 else request.param
+
+
+@pytest.fixture
+def streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every value sent in a stream, as large ones are."""
+    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)

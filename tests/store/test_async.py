@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,7 +27,6 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.async_store.client import Kind
 from mpikv.cli.launchers import clean
 from mpikv.cluster.runtime import owned
 
@@ -698,45 +696,6 @@ def test_a_store_after_one_in_which_ranks_were_late(caplog):
             kv.init("w", np.full(4, 5.0))
             for _ in range(10):
                 assert kv.pull("w").tolist() == [5.0] * 4
-
-
-@pytest.mark.processes
-@SEVERAL
-def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
-    """The owner is ready after it has found a push to be too early, and before it looks at the pull that follows."""
-    with create() as kv:
-        kv.init("w", np.zeros(4))
-        adding(kv)
-        refused, often, ready = [], threading.Event(), threading.Event()
-        begin, serve = kv._begin, kv._endpoint._serve
-
-        def serve_late(letter):
-            if served := serve(letter):
-                return served
-            if letter.head[0] == Kind.PUSH:
-                refused.append(letter)
-                time.sleep(0.02)
-            if len(refused) == 10:  # the pull has arrived, too
-                often.set()
-                assert ready.wait(10)
-            return False
-
-        def begin_late():
-            assert often.wait(10)
-            begin()
-            ready.set()
-
-        kv.barrier()
-        if kv.is_root:
-            monkeypatch.setattr(kv._endpoint, "_serve", serve_late)
-            monkeypatch.setattr(kv, "_begin", begin_late)
-        kv.barrier()
-        if kv.rank == 1:
-            kv.push("w", np.ones(4))
-            assert kv.pull("w").tolist() == [1] * 4
-        if kv.is_root:
-            monkeypatch.undo()
-        kv.barrier()
 
 
 @ALL

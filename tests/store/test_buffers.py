@@ -131,9 +131,8 @@ def push_both(kv, other, oracle, turn):
 
 @MEMORY
 @pytest.mark.parametrize("name", UPDATERS)
-def test_large_buffers_are_filled_with_their_values(comm, over, name, monkeypatch):
+def test_large_buffers_are_filled_with_their_values(comm, over, name, streamed):
     """Owners fill the buffers of every rank, unless one wants its values elsewhere. All may be filled again at once."""
-    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
     slow = lambda transport: Slow(transport, seed=2, longest=1e-3)  # noqa: E731
     with store_over(slow, comm=comm, timeout=10, bucket_bytes=4096, **over) as kv:
         kv.init(FLOATS)

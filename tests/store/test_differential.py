@@ -215,8 +215,8 @@ def inputs(seed, rank, key, cell):
 class Run:
     """One program on one store, beside the model."""
 
-    def __init__(self, kv, int_keys):
-        self.kv, self.model = kv, Model()
+    def __init__(self, kv, int_keys, functions):
+        self.kv, self.model, self.functions = kv, Model(), functions
         self.external = (lambda name: 10 * NAMES.index(name)) if int_keys else (lambda name: name)
         self.nested = not int_keys
         self.buffers = {}
@@ -260,10 +260,6 @@ class Run:
             else:
                 tree[self.external(name)] = value
         return tree
-
-    def in_order(self, names):
-        """A nested dict brings its inner keys together."""
-        return names
 
     def fresh(self, random, seed, names):
         """Return a value for each key per rank, of a new shape and dtype."""
@@ -472,7 +468,7 @@ class Run:
             np.testing.assert_array_equal(self.buffers[name], content, "a buffer was changed")
 
     def updater(self, random):
-        if self.kv._config.placement in ("auto", "root") and random.random() < 0.7:
+        if self.functions and random.random() < 0.7:
             self.kv.set_updater([in_place, by_result][random.integers(2)])
             self.model.use(add_twice)
         else:
@@ -500,13 +496,13 @@ programs = st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 2**32 - 1))
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.deadline(40)
-@pytest.mark.parametrize(("transport", "placement", "streamed"), STORES)
+@pytest.mark.parametrize(("transport", "placement", "streams"), STORES)
 @pytest.mark.feature("push-order", "values-call-order")
-def test_programs(comm, monkeypatch, transport, placement, streamed):
+def test_programs(comm, request, transport, placement, streams):
     if comm is None and transport != "shm":
         pytest.skip("one rank has one transport")
-    if streamed:
-        monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
+    if streams:
+        request.getfixturevalue("streamed")
 
     # Shrinking takes minutes where every example that fails waits for a deadline.
     @hypothesis.settings(max_examples=EXAMPLES[comm.size if comm else 1], phases=[hypothesis.Phase.generate])
@@ -518,7 +514,7 @@ def test_programs(comm, monkeypatch, transport, placement, streamed):
         size = comm.size if comm else 1
         options = {"placement": placement, "transport": transport, "bucket_bytes": 4096, "timeout": 5}
         kv = mpikv.create(root=root % size, **options)
-        run = Run(kv, int_keys)
+        run = Run(kv, int_keys, placement in ("auto", "root"))
         for verb, seed in [("init", program[0][1]), *program]:
             run.step(verb, seed)
         run.finish()
@@ -548,8 +544,7 @@ def together(comm, function):
     ],
     ids=str,
 )
-def kv(request, monkeypatch):
-    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
+def kv(request, streamed):
     transport, placement = request.param
     with mpikv.create(transport=transport, placement=placement, bucket_bytes=4096, timeout=10) as kv:
         yield kv
@@ -564,33 +559,16 @@ def ramp_sum(kv, start, size=3000):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_out_is_value(kv):
-    kv.init(["a", "b"], [np.zeros(3000), np.zeros(3000)])
-    values = [ramp(kv, 0), ramp(kv, 5)]
-    kv.pushpull(["a", "b"], values, values)
-    np.testing.assert_array_equal(values[0], ramp_sum(kv, 0))
-    np.testing.assert_array_equal(values[1], ramp_sum(kv, 5))
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("swaps", ["all ranks", "one rank"])
-def test_out_is_the_value_of_another_key(kv, swaps):
-    kv.init(["a", "b"], [np.zeros(3000), np.zeros(3000)])
-    first, second = ramp(kv, 0), ramp(kv, 5)
-    outs = [second, first] if swaps == "all ranks" or kv.rank == kv.size - 1 else [first, second]
-    kv.pushpull(["a", "b"], [first, second], outs)
-    np.testing.assert_array_equal(outs[0], ramp_sum(kv, 0))
-    np.testing.assert_array_equal(outs[1], ramp_sum(kv, 5))
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("shift", [-700, -1, 1, 700])
-def test_out_overlaps_the_values(kv, shift):
+@pytest.mark.parametrize("shift", ["swap", "swap on one rank", -700, -1, 1, 700])
+def test_outs_lie_over_values_of_other_keys(kv, shift):
     kv.init(["a", "b"], [np.zeros(3000), np.zeros(3000)])
     memory = np.zeros(8000)
     memory[1000:4000], memory[4000:7000] = ramp(kv, 0), ramp(kv, 5)
-    values = [memory[1000:4000], memory[4000:7000]]
-    outs = [memory[1000 + shift : 4000 + shift], memory[4000 + shift : 7000 + shift]]
+    values = outs = [memory[1000:4000], memory[4000:7000]]
+    if isinstance(shift, int):
+        outs = [memory[1000 + shift : 4000 + shift], memory[4000 + shift : 7000 + shift]]
+    elif shift == "swap" or kv.rank == kv.size - 1:
+        outs = values[::-1]
     kv.pushpull(["a", "b"], values, outs)
     np.testing.assert_array_equal(outs[0], ramp_sum(kv, 0))
     np.testing.assert_array_equal(outs[1], ramp_sum(kv, 5))
@@ -611,18 +589,3 @@ def test_the_same_array_several_times(kv):
     np.testing.assert_array_equal(out, 3 * ramp_sum(kv, 1))
     kv.pushpull(["a", "b"], [value, [value] * 2])
     np.testing.assert_array_equal(value, 2 * ramp_sum(kv, 1))
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.feature("push-does-not-alias")
-def test_nothing_that_was_passed_is_kept(kv):
-    first, second = np.zeros(3000), ramp(kv, 0)
-    kv.init("a", first)
-    first[:] = 9
-    kv.push("a", second)
-    second[:] = 9
-    out = np.zeros(3000)
-    kv.pull("a", out)
-    np.testing.assert_array_equal(out, ramp_sum(kv, 0))
-    out[:] = 9
-    np.testing.assert_array_equal(kv.pull("a"), ramp_sum(kv, 0))

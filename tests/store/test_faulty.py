@@ -18,11 +18,6 @@ from mpikv.testing.faulty import Dying, Failing, Slow, store_over
 TIMEOUT = 0.3
 
 
-@pytest.fixture(params=["shm", "mpi", "hierarchical"])
-def transport(request, ranks):
-    return "auto" if ranks == 1 else request.param
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_slow_ranks_change_no_result(comm, over, placement):

@@ -19,13 +19,6 @@ def dtype(request):
     return np.dtype(np.float16) if request.param == "float16" else np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
 
 
-@pytest.fixture(params=["auto", "mpi", "hierarchical"])
-def transport(request, comm):
-    if comm is None and request.param != "auto":
-        pytest.skip("one rank needs no transport")
-    return request.param
-
-
 def contributions(size, ranks, dtype):
     """Return numbers of which a float32 sum is exact, in any order, and mostly no half."""
     random = np.random.default_rng(size)

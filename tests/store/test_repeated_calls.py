@@ -160,20 +160,6 @@ def test_arrays_of_other_classes_and_layouts(kv):
         assert (into == 0).sum() == 16
 
 
-@pytest.mark.parametrize("one", [True, 1.0])
-def test_what_equals_a_key_is_none(ranks, one):
-    with mpikv.create(timeout=10) as kv:
-        kv.init([1, 2], [np.zeros(2), np.zeros(2)])
-        for _ in range(2):
-            kv.push(1, np.ones(2))
-            kv.push([1, 2], [np.ones(2), np.ones(2)])
-        for key, value in ((one, np.ones(2)), ([one, 2], [np.ones(2), np.ones(2)])):
-            for call in (kv.push, kv.pull, kv.pushpull):
-                with pytest.raises(TypeError, match="a key is an int or a str, not a"):
-                    call(key, value)
-        assert (kv.pull(1) == kv.size).all()
-
-
 def test_an_array_as_out_of_a_dict(kv):
     """It was filled with the first of the values, and the store ended."""
     arrays = {"a": np.ones(5, F32), "b": np.ones((2, 3), F32)}

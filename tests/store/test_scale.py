@@ -46,13 +46,6 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(params=["shm", "mpi", "hierarchical"])
-def transport(request, ranks):
-    if ranks == 1 and request.param != "shm":
-        pytest.skip("one rank has one transport")
-    return request.param
-
-
 @ALL
 @pytest.mark.deadline(60)
 def test_ten_thousand_keys(transport):
@@ -101,21 +94,6 @@ def test_more_elements_than_fit_into_32_bits(ranks):
         assert kv.pull("w", out=array) is array
         np.testing.assert_array_equal(array[places], kv.size * np.arange(1, 7))
         assert np.count_nonzero(array) == len(places)
-
-
-@ALL
-def test_values_of_one_and_of_no_elements(transport):
-    shapes = [(), (0,), (3, 0, 2), (1,), (1, 1, 1), (0, 5)]
-    with mpikv.create(transport=transport) as kv:
-        kv.init(list(range(6)), [np.ones(shape) for shape in shapes])
-        for turn in (1, 2):
-            kv.push(list(range(6)), [np.full(shape, float(turn)) for shape in shapes])
-            for value, shape in zip(kv.pull(list(range(6))), shapes, strict=True):
-                np.testing.assert_array_equal(value, np.full(shape, float(turn * kv.size)))
-        for key, shape in enumerate(shapes):
-            out = np.zeros(shape)
-            kv.pushpull(key, np.ones(shape), out)
-            np.testing.assert_array_equal(out, np.full(shape, float(kv.size)))
 
 
 @pytest.mark.ranks(2, 3, 4)
