@@ -13,18 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from support.gpus import store_on
 
 import mpikv
 from mpikv import RowSparse
-from mpikv.cluster.connecting import connect
-from mpikv.cluster.status_board import StatusBoard
-from mpikv.config import Config
-from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
-from mpikv.testing.fakekernels import FakeKernels
-from mpikv.testing.fakenccl import FakeNccl
-from mpikv.transports import open_gpu_transport
 
 TIMEOUT, SOON = 30.0, 5.0
 SHAPES = {"w": (30, 7), "b": (5,), "big": (6000,)}
@@ -41,12 +35,8 @@ class Trial(NamedTuple):
     seconds: float
 
 
-def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
-    config = Config.read(**{"bucket_bytes": 1 << 13, "timeout": TIMEOUT, **options})
-    group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    return KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
+def on_gpu(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
+    return store_on(gpu, comm, bucket_bytes=1 << 13, timeout=TIMEOUT, **options)
 
 
 def drawn(gpu: FakeGpu, dtype: Any = np.float32, lists: int = 1, here: bool = True) -> list[Any]:
@@ -298,7 +288,7 @@ def outcomes(
     comm: Any,
     scenario: Callable[[KVStore, FakeGpu], Run],
     options: dict[str, Any],
-    make: Callable[..., KVStore] = store_on,
+    make: Callable[..., KVStore] = on_gpu,
 ) -> Iterator[str]:
     """Yield for each allocation that failed in a call why the store has ended, or nothing where it goes on. The ranks'
     are the same.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import threading
 import time
 import weakref
@@ -20,7 +19,6 @@ from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.memory.device import DeviceMemory
-from mpikv.memory.stream_order import GpuOrder
 from mpikv.protocols import Transport
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.testing.fakegpu import FakeGpu
@@ -132,69 +130,10 @@ def exercise(group: ProcessGroup, nccl: FakeNccl) -> None:
     gpu.checker.assert_clean()
 
 
-class Forgetful:
-    """Leaves out what some streams do."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-        self._monkeypatch, self._store = monkeypatch, store
-
-    def wait(self) -> None:
-        """Let streams, the store's or all others, wait for nothing inside of a store's call."""
-        original, store = FakeStream.wait, self._store
-
-        def wait(stream: FakeStream, event: Any) -> None:
-            if not (in_call() and (stream.number == STORE) is store):
-                original(stream, event)
-
-        self._monkeypatch.setattr(FakeStream, "wait", wait)
-
-    def record(self) -> None:
-        """Let events, of the store's stream or of all others, be about nothing."""
-        original, store = FakeStream.record, self._store
-
-        def record(stream: FakeStream) -> Any:
-            event = original(stream)
-            if in_call() and (stream.number == STORE) is store:
-                event.clock.clear()
-            return event
-
-        self._monkeypatch.setattr(FakeStream, "record", record)
-
-
-STORE = 1
-"""The number of the first stream that is made, which is the store's."""
-
-
-def in_call() -> bool:
-    """Return whether a store's call asks, not the test."""
-    return sys._getframe(2).f_code is GpuOrder.run.__code__
-
-
 @pytest.mark.ranks(1, 2, 3)
 def test_streams_of_a_program_and_of_a_store_are_in_order(comm):
     group = ProcessGroup(comm)
     exercise(group, faked(group))
-    group.close()
-
-
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("store", [True, False], ids=["of the store", "of the caller"])
-@pytest.mark.parametrize("what", ["wait", "record"])
-def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
-    group = ProcessGroup(comm)
-    nccl = faked(group)
-    getattr(Forgetful(monkeypatch, store), what)()
-    with pytest.raises(RaceError, match="nothing orders them"):
-        exercise(group, nccl)
-    group.close()
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
-    group = ProcessGroup(comm)
-    monkeypatch.setattr(GpuOrder, "_keep", lambda *_: None)
-    with pytest.raises(RaceError, match="was freed while"):
-        exercise(group, faked(group))
     group.close()
 
 
@@ -233,6 +172,14 @@ def group(comm: Any) -> Iterator[ProcessGroup]:
     group = ProcessGroup(comm)
     yield group
     group.close()
+
+
+@pytest.fixture
+def transport(group: ProcessGroup, nccl: FakeNccl) -> Iterator[NcclTransport]:
+    """Return a transport that waits as long as TIMEOUT; close it in the end."""
+    made = joined(group, nccl, timeout=TIMEOUT)
+    yield made
+    made.close()
 
 
 TIMEOUT = 1.0
@@ -274,8 +221,7 @@ def failure_of(transport: NcclTransport) -> MPIKVError:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("status", [1, 5, 6, 7, 8])
-def test_a_call_that_fails_ends_the_transport(group, nccl, status):
-    transport = joined(group, nccl, timeout=TIMEOUT)
+def test_a_call_that_fails_ends_the_transport(group, nccl, transport, status):
     if group.rank == 0:
         nccl.fail_at[FIRST] = status
         with pytest.raises(PeerFailed if status == 6 else TransportError, match=r"NCCL 2\.32\.3 failed in") as caught:
@@ -287,13 +233,11 @@ def test_a_call_that_fails_ends_the_transport(group, nccl, status):
         assert "allreduce of" in str(failure_of(transport))
     assert failure_of(transport)
     assert [communicator.state for communicator in nccl.communicators] == ["aborted"]
-    transport.close()
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("verb", ["reduce_scatter", "all_to_all", "all_gather"])
-def test_a_call_that_fails_in_a_group_ends_the_group(group, nccl, verb):
-    transport = joined(group, nccl, timeout=TIMEOUT)
+def test_a_call_that_fails_in_a_group_ends_the_group(group, nccl, transport, verb):
     if verb == "all_to_all":
         push(transport, verb)  # for the first, all ranks take memory together
     if group.rank == 0:
@@ -302,13 +246,11 @@ def test_a_call_that_fails_in_a_group_ends_the_group(group, nccl, verb):
             push(transport, verb)
         assert failure_of(transport)
     assert not nccl.depth
-    transport.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("verb", ["reduce", "reduce_scatter", "broadcast"])
-def test_work_that_never_ends_is_given_up(group, nccl, verb):
-    transport = joined(group, nccl, timeout=TIMEOUT)
+def test_work_that_never_ends_is_given_up(group, nccl, transport, verb):
     if group.rank == group.size - 1:
         nccl.stick_at.add(FIRST)
     nccl.asynchronous = 7  # which says that nothing has failed
@@ -321,19 +263,16 @@ def test_work_that_never_ends_is_given_up(group, nccl, verb):
     assert isinstance(failure, Stalled)
     assert f"with {verb} of {10 * group.size} float32 in flight" in str(failure)
     assert nccl.communicators[0].state == "aborted"
-    transport.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_was_aborted_is_not_given_to_a_caller(group, nccl):
-    transport = joined(group, nccl, timeout=TIMEOUT)
+def test_what_was_aborted_is_not_given_to_a_caller(group, nccl, transport):
     nccl.stick_at.add(FIRST)
     memory = transport.memory
     send, recv = (memory.source(np.ones(4)) for _ in range(2))
     memory.order.run(transport.allreduce, send, recv)
     with pytest.raises(Stalled, match="allreduce of 4 float64 in flight"):
         memory.order.run(memory.to_host, recv)
-    transport.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -359,16 +298,6 @@ def test_work_that_goes_on_is_no_failure(group, nccl):
         transport._check()
     transport.close()
     assert nccl.communicators[0].state == "destroyed"
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_work_without_an_end_mark_is_given_up(group, nccl, monkeypatch):
-    """Or the test before this one would prove nothing."""
-    transport = joined(group, nccl, timeout=TIMEOUT)
-    monkeypatch.setattr(Work, "done", property(lambda work: work.failed))
-    push(transport)
-    assert isinstance(failure_of(transport), Stalled)
-    transport.close()
 
 
 class Ending:
@@ -488,18 +417,6 @@ def test_one_thread_looks_after_calls_that_follow_one_another(group, nccl, monke
     transport.close()
 
 
-@pytest.mark.ranks(1, 2)
-def test_what_a_call_has_used_is_let_go_of_when_it_is_done(group, nccl):
-    """And not at the next call: the memory of gradients is that of the next step's."""
-    transport = joined(group, nccl)
-    array = nccl.gpu.zeros(64)
-    memory = weakref.ref(array._block)
-    transport.memory.order.run(lambda _: push(transport), array)
-    del array
-    wait_until(lambda: memory() is None)
-    transport.close()
-
-
 def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mpikv-watchdog"]
 
@@ -520,8 +437,7 @@ def test_a_communicator_is_never_collected_as_garbage(group, nccl):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_an_abort_that_never_ends_holds_nobody_up(group, nccl):
-    transport = joined(group, nccl, timeout=TIMEOUT)
+def test_an_abort_that_never_ends_holds_nobody_up(group, nccl, transport):
     nccl.abort_returns = False
     nccl.stick_at.add(FIRST)
     push(transport)
@@ -529,7 +445,6 @@ def test_an_abort_that_never_ends_holds_nobody_up(group, nccl):
     assert isinstance(failure_of(transport), Stalled)
     assert time.monotonic() - started < 5
     nccl.released.set()
-    transport.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -714,22 +629,6 @@ def test_a_forked_child_leaves_it_alone(group, nccl):
     push(transport)
     transport.close()
     assert nccl.communicators[0].state == "destroyed"
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_too_little_memory_is_an_error_everywhere(group, nccl, monkeypatch):
-    if group.rank == 0:
-        zeros = nccl.gpu.zeros
-
-        def large(nbytes: int) -> Any:
-            if nbytes > 1:  # what a memory has of its own is made before
-                raise MemoryError("out of memory")
-            return zeros(nbytes)
-
-        monkeypatch.setattr(nccl.gpu, "zeros", large)
-    with pytest.raises(MemoryError, match=r"ranks \[0\] have too little memory \(out of memory\)"):
-        joined(group, nccl)
-    assert not nccl.communicators
 
 
 # --- What is looked at before
