@@ -1,9 +1,9 @@
-"""How bytes move between ranks, and which way is taken.
+"""How bytes move between ranks, and the choice of transport.
 
-Here: the way of one rank alone (``local``), shared memory with single copies between processes (``cma``), MPI, NCCL,
-and ``hierarchical``, which sums inside of each host first; requests to one rank (``rpc``); the choice among them; what
-is tried before NCCL is believed and what looks after it (``preflight``, ``watchdog``). It imports ``memory``, and waits
-as ``cluster.waiting`` does. It never sees a key.
+Here: one rank alone (``local``), shared memory with single copies between processes (``cma``), MPI, NCCL, and
+``hierarchical``, which sums inside of each host first; requests to one rank (``rpc``); the choice among them; the
+checks before NCCL is called and the thread that watches it (``preflight``, ``watchdog``). It imports ``memory``, and
+waits as ``cluster.waiting`` does. It never sees a key.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["choose", "open_gpu_transport", "open_transport"]
 
 
 def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
-    """Return the name of the transport for these ranks, and why.
+    """Return the name of the transport for these ranks, and the reason. Local.
 
     Raises:
-        Unsupported: a transport was asked for that cannot join these ranks.
+        Unsupported: the transport of the settings cannot join these ranks.
     """
     asked = config.transport
     if asked == "local" and group.size > 1:
@@ -61,9 +61,9 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
 def open_transport(
     group: ProcessGroup, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
 ) -> Transport:
-    """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group.
+    """Return the transport for these ranks. Collective over the group. ``warn`` reports long waits.
 
-    ``memory`` is the host's, as the transport's store sees it. ``waits`` is what waits, where that is not as usual.
+    ``memory`` is the host's, as the transport's store sees it. ``waits`` replaces the usual way to wait.
     """
     name, _ = choose(group, config)
     waiting = waits or Waiting(config.timeout, config.warn_after, warn)
@@ -90,21 +90,22 @@ def open_gpu_transport(
     warn: Warn | None = None,
     control: Transport | None = None,
 ) -> Transport:
-    """Return the transport for the GPUs of these ranks, each of which brings its own. Collective over the group.
+    """Return the transport for the GPUs of these ranks, one each. Collective over the group.
 
     Args:
         group: the ranks.
-        config: ``transport`` is that by which ranks agree.
-        memory: that of this rank's GPU.
-        nccl: the module ``cupy.cuda.nccl``; of one rank anything.
-        warn: is told of long waits.
-        control: one of the host, by which ranks agree in place of a new one. Its waits are abortable.
+        config: its ``transport`` names the host transport for agreement.
+        memory: the memory of this rank's GPU.
+        nccl: the module ``cupy.cuda.nccl``; unused with one rank.
+        warn: reports long waits.
+        control: an existing host transport for agreement; its waits are abortable. None opens a new one.
 
     Raises:
         TransportUnavailable: NCCL cannot join these GPUs.
     """
     waiting = Waiting(config.timeout, config.warn_after, warn)
     if group.size == 1:
+        # No NCCL and no agreement, but queued work may still hang: the watchdog bounds it.
         order = memory.order
         watchdog = Watchdog(waiting, memory.gpu.watch, order.check, _log_failure, order.drop_done, rank=0)
         order.wake = watchdog.wake
@@ -113,6 +114,7 @@ def open_gpu_transport(
     from .requests import AbortableWaiting
 
     if control is None:
+        # Agreement sends a few bytes: large GPU messages must not make the host's staging memory as large.
         own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
         control = open_transport(group, own, warn, waits=AbortableWaiting(group, waiting))
     gathers, native = config.deterministic, config.native_halves

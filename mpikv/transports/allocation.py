@@ -1,4 +1,4 @@
-"""What every rank must be able to do before any goes on."""
+"""Allocation that succeeds on every rank or on none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ def allocate_collectively(
     take_back: Callable[[], None] = lambda: None,
     what: str = "values",
 ) -> Array:
-    """Return the memory that ``make(nbytes)`` returns; where another rank has too little, ``take_back`` is called.
-    Collective over the group, as ``agree`` is. ``what`` it is for, in words.
+    """Return the memory of ``make(nbytes)``, or raise on every rank. Collective over the group, as ``agree`` is.
+
+    If another rank has too little, ``take_back`` undoes this rank's allocation. ``what`` names the purpose, for
+    messages.
 
     Raises:
-        MemoryError: on every rank, if it was raised on one.
+        MemoryError: on every rank, if one raised it.
     """
+    # Not raised at once: the other ranks wait in agree for this one.
     memory, reason = None, ""
     try:
         memory = make(nbytes)

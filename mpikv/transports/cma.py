@@ -1,9 +1,9 @@
-"""Reading the memory of other processes of this host, as Linux lets a process do that may trace them.
+"""Cross-memory attach: reading the memory of other processes of this host.
 
-The system copies straight from the arrays of another rank into memory of this one: one copy, where shared memory takes
-two, and no cache line is written that another core has read. MPI libraries do the same (cross-memory attach). It is
-forbidden in some containers, and by the security module Yama to processes that are not parent and child; then
-:func:`attach` returns None.
+Linux lets a process do that if it may trace the other one. The system copies straight from the arrays of another rank
+into memory of this one: one copy, where shared memory takes two, and no write to a cache line that another core has
+read. MPI libraries do the same. Some containers forbid it. So does the security module Yama, except between parent and
+child. Then :func:`attach` returns None.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..protocols import Array
 __all__ = ["Attached", "CopyChoice", "attach"]
 
 
-# Every so often the other way is taken, to see what it takes by now.
+# In this many choices each way is tried once, since the faster way changes within minutes.
 _PERIOD = 32
-# The weight of a new figure; and how many times the mean so far it may be: a rank may have lost its core meanwhile.
+# The weight of a new sample, and its bound as a multiple of the mean: a rank may have lost its core meanwhile.
 _WEIGHT, _MOST = 1 / 8, 2
-# The first turns, one of each way, are not measured. They touch fresh memory, whose pages the system makes then: that
-# takes several times as long as writing to it.
+# The first choices, one of each way, are not measured. They touch fresh memory, and the system makes its pages then:
+# copying seemed five to eight times slower than it is.
 _UNCOUNTED = 2
 
 
@@ -52,55 +52,57 @@ class Attached:
         self._call.restype = ctypes.c_ssize_t
         self._call.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
         self._pids, self._ranks = tuple(pids), tuple(ranks)
+        # Made once, not for each read: an exchange makes one read per rank, and new ctypes objects cost time there.
         self._into, self._from, self._ends = _Range(), _Range(), ctypes.create_string_buffer(2)
         self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
 
-    def can_lend(self, array: Array) -> bool:
-        """Return whether others can read an array: not memory of a device, or what the system keeps secret."""
+    def is_readable(self, array: Array) -> bool:
+        """Return whether others can read an array; device memory and secret memory (memfd_secret) cannot be read."""
+        # Tried on the first and the last byte, by this process on itself: the kernel takes the same path.
         first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
         into = _Range(ctypes.addressof(self._ends), 2)
         return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
 
-    def read(self, place: int, address: int, into: Array) -> None:
-        """Fill a contiguous array with what a rank has at an address of its own.
+    def read(self, local_rank: int, address: int, into: Array) -> None:
+        """Fill a contiguous array from an address of another rank of this host.
 
         Raises:
             TransportError: the process is gone, or has no such memory.
         """
         self._into.base, self._from.base = into.ctypes.data, address
         self._into.length = self._from.length = into.nbytes
-        count = self._call(self._pids[place], *self._arguments)
+        count = self._call(self._pids[local_rank], *self._arguments)
         if count != into.nbytes:
             why = os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {into.nbytes} bytes could be read"
             raise TransportError(
-                f"the arrays of rank {self._ranks[place]} cannot be read: {why}; set MPIKV_SINGLE_COPY=0 to copy them "
-                "through shared memory instead"
+                f"the arrays of rank {self._ranks[local_rank]} cannot be read: {why}; set MPIKV_SINGLE_COPY=0 to copy "
+                "them through shared memory instead"
             )
 
 
 def attach(group: ProcessGroup) -> Attached | None:
-    """Return access to the memories of the ranks of this host, or None where one rank cannot read another's.
+    """Return access to the memories of the ranks of this host, or None if one rank cannot read another's.
 
     Collective over the host.
     """
-    # A process of this number may be another one in this process's namespace, so that reading alone proves nothing.
+    # In another PID namespace this number may be another process, so a read alone proves nothing: a secret does.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
-    told = group.host_comm.allgather((os.getpid(), secret.ctypes.data, secret.tobytes()))
-    pids, addresses, secrets_told = zip(*told, strict=True)
-    attached, copies = None, np.zeros((len(told), secret.size), np.uint8)
-    with suppress(OSError, TransportError):  # forbidden, or not Linux: the other way is there
+    offers = group.host_comm.allgather((os.getpid(), secret.ctypes.data, secret.tobytes()))
+    pids, addresses, expected = zip(*offers, strict=True)
+    attached, copies = None, np.zeros((len(offers), secret.size), np.uint8)
+    with suppress(OSError, TransportError):  # forbidden, or not Linux: ranks then copy through shared memory
         attached = Attached(pids, group.host_ranks)
-        for place, address in enumerate(addresses):
-            attached.read(place, address, copies[place])
-    return attached if all(group.host_comm.allgather(copies.tobytes() == b"".join(secrets_told))) else None
+        for local_rank, address in enumerate(addresses):
+            attached.read(local_rank, address, copies[local_rank])
+    # The second allgather also keeps every rank's secret alive until all have read it.
+    return attached if all(group.host_comm.allgather(copies.tobytes() == b"".join(expected))) else None
 
 
 class CopyChoice:
-    """Chooses between two ways, 0 and 1, of doing the same thing.
+    """Chooses between two ways, 0 and 1, of doing the same thing. Local.
 
-    Which is tried when follows from the number of choices alone, so that ranks that choose equally often try a way
-    together.
+    The number of choices alone decides when each way is tried, so ranks that choose equally often try a way together.
 
     Example:
         >>> choice = CopyChoice()
@@ -116,12 +118,14 @@ class CopyChoice:
         self._pace = [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way for this turn. Of 32, one tries each; the others take the faster, 0 until both are known."""
+        """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, 0 until
+        both are known.
+        """
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
         return turn if turn < 2 else int(0 < self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
-        """Tell how long a way took for some amount."""
+        """Record the seconds of a way for an amount of work."""
         if self._chosen <= _UNCOUNTED:
             return
         new, mean = seconds / amount, self._pace[way]

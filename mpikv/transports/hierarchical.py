@@ -1,10 +1,10 @@
 """Ranks of several hosts: sums through shared memory inside of each host, by messages between them.
 
-The ranks of a host share one copy of the values. In a sum each rank shows its contribution to those of its host; each
-of them, as a *carrier*, adds up what its host has for some of the elements that other hosts are to receive, and sends
-it to the owners there, who receive one array from each other host. Values go the same ways back, straight from the
+The ranks of a host share one copy of the values. In a sum each rank exposes its contribution to the ranks of its host.
+Each of them, as a *carrier*, adds up its host's contributions to some of the elements of other hosts, and sends the sum
+to the owners there. An owner receives one array from each other host. Values return the same ways, straight from the
 shared memory of one host into that of another. So each element crosses the network once for every host that needs it,
-however many ranks a host has; :mod:`mpikv.transports.routes` says who sends what.
+however many ranks a host has. :mod:`mpikv.transports.routes` computes who sends which elements.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["HierarchicalTransport"]
 
 # The tag of messages between hosts.
 _TAG = 2
-# The same messages come again and again, and dividing them takes longer than looking up how they were divided.
+# The same messages come again and again, and a look-up is faster than dividing them again.
 _MOST_PREPARED = 4096
 
 
 class _Part(NamedTuple):
-    """What this rank adds up for an owner on another host."""
+    """A sum that this rank makes for an owner on another host."""
 
     low: int
     high: int
@@ -45,10 +45,10 @@ class _Part(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """What this rank does in a sum of which its host's contributions are known."""
+    """This rank's part of a sum once its host's contributions are known."""
 
     receives: tuple[tuple[Array, int], ...]
-    """Where messages go, and the rank that sends each."""
+    """The memory of each message to receive, and the rank that sends it."""
     parts: tuple[_Part, ...]
     terms: tuple[Array, ...]
 
@@ -67,11 +67,12 @@ class HierarchicalTransport:
         self.sharing_size, self.sharing_rank = max(map(len, group.ranks_of_hosts)), group.local_rank
         self._group, self._comm = group, group.comm
         self._requests = Requests(group, waiting)
-        # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
+        # For exchanges without sums, and for arrays of this rank alone: both gain nothing from hosts.
         self._flat = MpiTransport(group, limit, waiting)
-        # What is remembered of a sum says where every rank's message lies, which is in a half then.
+        # A prepared sum stores the addresses of all ranks' messages. So they must lie in the staging halves: no message
+        # is "large", none is read in place.
         self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1)
-        # Sums of half precision are twice as wide. Pages that are never written take no memory.
+        # Sums of half precision are twice as wide. Unwritten pages take no memory.
         self._outgoing = zeros(2 * limit)
         self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]
         self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
@@ -105,8 +106,8 @@ class HierarchicalTransport:
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        # Stores use it where every rank has values of its own, which are alone on their hosts then. What was shown of
-        # the send buffer is for this sum, and for none after it.
+        # Used where every rank has values of its own: such ranks are alone on their hosts. The fence uses up a
+        # send_ready buffer: it was announced for this sum, and no later one may take it.
         self._inner.fence()
         return self._flat.allreduce(send, recv)
 
@@ -115,6 +116,7 @@ class HierarchicalTransport:
         rows = self._inner.allreduce(send, recv)
         work = self._sums.get(key) or self._prepare(key, rows)
         with self._group.translated("reduce_scatter"), self._requests.completed() as started:
+            # Receives first: a message that arrives before its receive is posted takes another copy inside of MPI.
             for memory, carrier in work.receives:
                 started.append(self._comm.Irecv(memory, carrier, _TAG))
             for part in work.parts:
@@ -123,7 +125,7 @@ class HierarchicalTransport:
         return work.terms
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        # Nothing can be added up inside of a host, so that it gains nothing.
+        # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()
         return self._flat.all_to_all(send, counts)
 
@@ -149,8 +151,8 @@ class HierarchicalTransport:
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         equal = self._flat.agree(token)
-        # MPI orders messages, and says nothing of other memory. A rank that comes here late must not believe that its
-        # ranks of the host go on with it, which a fence would.
+        # MPI orders messages, not other memory: the host needs its own barrier. It is agree, not fence, so a rank that
+        # came late learns that the others on its host go on without it.
         return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ class HierarchicalTransport:
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
 
     def _prepare(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
-        """Divide a sum; remember how. ``rows`` are the contributions of this host's ranks, whole."""
+        """Divide a sum, and keep the result. ``rows`` are the contributions of this host's ranks, whole. Local."""
         if len(self._sums) >= _MOST_PREPARED:
             self._sums.clear()
         _, counts, dtype = key
@@ -178,7 +180,7 @@ class HierarchicalTransport:
             total = outgoing[used : used + route.high - route.low]
             parts.append(_Part(route.low, route.high, total, route.owner))
             used += total.size
-        # One array for each other host, which its carriers fill together.
+        # One array for each other host: its carriers fill disjoint parts of it.
         incoming = [memory[: count * wide.itemsize].view(wide) for memory in self._incoming]
         others = [host for host in self._group.ranks_of_hosts if self.rank not in host]
         sources = {rank: array for host, array in zip(others, incoming, strict=True) for rank in host}
@@ -190,7 +192,7 @@ class HierarchicalTransport:
         return work
 
     def _spread(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...]) -> None:
-        """Carry the owners' elements of shared memory, given as bytes, to the other hosts."""
+        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective."""
         routes = self._routes_of(counts)
         with self._group.translated(name), self._requests.completed() as started:
             for route in routes.as_carrier:

@@ -36,7 +36,7 @@ class LocalTransport(Unshared):
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:
-            settled(error)  # every rank knows it
+            settled(error)  # this rank is all ranks: they agree on the failure
             raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
@@ -44,6 +44,7 @@ class LocalTransport(Unshared):
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self.memory.is_host:
+            # "safe": half precision into float32, never the reverse.
             np.copyto(recv, send, casting="safe")
         elif send is not recv:
             self.memory.copy((recv,), (send,))

@@ -1,11 +1,11 @@
 """Ranks of any hosts: MPI's own collectives over host memory.
 
-Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, for which they allocate
-temporary memory in every call. What MPI cannot sum, or not by the rules of :mod:`mpikv.protocols`, is summed in a wider
-type.
+Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, since they then allocate
+temporary memory in every call. Sums that MPI cannot make, or makes by other rules than :mod:`mpikv.protocols`, are made
+in a wider type.
 
-Every call is MPI's nonblocking one and a wait of ours, which gives up the core and has a deadline. At the size of a
-bucket that costs nothing that could be measured; on small messages some microseconds.
+Every call is MPI's nonblocking one and a wait of ours. The wait gives up the core and has a deadline. At the size of a
+bucket that costs nothing measurable; on small messages it costs some microseconds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .unshared import Unshared
 
 __all__ = ["MpiTransport"]
 
-# An allreduce of float32 has every rank receive at least four times as many bytes as one rank's half precision is, less
-# one part in the number of ranks; without sums on the way there are twice as many for each of the others.
+# The most ranks for which an exchange of half precision beats an allreduce in float32. With messages of b bytes in half
+# precision and n ranks, each rank receives (n - 1) b in the exchange, and at least 4 b (n - 1) / n in the allreduce.
 _FEW_RANKS = 3
 
 
@@ -44,8 +44,8 @@ class MpiTransport(Unshared):
     ) -> None:
         """Collective. ``limit`` is in bytes.
 
-        With ``gathers`` the library only carries: sums return every rank's elements, for the caller to add in an order
-        of its own. On n ranks a rank then receives as much by a reduce_scatter, and n times as much by the others.
+        With ``gathers`` the library only carries: sums return every rank's elements, and the caller adds them in its
+        own order. On n ranks a reduce_scatter then receives as much as before, the other sums n times as much.
         """
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
@@ -54,9 +54,9 @@ class MpiTransport(Unshared):
         self.send_buffers: tuple[Array, ...] = (zeros(limit),)
         self.slot = 0
         self._gathers = gathers
-        # Its pages take no memory before something is received that is not added by the library.
+        # For the exchanges without a sum in the library. Unwritten pages take no memory.
         self._gathered = zeros(group.size * limit)
-        # Messages of one byte per element become four times as large.
+        # int8 is summed as int32: a message becomes four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
@@ -86,7 +86,7 @@ class MpiTransport(Unshared):
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
+        """Return every rank's part for this one; rank r receives ``counts[r]`` elements, or all of all. Collective."""
         if counts is None:
             nbytes, starts = [send.nbytes] * self.size, [0] * self.size
         else:
@@ -115,7 +115,7 @@ class MpiTransport(Unshared):
                 self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        # All are equal exactly when the largest token is the smallest; one maximum finds both.
+        # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
         self._offered[0], self._offered[1] = token, -token
         with self._group.translated("agree"):
             self._requests.complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
@@ -128,7 +128,7 @@ class MpiTransport(Unshared):
         self.send_buffers, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
-        """Run a summing collective in a type that MPI sums exactly, which may be wider than the arrays'."""
+        """Run a summing collective in a type that MPI sums exactly; it may be wider than the arrays'. Collective."""
         dtype = _summed_as(send.dtype)
         wide_send, wide_recv = send, recv
         if dtype != send.dtype:
@@ -144,23 +144,23 @@ class MpiTransport(Unshared):
         return () if recv is None else (recv,)
 
     def _few_halves(self, send: Array) -> bool:
-        """Return whether a rank that receives all of every rank's is sent less than in float32, summed on the way."""
+        """Return whether an exchange of half precision moves less than an allreduce in float32."""
         return self.size <= _FEW_RANKS and _is_half(send)
 
 
 def _laid_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of so many elements each, and where they begin side by side."""
+    """Return the bytes of each rank's elements, and their offsets side by side."""
     nbytes = [count * itemsize for count in counts]
     return nbytes, [0, *accumulate(nbytes[:-1])]
 
 
 def _is_half(array: Array) -> bool:
-    """Return whether sums are to be made in another type, which is twice as much to send."""
+    """Return whether sums need another type, of twice the size."""
     return accumulator(array.dtype) != array.dtype
 
 
 def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which MPI sums: Open MPI's sums of short integers saturate where they have to wrap."""
+    """Return the type in which MPI sums: Open MPI's sums of short integers saturate, and must wrap."""
     if dtype.kind in "iu" and dtype.itemsize < 4:
         return np.dtype(f"{dtype.kind}4")
     return accumulator(dtype)

@@ -1,4 +1,4 @@
-"""What NCCL needs of the ranks together, looked at before it is called: else it would only wait."""
+"""The needs of NCCL, checked on all ranks before its first call: NCCL itself would only wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..protocols import Gpu
 
 __all__ = ["preflight", "shown"]
 
-# From this version on NCCL lets ranks share a GPU where it is told to.
+# From 2.30 on NCCL can let ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
 _SHARING = 23000
 
 
@@ -21,7 +21,7 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
     """Compare GPUs, libraries and settings. Collective.
 
     Raises:
-        TransportUnavailable: on every rank, with what is wrong with any.
+        TransportUnavailable: on every rank, with the first problem of any.
     """
     mine = {
         "host": nccl_host(),
@@ -30,19 +30,19 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
         "version": version,
         "settings": nccl_settings(),
     }
-    told = [json.loads(text) for text in group.gather(json.dumps(mine))]
-    if problem := _problem(told):
+    every = [json.loads(text) for text in group.gather(json.dumps(mine))]
+    if problem := _find_problem(every):  # the same on all ranks: they all have the same facts
         raise settled(TransportUnavailable(f"{problem}; 'dist_sync' sums on the host"))
 
 
-def _problem(told: Sequence[dict[str, Any]]) -> str:
-    versions = [rank["version"] for rank in told]
+def _find_problem(every: Sequence[dict[str, Any]]) -> str:
+    versions = [rank["version"] for rank in every]
     if other := _first_other(versions):
         return (
             f"rank 0 has NCCL {shown(versions[0])} and rank {other} has {shown(versions[other])}; "
             "install the same on every host"
         )
-    settings = [rank["settings"] for rank in told]
+    settings = [rank["settings"] for rank in every]
     if other := _first_other(settings):
         return (
             f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same settings on all "
@@ -52,7 +52,7 @@ def _problem(told: Sequence[dict[str, Any]]) -> str:
         return "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they have begun; unset it"
     may_share = settings[0].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and versions[0] >= _SHARING
     seen: dict[tuple[str, str], int] = {}
-    for rank, facts in enumerate(told):
+    for rank, facts in enumerate(every):
         first = seen.setdefault((facts["host"], facts["gpu"]), rank)
         if first != rank and not may_share:
             return (
@@ -63,7 +63,7 @@ def _problem(told: Sequence[dict[str, Any]]) -> str:
 
 
 def _first_other(values: Sequence[Any]) -> int:
-    """Return the first place of a value that is not the first one, or 0."""
+    """Return the first rank with another value than rank 0, or 0."""
     return next((place for place, value in enumerate(values) if value != values[0]), 0)
 
 

@@ -1,7 +1,7 @@
-"""Waiting for other ranks, some of which never come: a rank that gives up, or has ended the store, tells the others.
+"""Waits for other ranks, some of which may never come. A rank that gives up, or has ended the store, tells the others.
 
-A wait of :class:`Requests` that failed leaves operations behind that MPI may still carry out, hence their memory must
-stay; one that succeeded leaves nothing.
+After a failed wait of :class:`Requests`, MPI may still carry out its operations, so their memory must stay. After a
+successful one nothing is left.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..errors import Stalled, TransportError
 
 __all__ = ["AbortableWaiting", "Requests"]
 
-# Polls between two looks for what other ranks tell, which take longer than those.
+# Polls between two looks for notices of other ranks: a look takes longer than a poll.
 _LOOK_EVERY = 64
-# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
-_unfinished: list[Any] = []
+# Abandoned requests. They keep the buffers alive: MPI may still read and write them.
+_abandoned: list[Any] = []
 
 
 def _looking(
     ready: Callable[[], bool], look: Callable[[], Exception | None], every: int = _LOOK_EVERY
 ) -> Callable[[], bool]:
-    """Return a function that asks ``ready``, and now and then raises what ``look`` returns."""
+    """Return a function that asks ``ready``, and every so often raises the exception of ``look``."""
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
@@ -37,15 +37,17 @@ def _looking(
         if (every > 1 and next(polls) % every) or not (failure := look()):
             return False
         if ready():
-            return True  # whoever tells of a failure has come here before
+            return True  # the sender of the notice may have completed this operation before it failed
         raise failure
 
     return ready_or_raise
 
 
 class AbortableWaiting:
-    """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError when another rank has told that it has ended
-    the store, and why; with ``listening`` false not before :meth:`listen`, and nothing is slower until then.
+    """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError once another rank has ended the store, with
+    its reason.
+
+    With ``listening`` false it starts to look at :meth:`listen`; nothing is slower until then.
     """
 
     def __init__(self, group: ProcessGroup, waiting: Waits, *, listening: bool = True) -> None:
@@ -55,7 +57,7 @@ class AbortableWaiting:
             self.listen()
 
     def listen(self) -> None:
-        """Hear from now on what other ranks tell. Local."""
+        """Look for other ranks' notices from now on. Local."""
         self.until = self._until_told
 
     def _until_told(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -67,7 +69,7 @@ class AbortableWaiting:
 
 
 class Requests:
-    """Waits for what the other ranks of a group take part in, up to a deadline. The library's errors leave as
+    """Waits for the other ranks' part of an operation, up to a deadline. The library's errors become
     :class:`~mpikv.errors.TransportError`.
     """
 
@@ -76,13 +78,13 @@ class Requests:
         self._translated = group.translated("waiting")
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the
-        other ranks are told that this one has given up.
+        """Return when ``ready()`` is true; the condition need not be one of MPI. If it raises, the other ranks learn
+        that this one has given up.
 
         Raises:
-            Stalled: it was not before the deadline, or another rank has given up.
+            Stalled: the deadline passed, or another rank has given up.
         """
-        # At every poll: the rest of a message of this rank, for which others wait, may go on only while it is in MPI.
+        # A look at every poll: it calls MPI, and others may wait for a message of this rank that moves only inside MPI.
         self._until(_looking(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -94,33 +96,35 @@ class Requests:
             raise
 
     def complete(self, *requests: Any) -> None:
-        """Wait until the operations are complete. As :meth:`until`."""
+        """Wait until the operations are complete. Raises as :meth:`until`."""
         if not requests:
             return
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
-        # A simulated rank polls only where something may have changed.
+        # A simulated rank (polls 0) is asked only after a change, so each poll looks.
         every = _LOOK_EVERY if present().polls else 1
         try:
-            # Some operations need the others to go on, so that one that they have left may never complete.
+            # An operation that others have left may never complete: the looks end the wait.
             self._until(OfMessages(_looking(test, partial(self._look, tuple), every)), tuple)
         except BaseException:
-            _unfinished.extend(requests)
+            _abandoned.extend(requests)
             raise
 
     @contextmanager
     def completed(self) -> Iterator[list[Any]]:
-        """Give a list for the operations that a block starts, and wait for them at its end. As :meth:`until`."""
+        """Yield a list for the operations that a block starts, and wait for them at its end. Raises as
+        :meth:`until`.
+        """
         started: list[Any] = []
         try:
             yield started
         except BaseException:
-            _unfinished.extend(started)
+            _abandoned.extend(started)
             self._give_up()
             raise
         self.complete(*started)
 
     def _give_up(self) -> None:
-        # A rank that comes later may find its operation complete; this tells it that it is alone.
+        # A rank that comes later may find its operation complete. The notice tells it that it is alone.
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
                 self._group.send_word(b"", rank, GONE)
@@ -128,13 +132,13 @@ class Requests:
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""
         with self._translated:
-            # MPICH's first probe only makes progress, by which the second sees the message.
+            # MPICH's first probe only makes progress; the second sees the message.
             if failure := self._look(tuple) or self._look(tuple):
                 raise failure
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> Exception | None:
-        """Return a failure if another rank has given up; this one says for whom it waited itself, if it can tell."""
-        if not self._comm.Iprobe():  # most often there is no message of any kind
+        """Return the failure if another rank has given up, with the ranks that this one waits for, if known."""
+        if not self._comm.Iprobe():  # one probe in the usual case: there is no message of any kind
             return None
         self._group.witness()
         if not self._comm.Iprobe(tag=GONE):

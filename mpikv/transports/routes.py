@@ -1,8 +1,8 @@
-"""Which elements go which way between two hosts, when each rank receives its part of what all ranks send.
+"""The ways of elements between two hosts, when each rank receives its part of all ranks' data.
 
-The ranks of a host share the work of its messages: for every other host, the elements that its ranks, the *owners*,
-are to receive are cut evenly among this host's ranks, the *carriers*. So each element leaves a host once, whoever sums
-it there, and all ranks of a host send at the same time. What owners give to all takes the same routes back.
+The ranks of a host share the work of its messages. For every other host, the elements that its ranks, the *owners*,
+receive are cut evenly among this host's ranks, the *carriers*. So each element leaves a host once, whichever rank sums
+it there, and all ranks of a host send at the same time. Values from owners take the same routes back.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 __all__ = ["Route", "Routes", "routes_of"]
 
-# Carriers' parts are multiples of so many elements, so that a few elements are one message.
+# Carriers' parts are multiples of so many elements, so a few elements make one message. 64 float32 are 4 cache lines.
 _ALIGNMENT = 64
 
 
 class Route(NamedTuple):
-    """The elements ``[low, high)`` of a message, which one carrier and one owner on another host exchange."""
+    """The elements ``[low, high)`` of a message between one carrier and one owner on another host."""
 
     carrier: int
     owner: int
@@ -27,15 +27,16 @@ class Route(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Those of one rank."""
+    """The routes of one rank."""
 
     as_carrier: tuple[Route, ...]
     as_owner: tuple[Route, ...]
 
 
 def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
-    """Return the routes of one rank; ``hosts`` are the ranks of each host, and rank r owns the r-th part, of
-    ``counts[r]`` elements.
+    """Return the routes of one rank. Local: every rank computes the same division.
+
+    ``hosts`` are the ranks of each host. Rank r owns the r-th part, of ``counts[r]`` elements.
 
     >>> for carrier in 0, 1:
     ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 100, 28]).as_carrier:
@@ -54,7 +55,7 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
 
 
 def _share(carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int]) -> int:
-    """Return how many elements each carrier takes of those that owners are to receive, which are in their order."""
+    """Return how many of the owners' elements each carrier takes. Elements are in the order of their owners."""
     wanted = sum([counts[owner] for owner in owners])
     return -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
 

@@ -1,17 +1,17 @@
 """Ranks of one host: sums through shared memory, at the speed of memory.
 
-Every rank has two halves of staging memory that all ranks of the host can read. Exchange number c uses half c % 2: each
-rank copies its contribution there, one barrier, and each rank reads the part it is to receive from every rank's half,
-in rank order, so that the bits of a sum depend on the number of ranks alone.
+Every rank has two halves of staging memory that all ranks of the host can read. Exchange number c uses half c % 2. Each
+rank copies its contribution there, and one barrier follows. Then each rank reads its own part from every rank's half,
+in rank order, so the bits of a sum depend on the number of ranks alone.
 
-Where the system lets ranks read each other's memory, what lies in a caller's array is not copied to the halves: the
-ranks that are to receive it copy their parts out of that array, into memory that stays in their caches.
+If the system lets ranks read each other's memory, a large private array is not copied to the halves. The other ranks
+copy their parts straight out of that array, into memory that stays in their caches.
 
-One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1; every rank
-entered that one after it had finished reading exchange c - 2, the last user of this half.
+One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1. Every rank
+entered that barrier after it had finished reading exchange c - 2, the last user of this half.
 
-The barrier is flags in shared memory instead of MPI's: each rank writes how often it has arrived, and reads the others'
-until they are as far. So a wait has a deadline, knows who is missing, and gives up the core.
+The barrier is flags in shared memory instead of MPI's. Each rank writes how often it has arrived, and reads the others'
+counts until they are as high. So a wait has a deadline, names the missing ranks, and gives up the core.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .cma import CopyChoice, attach
 
 __all__ = ["ShmTransport"]
 
-# int64 words per rank: arrivals, two tokens, and for each half where its contribution lies instead, or 0; in a pair of
-# cache lines of its own (processors fetch lines in pairs).
+# int64 words per rank, in a pair of cache lines of its own (processors fetch lines in pairs): arrivals, two tokens, and
+# for each half the address of a contribution outside of it, or 0.
 _STRIDE = 16
 _ADDRESS = 3
-# What a rank does with a large message that is not in its send buffer.
-_COPYING, _LENDING = 0, 1
-# In place of a number of arrivals: the rank has given up waiting.
+# The ways of a large private message: a copy to the send buffer, or single-copy by its readers.
+_COPY, _SINGLE_COPY = 0, 1
+# In place of a number of arrivals: the rank has given up waiting. Larger than any number of arrivals.
 _GONE = 1 << 62
 _ALONE = "the other ranks have given up waiting for this one"
-# The same messages come again and again, and making an array over memory takes longer than looking it up.
+# The same messages come again and again, and a look-up is faster than making an array over memory.
 _MOST_VIEWS = 4096
-# Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
+# Polls before a waiting rank yields its core: some tens of microseconds; none if ranks share cores.
 _SPINS = 500
 
-# From here on it pays to look for a way without a copy.
+# Bytes from which on single-copy may pay; smaller messages are always copied.
 LARGE = 64 << 10
 _Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 
@@ -54,7 +54,7 @@ _Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 class ShmTransport:
     """The transport of ranks that share one host's memory (MPI-3 shared windows).
 
-    Of a group on several hosts it joins those of this host, whose ranks in here are their local ones.
+    Of a group on several hosts it joins the ranks of this host; their ranks in it are their local ranks.
     """
 
     name = "shm"
@@ -72,8 +72,8 @@ class ShmTransport:
     ) -> None:
         """Collective. ``limit`` is in bytes.
 
-        From ``large`` bytes on, sums leave what is not in the send buffer where it lies, as far as its own rank reads
-        it; with ``single_copy`` other ranks may read it there, too.
+        From ``large`` bytes on, a rank reads its own part of a private message in place. With ``single_copy`` other
+        ranks may do so too.
         """
         self.memory = memory
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
@@ -85,18 +85,20 @@ class ShmTransport:
         self._peers = [rank * _STRIDE for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
+        # Not zeroed: sums write before they read, and pages that are never used take no memory.
         staging = group.windows.allocate(2 * self.size * limit, zeroed=False)
         self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.slot = 0
-        self._shown = False
+        self._send_ready = False
         self._views: dict[_Key, tuple[Array, ...]] = {}
         self._attached = attach(group) if single_copy else None
         self.single_copy = self._attached is not None
-        self._lent: Array | None = None
+        # The private message that other ranks may be reading. Held here, so its memory outlives the caller's reference.
+        self._exposed: Array | None = None
         self._choice = CopyChoice()
-        # A row for each rank. Pages that are never written take no memory.
+        # A row for each rank. Unwritten pages take no memory.
         self._inbox = zeros(self.size * limit if self.single_copy else 0).reshape(self.size, -1)
 
     @property
@@ -113,15 +115,15 @@ class ShmTransport:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        return self._shown_terms(send, None) if send.nbytes < self._large else self._large_terms(send, None)
+        return self._staged_terms(send, None) if send.nbytes < self._large else self._large_terms(send, None)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         counts = tuple(counts)
-        return self._shown_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
+        return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        # The terms of a sum are what every rank sent.
-        return self._shown_terms(send, None if counts is None else tuple(counts))
+        # The terms of a sum are every rank's part, not yet added: just an exchange.
+        return self._staged_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         parts = np.split(buffer[: sum(counts)].view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
@@ -142,49 +144,51 @@ class ShmTransport:
 
     def fence(self, send_ready: bool = False) -> None:
         self._arrive()
-        self._shown = send_ready
+        self._send_ready = send_ready
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        # Tokens alternate between two words: a rank that is already in the next barrier must not overwrite this one's.
+        # Tokens alternate between two words: a rank already in the next barrier must not overwrite this one's token.
+        # Two suffice, since no rank is two barriers ahead. The token is written before the arrival that announces it.
         flags, word = self._flags, 1 + (self._arrivals & 1)
         flags[self._mine + word] = token
         self._arrive()
         for peer in self._peers:
             if flags[peer + word] != token:
                 return False
-        self._shown = send_ready
+        self._send_ready = send_ready
         return True
 
     def close(self) -> None:
-        # Arrays over a window keep the interpreter from crashing on a later access only while they are gone with it.
+        # Drop every array over the windows: an access after their release would crash the interpreter.
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
         self._halves = np.empty(0, np.uint8)
         self.send_buffers = ()
         self._views.clear()
-        # What is still lent is kept: other ranks may be about to read it.
+        # An exposed message is kept: other ranks may be about to read it.
         self._attached, self._inbox = None, zeros(0)
 
-    def _shown_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Exchange; return every rank's elements for this one: all of them, or as many as ``counts`` says."""
+    def _staged_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
+        """Exchange through the halves; return every rank's part for this one, or all without ``counts``. Collective."""
         key = self._exchange(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
     def _large_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Do the same where each rank decides by itself whether it copies its message or lends it."""
+        """Do the same, but each rank chooses by itself between a copy and single-copy of its message. Collective."""
         low, high = _part(self.rank, counts, send.size)
-        apart = send.base is not self._halves.base
+        private = send.base is not self._halves.base
+        # Chosen even if the message is not private, so that ranks choose equally often and try a way together.
         way, attached = self._choice.next(), self._attached
-        lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
-        if lending:
+        exposes = private and way == _SINGLE_COPY and attached is not None and attached.is_readable(send)
+        if exposes:
             self._flags[self._mine + _ADDRESS + self.slot] = send.ctypes.data
-        elif apart:
+        elif private:
             self._copy(send, *((low, high) if counts else (0, 0)))
-        half = self._show()
-        self._lent = send if lending else None
+        half = self._meet()
+        self._exposed = send if exposes else None
         key = half, counts or send.size, send.dtype
         terms = list(self._views.get(key) or self._view(key, low, high))
-        if apart:
+        if private:
             terms[self.rank] = send[low:high]
         for peer in self._peers if high > low else ():
             if address := self._flags[peer + _ADDRESS + half]:
@@ -192,37 +196,37 @@ class ShmTransport:
         return terms
 
     def _copy(self, send: Array, low: int, high: int) -> None:
-        """Copy what other ranks are to read, all but ``[low, high)``, to the send buffer."""
+        """Copy the elements that other ranks read, all but ``[low, high)``, to the send buffer. Local."""
         send_buffer, began = self.send_buffers[self.slot][: send.nbytes].view(send.dtype), perf_counter()
         send_buffer[:low], send_buffer[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
-            self._choice.took(_COPYING, perf_counter() - began, copied * send.itemsize)
+            self._choice.took(_COPY, perf_counter() - began, copied * send.itemsize)
 
-    def _read(self, place: int, address: int, like: Array) -> Array:
-        """Return a copy of what a rank has lent, as large as this rank's own part."""
+    def _read(self, peer: int, address: int, like: Array) -> Array:
+        """Return a copy of this rank's part of another rank's exposed message. Local."""
         assert self._attached is not None
-        copy, began = self._inbox[place, : like.nbytes].view(like.dtype), perf_counter()
-        self._attached.read(place, address, copy)
-        self._choice.took(_LENDING, perf_counter() - began, like.nbytes)
+        copy, began = self._inbox[peer, : like.nbytes].view(like.dtype), perf_counter()
+        self._attached.read(peer, address, copy)
+        self._choice.took(_SINGLE_COPY, perf_counter() - began, like.nbytes)
         return copy
 
     def _exchange(self, send: Array) -> int:
-        """Show ``send``, or a copy, to all ranks and wait for theirs; return the half in which they are."""
+        """Put ``send`` in this rank's half and wait for the others' messages; return the half. Collective."""
         if send.base is not self._halves.base:
             np.copyto(self.send_buffers[self.slot][: send.nbytes], send.view(np.uint8))
-        return self._show()
+        return self._meet()
 
-    def _show(self) -> int:
-        """Let all ranks read this one's message and wait for theirs; return the half that they are in, or lent for."""
-        if self._shown:
-            self._shown = False
+    def _meet(self) -> int:
+        """Wait until all ranks' messages can be read; return the half of this exchange. Collective."""
+        if self._send_ready:  # the barrier of the last fence or agreement serves this exchange too
+            self._send_ready = False
         else:
             self._arrive()
         half, self.slot = self.slot, 1 - self.slot
         return half
 
     def _view(self, key: _Key, low: int, high: int) -> tuple[Array, ...]:
-        """Return where every rank's elements ``[low, high)`` are in a half, in rank order; remember it."""
+        """Return every rank's elements ``[low, high)`` in a half, in rank order, and keep the views. Local."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         half, _, dtype = key
@@ -231,11 +235,13 @@ class ShmTransport:
         return terms
 
     def _arrive(self) -> None:
-        """Wait until every rank has arrived as often as this one.
+        """Wait until every rank has arrived as often as this one. Collective.
 
         Raises:
-            Stalled: one did not come, or has given up: it does not go on with this rank, and may change what it lends.
+            Stalled: a rank did not come, or has given up. It does not go on with this rank, and may change its exposed
+                message.
         """
+        # Before the flag: writes to the halves must be visible before the arrival that announces them.
         if self._order:
             self._order()
         flags = self._flags
@@ -244,16 +250,17 @@ class ShmTransport:
         for peer in self._peers:
             if not arrivals <= flags[peer] < _GONE:
                 self._await(peer, arrivals)
-        if self._lent is not None:
-            # All have left the exchange that it was lent for.
+        if self._exposed is not None:
+            # All ranks have finished reading the exchange of this message.
             flags[self._mine + _ADDRESS + 1 - self.slot] = 0
-            self._lent = None
+            self._exposed = None
+        # After the flags: reads of the halves must not move before the reads of the arrivals.
         if self._order:
             self._order()
 
     def _await(self, peer: int, arrivals: int) -> None:
-        """Wait until this rank has arrived or, where it does not come at once, until all have; tell all where some do
-        not come.
+        """Wait until this peer has arrived or, if it does not come at once, until all have. If some do not come, mark
+        this rank as gone, so they learn it.
         """
         flags = self._flags
         for _ in range(self._spins):
@@ -261,6 +268,7 @@ class ShmTransport:
                 return
         late = [other for other in self._peers if not arrivals <= flags[other] < _GONE]
 
+        # Checks the last late rank until it comes, then the next: one read per poll, however many ranks are late.
         def all_are_here() -> bool:
             while late and flags[late[-1]] >= arrivals:
                 if flags[late[-1]] >= _GONE:
@@ -279,7 +287,7 @@ class ShmTransport:
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
-    """Return which elements of a message are for a rank."""
+    """Return the elements ``[low, high)`` of a message for a rank."""
     if counts is None:
         return 0, size
     low = sum(counts[:rank])

@@ -1,4 +1,4 @@
-"""What transports have in common of which each rank has memory of its own."""
+"""The common part of transports without shared memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Unshared"]
 
 
 class Unshared:
-    """The facts of a :class:`~mpikv.protocols.Transport` whose ranks share no memory."""
+    """The facts of a :class:`~mpikv.protocols.Transport` with separate memory on each rank."""
 
     shared = False
     sharing_size = 1
@@ -14,7 +14,7 @@ class Unshared:
     single_copy = False
 
     def reclaim(self) -> None:
-        """Nothing: memory goes back with the last array over it."""
+        """Do nothing: memory goes back with the last array over it."""
 
     def fence(self, send_ready: bool = False) -> None:
-        """Nothing: no rank sees what another has written."""
+        """Do nothing: no rank sees the writes of another."""

@@ -1,4 +1,4 @@
-"""A look at what a GPU has been given to do, which by itself never says that it does not come to its end."""
+"""A thread that watches a GPU's queued work: the GPU never reports that work does not end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..protocols import Event
 
 __all__ = ["Watchdog", "Work"]
 
-# Seconds in which what goes well is done, and nobody looks.
+# Seconds between two looks. Successful work is done by then, and costs no look.
 _NAP = 0.01
-# Seconds in which the next work comes where a program trains.
+# Seconds without work until the thread ends. A training queues its next work sooner, so the thread is not made anew.
 _IDLE = 5.0
 
 
 class Work:
-    """One call: from its beginning in flight, until it is known to be done."""
+    """One call, in flight from its beginning until it is known to be done."""
 
     def __init__(self, call: str) -> None:
         self.call = call
         self.event: Event | None = None
-        """Behind it on its stream; None as long as the host is in the call."""
+        """The event behind the call on its stream; None while the host is in the call."""
         self.failed = False
 
     @property
@@ -34,9 +34,10 @@ class Work:
 
 
 class Watchdog:
-    """A thread that is alive as long as work is in flight, and a while longer. The oldest that is not done has an end
-    after the deadline of ``waiting``, counted from when it came to be the oldest, or when ``check`` raises; then
-    ``fail`` is told of it, in this thread, and nobody looks after what was in flight behind it.
+    """A thread that lives while work is in flight, and a while longer. Its methods are local.
+
+    If the oldest work misses the deadline of ``waiting``, counted from when it became the oldest, or if ``check``
+    raises, the thread calls ``fail`` and stops watching all later work.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Watchdog:
         drop: Callable[[], bool],
         rank: int,
     ) -> None:
-        """``prepare`` is called in the thread before it asks for anything. ``drop`` lets go of what work that is done
-        has used, and tells whether that was all. ``rank`` is this one, for messages.
+        """The thread calls ``prepare`` before its first query. ``drop`` releases the memory of finished work, and
+        returns whether that was all. ``rank`` is this one, for messages.
         """
         self._waiting = waiting.warning(self._warn)
         self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
@@ -58,18 +59,18 @@ class Watchdog:
         self._claiming = threading.Lock()
 
     def look_after(self, work: Work) -> None:
-        """Look after work that comes after all before it, on the same stream."""
+        """Watch work that follows all earlier work on the same stream."""
         self._works.append(work)
         if not self._alive:
             self._start()
 
     def wake(self) -> None:
-        """Let go of what is used once more: something is, since the thread looked."""
+        """Have finished memory released again: there is some since the thread's last look."""
         if not self._alive:
             self._start()
 
     def stop(self) -> None:
-        """Have the thread end, for good, when all is done that it looks after. It is not waited for."""
+        """End the thread, for good, when all watched work is done. Does not wait."""
         self._stopped = True
 
     def _start(self) -> None:
@@ -77,7 +78,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def _claim(self) -> bool:
-        """Return whether nobody else is the thread."""
+        """Return whether no thread watched, and take its place."""
         with self._claiming:
             alive, self._alive = self._alive, True
             return not alive
@@ -87,7 +88,7 @@ class Watchdog:
             self._prepare()
             needed = time.monotonic()
             while True:
-                # It is not told of what comes: it looks. To wake a thread takes longer than all else of a call.
+                # It polls for new work: to wake a thread takes longer than the rest of a call.
                 time.sleep(_NAP)
                 self._drop_done()
                 if self._works:
@@ -102,12 +103,13 @@ class Watchdog:
             self._works.clear()
 
     def _may_end(self) -> bool:
-        # Whoever brings something looks whether the thread is alive after that. So this looks for it once more.
+        # A caller adds work, then reads _alive. So this clears _alive first, then looks for work once more: one of the
+        # two sees the other.
         self._alive = False
         return not (self._works or not self._drop()) or not self._claim()
 
     def _drop_done(self) -> None:
-        # Only this thread takes work away.
+        # Without a lock: only this thread removes work, and deque.append is atomic.
         while self._works and self._works[0].done:
             self._works.popleft()
 

@@ -202,12 +202,12 @@ def test_an_array_that_cannot_be_lent(kv, comm, monkeypatch):
     """As memory of a device."""
     kv.init("w", np.zeros(SIZE))
     secret = [given(kv.rank), given(kv.rank, 1)]
-    call = Attached.can_lend
+    call = Attached.is_readable
 
-    def can_lend(attached, array):
+    def is_readable(attached, array):
         return not any(np.may_share_memory(array, other) for other in secret) and call(attached, array)
 
-    monkeypatch.setattr(Attached, "can_lend", can_lend)
+    monkeypatch.setattr(Attached, "is_readable", is_readable)
     for number, array in enumerate(secret):
         kv.push("w", array)
         np.testing.assert_array_equal(kv.pull("w"), total(kv, number))

@@ -29,7 +29,7 @@ def own() -> Attached:
 
 def test_what_can_be_read_can_be_lent(own: Attached) -> None:
     array, copy = np.arange(1000.0), np.empty(1000)
-    assert own.can_lend(array)
+    assert own.is_readable(array)
     own.read(0, array.ctypes.data, copy)
     np.testing.assert_array_equal(copy, array)
 

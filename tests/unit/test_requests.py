@@ -69,7 +69,7 @@ def comm():
 @pytest.fixture
 def unfinished(monkeypatch):
     kept: list[object] = []
-    monkeypatch.setattr(requests, "_unfinished", kept)
+    monkeypatch.setattr(requests, "_abandoned", kept)
     return kept
 
 
