@@ -5,11 +5,11 @@ A store with as many ranks and the same codec restores them. In any other store 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ..cluster.printing import warn
 from ..engine.alltoallv import gather
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
@@ -20,8 +20,6 @@ from .header import CHUNK, CodecArray, Column, Header, Kind, number_alike, parse
 from .saving import Span
 
 __all__ = ["add_residuals", "list_residuals", "make_room", "place_residuals", "restores_residuals"]
-
-_log = logging.getLogger("mpikv")
 
 
 # --- Save
@@ -108,7 +106,7 @@ def place_residuals(
     residuals, kept = list(_list_extras(header, "residual")), list(_list_extras(header, "codec"))
     if not restores_residuals(exchange, header):
         if rank == 0:
-            _log.warning(
+            warn(
                 "the checkpoint has the residuals of %d ranks with compression %s, and this store has %d with %s: "
                 "they are dropped, and residuals start at zero",
                 *(header.ranks, header.compression, size),

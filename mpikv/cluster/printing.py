@@ -38,10 +38,12 @@ def flush_output() -> None:
             stream.flush()
 
 
-def warn(text: str, *about: object, level: int = logging.WARNING) -> None:
-    """Log a text; an error of logging is dropped. Local."""
-    with suppress(Exception):  # logging raises if the standard error output is closed
-        logging.getLogger("mpikv").log(level, text, *about)
+def warn(text: str, *about: object, level: int = logging.WARNING, trace: BaseException | None = None) -> None:
+    """Log a text, and the traceback of an error. The package logs in no other way: where standard error is closed, a
+    handler raises, and one rank alone would leave its call.
+    """
+    with suppress(Exception):
+        logging.getLogger("mpikv").log(level, text, *about, exc_info=trace)
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -10,6 +9,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ..arrays.arrays import check_apart, check_mutable, lies_elsewhere, source, storable, target
+from ..cluster.printing import warn
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Workspace
 from .stream_order import GpuOrder
@@ -153,7 +153,7 @@ class DeviceMemory:
     def _warn_of_copies(self, array: Array) -> None:
         if not self._warned:
             self._warned = True
-            logging.getLogger("mpikv").warning(
+            warn(
                 "a host array (%s%s) is used with a store on %s, and every call copies such arrays; keep arrays on "
                 "the GPU",
                 array.dtype,

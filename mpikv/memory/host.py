@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..arrays import arrays
 from ..cluster.background import makes_calls
+from ..cluster.printing import warn
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Transport
 from .stream_order import HostOrder
@@ -160,7 +160,7 @@ class HostMemory:
         gpu, there = self._found(value)
         if not self._warned:
             self._warned = True
-            logging.getLogger("mpikv").warning(
+            warn(
                 "an array on %s is used with a host store, and every call copies it to the host; "
                 "mpikv.create('nccl') keeps values on GPUs",
                 gpu.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays.float16 import narrow, widen
+from ..cluster.printing import warn
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
@@ -208,7 +208,7 @@ class Optimizer:
             return
         object.__setattr__(self, "lr_scheduler", beginning_with(scheduler, value))
         if before != Schedule.base_lr:  # a base_lr of the user's own is lost
-            logging.getLogger("mpikv").warning("%s replaces base_lr=%r of its lr_scheduler", where, before)
+            warn("%s replaces base_lr=%r of its lr_scheduler", where, before)
 
     def _change(self) -> None:
         self._changes += 1
@@ -335,7 +335,7 @@ class Optimizer:
             slots["master"] = precision
         elif dtype != precision and not self._warned:
             self._warned = True
-            logging.getLogger("mpikv").warning(
+            warn(
                 "%s updates %s values, and their rounding loses small updates; set multi_precision=True for float32 "
                 "copies, or store float32 values",
                 *(type(self).__name__, dtype.name),

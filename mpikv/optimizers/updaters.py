@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.float16 import narrow
+from ..cluster.printing import warn
 from ..errors import ConfigError, Unsupported, ValueMismatch
 from ..memory.row_sparse import RowSparse
 from ..protocols import Array, Key, Slots, Updater
@@ -148,7 +148,7 @@ class CallableUpdater:
         """Warn once if the function changed nothing, unless its input was zero."""
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
-            logging.getLogger("mpikv").warning(
+            warn(
                 "the updater did not change key %r and returned None, although its input is not zero; to change the "
                 "value, write stored += ... or stored[...] = ..., or return the new value: stored = ... only names "
                 "another array",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import accumulator, bfloat16
+from ..cluster.printing import warn
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
 from ..config import order_launches
@@ -198,7 +198,7 @@ class NcclTransport(Unshared):
         self._check()
 
     def _warn_of_joining(self, waited: float, _: Sequence[int]) -> None:
-        logging.getLogger("mpikv").warning(
+        warn(
             "create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE
         )
 
@@ -428,7 +428,7 @@ class NcclTransport(Unshared):
                 self._call(comm.destroy, on_stream=False)
         except MPIKVError as error:
             self._fail(error, "")
-            logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
+            warn("NCCL's communicator was aborted instead of closed: %s", error)
         self._watchdog.stop()
         self._failure = self._failure or TransportError("the transport was closed")
         nothing = self.memory.zeros(0)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
+from ..cluster.printing import warn
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
 from ..cluster.waiting import Waits
@@ -143,7 +144,7 @@ class Endpoint:
             text = (
                 "the thread of rank %d that answers other ranks has ended, and their calls to it will not complete: %r"
             )
-            logging.getLogger("mpikv").error(text, self._group.rank, error, exc_info=error)
+            warn(text, self._group.rank, error, level=logging.ERROR, trace=error)
 
     def _answer_all(self) -> None:
         early: list[Request] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.printing import warn
 from ..cluster.process_group import ProcessGroup
 from ..engine.plan import digest
 from ..errors import ConfigError, Unsupported
@@ -84,4 +84,4 @@ def check_head(head: Any) -> int:
 
 
 def _log_lost(head: int, body: Any) -> None:
-    logging.getLogger("mpikv").warning("command %d has no controller at the root, and does nothing", head)
+    warn("command %d has no controller at the root, and does nothing", head)

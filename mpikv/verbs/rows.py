@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.agreement import PreparedCall
+from ..cluster.printing import warn
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
@@ -24,8 +25,6 @@ from .renewed import answer
 from .row_arguments import Asked, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
 
 __all__ = ["RowVerbs"]
-
-_log = logging.getLogger("mpikv")
 
 
 class RowVerbs:
@@ -46,7 +45,8 @@ class RowVerbs:
         for entry, rows in zip(plan.entries, sparse, strict=True):
             check_outs(entry, rows)
             if rows and ignore_sparse:
-                _log.info("pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it", entry.key)
+                text = "pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it"
+                warn(text, entry.key, level=logging.INFO)
         if ignore_sparse:
             sparse = [()] * len(sparse)
         elif any(sparse):

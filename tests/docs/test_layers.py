@@ -58,6 +58,7 @@ FRAMEWORKS = {"torch", "jax"}
 MPI = {"cluster/mpi_library", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "compute/cuda/sharing"}
 SPEAKING = {"__main__", "cli", "testing/explore"}
+LOG = "cluster/printing"
 
 
 def violations(package: Path) -> list[str]:
@@ -159,6 +160,8 @@ def speech(tree: ast.Module, module: str, package: Path) -> Offences:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield node.lineno, "prints"
+        if isinstance(node, ast.Attribute) and node.attr == "getLogger" and module != LOG:
+            yield node.lineno, "logs without cluster/printing"
 
 
 def handlers(tree: ast.Module, module: str, package: Path) -> Offences:
@@ -205,6 +208,7 @@ def test_mpikv_keeps_the_rules() -> None:
         ("store/kvstore", "os.getenv('HOME')", "reads the environment"),
         ("store/kvstore", "from os import environ", "reads the environment"),
         ("store/kvstore", "print('hello')", "prints"),
+        ("store/kvstore", "import logging\nlogging.getLogger('mpikv')", "logs without cluster/printing"),
         ("store/kvstore", "try:\n    pass\nexcept:\n    raise", "catches everything"),
         ("store/kvstore", "try:\n    pass\nexcept Exception:\n    pass", "ignores all errors"),
     ],

@@ -54,7 +54,7 @@ def test_a_stream_without_flush_is_given_all_once(monkeypatch) -> None:
     assert said.getvalue() == "one\n"
 
 
-def test_a_log_that_cannot_be_written_stops_no_thread() -> None:
+def test_a_log_that_cannot_be_written_stops_no_thread_and_no_call() -> None:
     log, failing = logging.getLogger("mpikv"), Failing()
     log.addHandler(failing)
     try:
@@ -64,6 +64,8 @@ def test_a_log_that_cannot_be_written_stops_no_thread() -> None:
             with pytest.raises(mpikv.ValueMismatch):
                 work.wait()
             kv.push("w", np.ones(2), wait=False).wait()
+            kv.set_updater(lambda key, received, stored: None)
+            kv.push("w", np.ones(2))  # warns that nothing was changed
     finally:
         log.removeHandler(failing)
 

@@ -15,9 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...cluster.printing import warn
+
 __all__ = ["Image", "image_of", "kept"]
 
-_log = logging.getLogger("mpikv")
 _SEAL = sha256().digest_size
 
 
@@ -91,11 +92,11 @@ def _read(path: Path, key: bytes) -> Image | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _log.debug("the compiled kernel %s cannot be read: %s", path, error)
+        warn("the compiled kernel %s cannot be read: %s", path, error, level=logging.DEBUG)
         return None
     seal, body = content[:_SEAL], content[_SEAL:]
     if seal != sha256(key + body).digest():
-        _log.debug("the compiled kernel %s is damaged, and is compiled anew", path)
+        warn("the compiled kernel %s is damaged, and is compiled anew", path, level=logging.DEBUG)
         return None
     name, _, code = body.partition(b"\0")
     return Image(code, name.decode())
@@ -107,7 +108,7 @@ def _write(path: Path, key: bytes, image: Image) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, sha256(key + body).digest() + body)
     except OSError as error:
-        _log.debug("the compiled kernel %s cannot be kept: %s", path, error)
+        warn("the compiled kernel %s cannot be kept: %s", path, error, level=logging.DEBUG)
 
 
 def _replace(path: Path, content: bytes) -> None:
