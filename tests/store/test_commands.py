@@ -94,16 +94,13 @@ def test_ranks_that_have_ended_are_counted(kv):
     if kv.size > 1:
         ended = subprocess.Popen([sys.executable, "-c", ""])
         ended.wait()
-        pid = int(kv._board._slots["pid"][0])
-        kv.barrier()
-        if kv.rank == 0:
-            kv._board._slots["pid"][0] = ended.pid
-        kv.barrier()
-        assert kv.num_dead_node(timeout=1) == 1
-        kv.barrier()
-        if kv.rank == 0:
-            kv._board._slots["pid"][0] = pid
-        kv.barrier()
+        pids = kv._board._slots["pid"]
+        for pid, dead in ((ended.pid, 1), (int(pids[0]), 0)):
+            kv.barrier()
+            if kv.rank == 0:
+                pids[0] = pid
+            kv.barrier()
+            assert kv.num_dead_node(timeout=1) == dead
     assert kv.num_dead_node() == 0
     kv.close()
     assert kv.num_dead_node() == 0

@@ -13,60 +13,25 @@ from mpikv.errors import ValueMismatch
 from mpikv.testing import StoreContract
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-class TestDefault(StoreContract):
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(**options)
+def contract(*ranks: int, callables: bool = True, **chosen: Any) -> type[StoreContract]:
+    """Return the contract's tests of the stores that are created like that, on these numbers of ranks."""
+
+    class Kept(StoreContract):
+        def create(self, **options: Any) -> mpikv.KVStore:
+            return mpikv.create(**chosen, **options)
+
+    Kept.callables = callables
+    return pytest.mark.ranks(*ranks)(Kept)
 
 
-@pytest.mark.ranks(1, 2, 4)
-class TestRoot(StoreContract):
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create("dist_sync", placement="root", bucket_bytes=4096, **options)
-
-
-@pytest.mark.ranks(1, 2, 4)
-class TestSharded(StoreContract):
-    callables = False
-
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create("local", placement="sharded", **options)
-
-
-@pytest.mark.ranks(2, 4)
-class TestReplicated(StoreContract):
-    callables = False
-
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create("dist", placement="replicated", **options)
-
-
-@pytest.mark.ranks(2, 3, 4)
-class TestMpi(StoreContract):
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create("device", transport="mpi", **options)
-
-
-@pytest.mark.ranks(2, 4)
-class TestMpiRoot(StoreContract):
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(transport="mpi", placement="root", **options)
-
-
-@pytest.mark.ranks(2, 3, 4)
-class TestMpiSharded(StoreContract):
-    callables = False
-
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(transport="mpi", placement="sharded", bucket_bytes=4096, **options)
-
-
-@pytest.mark.ranks(2, 4)
-class TestMpiReplicated(StoreContract):
-    callables = False
-
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(transport="mpi", placement="replicated", bucket_bytes=4096, **options)
+TestDefault = contract(1, 2, 3, 4)
+TestRoot = contract(1, 2, 4, name="dist_sync", placement="root", bucket_bytes=4096)
+TestSharded = contract(1, 2, 4, name="local", placement="sharded", callables=False)
+TestReplicated = contract(2, 4, name="dist", placement="replicated", callables=False)
+TestMpi = contract(2, 3, 4, name="device", transport="mpi")
+TestMpiRoot = contract(2, 4, transport="mpi", placement="root")
+TestMpiSharded = contract(2, 3, 4, transport="mpi", placement="sharded", bucket_bytes=4096, callables=False)
+TestMpiReplicated = contract(2, 4, transport="mpi", placement="replicated", bucket_bytes=4096, callables=False)
 
 
 @pytest.mark.ranks(1, 2)

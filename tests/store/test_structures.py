@@ -11,6 +11,7 @@ import importlib
 import os
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -123,14 +124,8 @@ def frozen(array, device):
     return Frozen(array)
 
 
-def library(name):
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-JNP, TORCH = library("jax.numpy"), library("torch")
+LIBRARIES = [importlib.import_module(name) if find_spec(name) else None for name in ("jax", "torch")]
+JNP, TORCH = LIBRARIES[0] and LIBRARIES[0].numpy, LIBRARIES[1]
 
 
 def strided(array):
@@ -380,8 +375,14 @@ class Program:
     def expected(self, key, value):
         """Return what each leaf of a structure is to hold, under the names that :func:`leaves_of` gives it."""
         if value is None:
-            return Named(self.values)
-        return Positions(key, value, self.values)
+            return self.values
+        if isinstance(key, str):
+            return {place: self.values[key] for place, _ in leaves_of(value)}
+        return {
+            f"{at}/{place}".rstrip("/"): self.values[name]
+            for at, name in enumerate(key)
+            for place, _ in leaves_of(value[at])
+        }
 
     def pushpull(self):
         names = self.chosen(self.values)
@@ -440,31 +441,6 @@ class Program:
             getattr(self, verb)()
             if self.store == "async":
                 self.kv.barrier()
-
-
-class Named:
-    def __init__(self, values):
-        self._values = values
-
-    def __getitem__(self, name):
-        return self._values[name]
-
-
-class Positions:
-    """What is expected at each place of a value that goes with a key, or with a list of keys."""
-
-    def __init__(self, key, value, values):
-        self._expected = {}
-        if isinstance(key, str):
-            for place, _ in leaves_of(value):
-                self._expected[place] = values[key]
-            return
-        for at, name in enumerate(key):
-            for place, _ in leaves_of(value[at]):
-                self._expected[f"{at}/{place}".rstrip("/")] = values[name]
-
-    def __getitem__(self, place):
-        return self._expected[place]
 
 
 def nested(flat):

@@ -45,8 +45,13 @@ class Counting(LocalTransport):
 
 
 @pytest.fixture
-def arena():
-    return Arena(Counting())
+def transport():
+    return Counting()
+
+
+@pytest.fixture
+def arena(transport):
+    return Arena(transport)
 
 
 def spans(places):
@@ -144,10 +149,8 @@ def test_a_new_block_has_nothing_of_the_one_before(arena):
 
 
 @pytest.mark.parametrize("kept", [(), [(FLOAT, 3)]], ids=["alone", "beside another"])
-def test_large_segments_are_given_back(kept):
+def test_large_segments_are_given_back(kept, arena, transport):
     """The transport is told so, and nothing refers to the memory any more."""
-    transport = Counting()
-    arena = Arena(transport)
     arena.place(kept)
     for size in range(1 << 18, 1 << 20, 1 << 15):
         places = arena.place([(FLOAT, size)])
@@ -159,8 +162,7 @@ def test_large_segments_are_given_back(kept):
     assert transport.reclaimed == 24
 
 
-def test_what_lacks_memory_changes_nothing(arena):
-    transport = arena._transport
+def test_what_lacks_memory_changes_nothing(arena, transport):
     places = arena.place([(FLOAT, 10), (FLOAT, 1 << 18), (INT, 7)])
     before, loads = spans(places), list(arena._load)
     transport.left = 0
@@ -211,19 +213,17 @@ def test_values_that_come_and_go(seed):
     assert arena._load == [0] * 4
 
 
-def test_many_values_are_few_segments():
+def test_many_values_are_few_segments(arena, transport):
     """Each is a window of MPI, of which there are few thousand."""
-    arena = Arena(Counting())
     for _ in range(300):
         arena.place([(FLOAT, 1 << 14)])
-    assert len(arena._transport.allocated) < 25
-    assert sum(arena._transport.allocated) < 2.5 * 300 * (8 << 14)
+    assert len(transport.allocated) < 25
+    assert sum(transport.allocated) < 2.5 * 300 * (8 << 14)
 
 
-def test_one_list_is_one_segment():
-    arena = Arena(Counting())
+def test_one_list_is_one_segment(arena, transport):
     arena.place([(FLOAT, 1 << 16)] * 50)
-    assert len(arena._transport.allocated) == 1
+    assert len(transport.allocated) == 1
 
 
 def test_owners_have_about_equally_much(arena):
