@@ -1,6 +1,6 @@
-"""Who runs array code: numpy, loops compiled by numba, or CUDA.
+"""Array code by numpy, by loops compiled with numba, or by CUDA kernels.
 
-Here: the choice that the option ``kernels`` names; the rules of optimizers and the codecs as numba's loops and as CUDA
-kernels, with the bits of numpy's; and all that mpikv knows of CuPy: kernels that copy, devices and streams. It imports
-``optimizers`` and ``codecs``. It knows nothing of keys and ranks. Neither library is loaded before it is asked for.
+The package chooses the code by the option ``kernels``. It holds the rules of optimizers and the codecs as numba loops
+and as CUDA kernels, with numpy's bits, and everything about CuPy: copy kernels, devices and streams. It imports
+``optimizers`` and ``codecs``, and knows no keys and ranks. Neither library is imported before its first use.
 """

@@ -1,4 +1,4 @@
-"""What runs the rules of optimizers, and codecs, by name."""
+"""Finds the code for optimizer rules and codecs by the name of the kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NumpyKernels", "find_codec", "find_kernels"]
 
 
 class NumpyKernels:
-    """The rules as they are."""
+    """The rules of the optimizers in numpy."""
 
     rules: Sequence[str] = ()
 
@@ -25,11 +25,11 @@ class NumpyKernels:
         return updater.bind(total, value, state)
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        return None  # a sum is one more operation, as all others of a rule
+        return None  # numpy gains nothing: a sum is one more pass over memory, as each operation of a rule is
 
 
 def find_kernels(name: str) -> Kernels:
-    """Return the kernels of a name in :data:`mpikv.config.KERNELS`.
+    """Return the kernels with a name in :data:`mpikv.config.KERNELS`. Local.
 
     Raises:
         TransportUnavailable: numba cannot be imported.
@@ -37,7 +37,7 @@ def find_kernels(name: str) -> Kernels:
     if name == "numpy":
         return NumpyKernels()
     try:
-        # It is slow to import and may not be installed: only where it is asked for.
+        # Only on request: numba takes long to import, and may not be installed.
         from .numba import rules as compiled
     except ImportError as error:
         raise TransportUnavailable(
@@ -48,7 +48,7 @@ def find_kernels(name: str) -> Kernels:
 
 
 def find_codec(codec: Codec, kernels: str) -> Codec:
-    """Return what does the work of a codec with the kernels of a name, which can be found."""
+    """Return a codec's compiled form, or the codec itself; ``kernels`` has passed :func:`find_kernels`. Local."""
     if kernels == "numpy":
         return codec
     from .numba import codecs as compiled

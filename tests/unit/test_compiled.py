@@ -170,7 +170,7 @@ def signatures(optimizer, dtype):
 def start_anew(monkeypatch):
     """Forget, until the test ends, what was compiled in this process."""
     monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
-    monkeypatch.setattr(compiled, "kept", compiled.kept.__wrapped__)
+    monkeypatch.setattr(compiled, "compile_cached", compiled.compile_cached.__wrapped__)
 
 
 def test_a_push_finds_everything_compiled(monkeypatch):

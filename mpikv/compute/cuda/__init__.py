@@ -1,6 +1,6 @@
-"""What runs on a GPU: the rules of the optimizers, and copies of many arrays, as CUDA kernels.
+"""CUDA kernels: the rules of the optimizers, codecs, and copies of many arrays.
 
-The sources are CUDA C++ and plain C++ at once, so that tests hold them to numpy, bit for bit, on machines without a
-GPU. CuPy compiles and launches them, on the thread's present stream; its disk cache keeps what was compiled. It is
-imported when the first kernel is loaded.
+The sources are both CUDA C++ and plain C++. So tests compare them with numpy, bit for bit, on machines without a GPU.
+CuPy compiles and launches them on the thread's current stream; a disk cache keeps the compiled kernels. Loading the
+first kernel imports CuPy.
 """

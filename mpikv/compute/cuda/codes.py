@@ -1,6 +1,6 @@
-"""The codecs of ranges on a GPU: two bits and one, and half precision. The bits are those of numpy.
+"""Elementwise codecs on a GPU: two bits, one bit, and half precision, with the bits of numpy.
 
-Encoding is one launch, which reads and writes each residual once; so is decoding.
+One launch encodes, and reads and writes each residual once; one launch decodes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CODES = np.dtype(
     ],
     align=True,
 )
-"""What one launch is given: ``Codes`` of codes.cu."""
+"""The argument of one launch: ``Codes`` of codes.cu."""
 
 PART, THREADS = 1 << 12, 256
-"""How many elements a block packs or unpacks, and its threads."""
+"""Elements per block, and threads per block."""
 # The names of the codecs in codes.cu, and the bits of an element.
 _CODES: dict[type[Any], tuple[str, int]] = {
     TwoBit: ("two_bits", 2),
@@ -49,22 +49,22 @@ def has_code(codec: Any) -> bool:
     >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
     (True, False)
     """
-    return type(_inside(codec)) in _CODES  # a subclass may have another rule
+    return type(_inside(codec)) in _CODES  # not a subclass: its rule may differ
 
 
 def _inside(codec: Any) -> Any:
-    """Return the codec in one with error feedback, or the codec itself."""
+    """Return the codec inside of error feedback, or the codec itself."""
     return codec.codec if type(codec) is ElementwiseFeedback else codec
 
 
 class CudaCodec(SamePayloads):
-    """A :class:`~mpikv.protocols.ElementwiseCodec` that does on a GPU what another one does on the host.
+    """The CUDA form of an :class:`~mpikv.protocols.ElementwiseCodec`, with the same results as on the host.
 
-    Arrays are CuPy's, contiguous, and of the dtypes that a codec is given.
+    Arrays are CuPy's, contiguous, and of the codec's dtypes.
 
     Raises:
         Unsupported: there is no kernel for the codec.
-        TransportUnavailable: nothing can be compiled here.
+        TransportUnavailable: the kernels cannot be compiled here.
     """
 
     def __init__(self, codec: Any) -> None:
@@ -77,20 +77,20 @@ class CudaCodec(SamePayloads):
         rule = _inside(codec)
         name, self._bits = _CODES[type(rule)]
         self._threshold = getattr(rule, "threshold", 0.0)
-        # Looked up at each launch, as each GPU has its own.
+        # Names only: each GPU has its own kernel, looked up at each launch.
         self._encode, self._decode_add = (f"{verb}<{name}>" for verb in ("encode", "decode_add"))
         for expression in (self._encode, self._decode_add):
             kernel("codes.cu", expression)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Do what the codec does, on the present stream."""
+        """Encode as the codec does, on the current stream."""
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = pointer(gradient)
             kernel("codes.cu", self._encode)((self._blocks(payload),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Do what the codec does, on the present stream."""
+        """Decode and add as the codec does, on the current stream."""
         if total.size:
             given = self._given(total, payload, total.size)
             kernel("codes.cu", self._decode_add)((self._blocks(payload),), (THREADS,), (given,))

@@ -1,4 +1,4 @@
-"""Copies of many arrays of a GPU by one launch, with casts; and a look at many arrays by one launch."""
+"""Copies many arrays of a GPU by one launch, with casts; checks many arrays by one launch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ PAIRS = np.dtype(
     ],
     align=True,
 )
-"""What one launch is given: ``Pairs`` of copies.cu. CUDA takes 4096 bytes at most on every GPU."""
+"""The argument of one launch: ``Pairs`` of copies.cu. Every GPU takes at least 4096 bytes of arguments, and some no
+more.
+"""
 
 PART, CAST_PART = 1 << 15, 1 << 12
-"""How much of a pair one block copies: bytes, and elements that are cast."""
+"""The part of a pair per block: in bytes for a copy, in elements for a cast."""
 THREADS = 256
 
 Facts: TypeAlias = "list[tuple[int, int, int]]"
-"""Of each pair where its source and its target lie, and its size: in bytes, or in elements to be cast."""
+"""Source address, target address and size of each pair; the size is in bytes, or in elements for a cast."""
 
 _CAST = frozenset(
     [
@@ -42,26 +44,26 @@ _CAST = frozenset(
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     ]
 )
-"""The dtypes that are cast to each other."""
+"""The dtypes with a cast kernel to each other."""
 
 
 def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy each source to its target, on the present stream: contiguous ones by one launch for all of one dtype, and
-    one for all of the same cast. Local.
+    """Copy each source to its target, on the current stream. One launch copies all contiguous pairs of equal dtypes,
+    and one all pairs with the same cast. Local.
 
     Args:
-        targets: CuPy's arrays of the present GPU. None overlaps another, nor a source that is not its own.
+        targets: CuPy's arrays of the current GPU. No target may overlap another target or another's source.
         sources: arrays of the shapes of the targets, of any dtype.
 
-    Casts are those of numpy's ``casting="unsafe"``. As there, a float that no integer of the target is near becomes any
-    number. Arrays that are not contiguous, and dtypes that are not numpy's, are left to CuPy.
+    Casts are those of numpy's ``casting="unsafe"``: a float out of range of the target's integers becomes an undefined
+    number. CuPy copies arrays with gaps, and dtypes that numpy lacks.
 
     Raises:
-        TransportUnavailable: nothing can be compiled here.
+        TransportUnavailable: the kernels cannot be compiled here.
     """
     same: Facts = []
     casts: defaultdict[str, Facts] = defaultdict(list)
-    # The type of arrays is numpy's, which knows no data.ptr: that is CuPy's, which has no types to check.
+    # Array is typed as numpy's, which lacks data.ptr; CuPy's has it, but no types.
     for target, source in zip(targets, sources, strict=True):
         dtype, wanted = source.dtype, target.dtype
         if not (target.flags.c_contiguous and source.flags.c_contiguous):
@@ -79,19 +81,19 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
 
 
 def exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
-    """Set to 1 the flag of each array that has an element which is no number, or larger in size than ``bound``; on the
-    present stream, by one launch for all arrays of a dtype. Local.
+    """Set the flag of each array with a NaN, or with an element larger than ``bound`` in size, to 1. It runs on the
+    current stream, with one launch for all arrays of a dtype. Local.
 
     Args:
-        arrays: CuPy's arrays of the present GPU, of any of numpy's floats, or bfloat16.
-        flags: as many bytes (uint8), contiguous.
-        bound: it is rounded to float32 unless arrays are float64.
+        arrays: CuPy's arrays of the current GPU, of any float dtype of numpy, or bfloat16.
+        flags: a contiguous uint8 array, one per array.
+        bound: rounded to float32, unless arrays are float64.
 
     Raises:
-        TransportUnavailable: nothing can be compiled here.
+        TransportUnavailable: the kernels cannot be compiled here.
     """
     checks: defaultdict[str, Facts] = defaultdict(list)
-    # A copy that was let go of before its launch would be given to the next one.
+    # Keep all copies until the launches are queued: the memory of a freed one would serve the next copy.
     whole = [array if array.flags.c_contiguous else array.copy() for array in arrays]
     first: Any = flags.data
     for place, array in enumerate(whole):
@@ -102,7 +104,7 @@ def exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Compile what copies arrays of one dtype to such of another, or load it. Local."""
+    """Compile or load the kernel that copies one dtype to another. Local."""
     if dtype == wanted:
         kernel("copies.cu", "copy_bytes")
     elif cast := _cast(dtype, wanted):
@@ -111,14 +113,14 @@ def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
 
 @cache
 def _cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
-    """Return the name of the kernel for a cast, or nothing where there is none."""
+    """Return the name of the kernel for a cast; empty if there is none."""
     if dtype.name in _CAST and wanted.name in _CAST:
         return f"cast<{dtype.name}_kind, {wanted.name}_kind>"
     return ""
 
 
 class _Arguments(threading.local):
-    """Memory for the arguments of a launch, each thread's own: a launch copies them."""
+    """Memory for the argument of a launch, one per thread; a launch copies it before it returns."""
 
     def __init__(self) -> None:
         self.pairs = np.zeros(1, PAIRS)

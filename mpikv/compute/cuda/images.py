@@ -1,7 +1,7 @@
-"""Compiled kernels on disk, in a folder of the one where CuPy keeps its own: a process finds what an earlier one made.
+"""A disk cache of compiled kernels, in a folder inside of CuPy's cache.
 
-CuPy keeps those of its RawModule only. A file begins with a checksum of what it was made from and of what it holds, so
-one that is cut off, or is another's, is made anew. Where files cannot be written, each process compiles for itself.
+CuPy caches the kernels of its RawModule only. A file begins with a checksum over its key and its content. A truncated
+file, or one of another key, is compiled anew. If files cannot be written, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, NamedTuple
 
 from ...cluster.printing import warn
 
-__all__ = ["Image", "image_of", "kept"]
+__all__ = ["Image", "cached_image", "image_of"]
 
 _SEAL = sha256().digest_size
 
 
 class Image(NamedTuple):
-    """What a GPU loads, machine code or PTX, and the name of the kernel in it."""
+    """A GPU's program, as machine code or PTX, and the name of the kernel in it."""
 
     code: bytes
     name: str
 
 
 def image_of(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> Image:
-    """Return the kernel of a C++ name in a source, for the present GPU of CuPy: from disk, or compiled.
+    """Return the kernel for a C++ name in a source and the current GPU of CuPy, from the cache or compiled. Local.
 
-    Raises: what CuPy does where the kernel cannot be compiled.
+    Raises: CuPy's exceptions if the kernel cannot be compiled.
     """
 
     def build() -> Image:
-        # What cupy.RawModule compiles takes subnormal numbers for zero, whatever it is told: it adds -ftz=true.
+        # Not by cupy.RawModule: it always adds -ftz=true, and flushes subnormal numbers to zero.
         code, names = cupy.cuda.compiler.compile_using_nvrtc(
             text, options, name_expressions=(expression,), cache_in_memory=True
         )
@@ -46,19 +46,18 @@ def image_of(cupy: Any, text: str, options: tuple[str, ...], expression: str) ->
     if compiler is None:
         return build()
     folder, facts = compiler
-    return kept(folder, (*facts, *options, expression, text), build)
+    return cached_image(folder, (*facts, *options, expression, text), build)
 
 
 def _compiler(cupy: Any) -> tuple[Path, tuple[str, ...]] | None:
-    """Return the folder for compiled kernels, and which compiler makes what for the present GPU; None where nothing is
-    to be kept.
+    """Return the cache folder and the facts that identify the compiler and its target; None if nothing shall be cached.
 
-    CuPy compiles for the architecture of the GPU, or the newest one that it knows: to machine code, or with
-    CUPY_COMPILE_WITH_PTX=1 to PTX.
+    CuPy compiles for the GPU's architecture, or for the newest it knows. The result is machine code, or PTX with
+    CUPY_COMPILE_WITH_PTX=1.
     """
     compiler = cupy.cuda.compiler
     try:
-        # CuPy has no public names for these. Somebody's own kind of cache has no folder.
+        # CuPy has no public names for these. A user's own cache backend has no folder.
         folder = Path(compiler._kernel_cache_backend._cache_dir, "mpikv")
         if compiler._get_bool_env_variable("CUPY_CACHE_IN_MEMORY", False):
             return None
@@ -70,13 +69,13 @@ def _compiler(cupy: Any) -> tuple[Path, tuple[str, ...]] | None:
 
 @cache
 def _build_of(compiler: Any, architecture: str) -> str:
-    """Return what the compiler says of itself: two builds may have one version. It takes 40 ms."""
+    """Return the compiler's output for an empty source: two builds may have one version. It takes 40 ms."""
     found: str = compiler._preprocess("", (), architecture, "nvrtc")
     return found
 
 
-def kept(folder: Path, facts: Sequence[str], build: Callable[[], Image]) -> Image:
-    """Return what was built of these facts, by this process or an earlier one. Processes may build one at once."""
+def cached_image(folder: Path, facts: Sequence[str], build: Callable[[], Image]) -> Image:
+    """Return the image built from these facts, by this process or an earlier one. Two processes may both build it."""
     key = sha256(repr(tuple(facts)).encode()).digest()
     path = folder / key.hex()
     image = _read(path, key)
@@ -112,8 +111,8 @@ def _write(path: Path, key: bytes, image: Image) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file of which nobody sees a part."""
-    from tempfile import mkstemp  # which is slow to import
+    """Write a file so that no reader sees a part of it: write beside it, then rename."""
+    from tempfile import mkstemp  # slow to import
 
     descriptor, temporary = mkstemp(dir=path.parent)
     try:

@@ -1,8 +1,7 @@
 """The rules of the optimizers on a GPU. A :class:`~mpikv.protocols.Kernels`.
 
-An update is one launch, also of many keys with numbers of their own, which reads each element once, makes all of the
-update of it, and writes it once. The bits are
-those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happens).
+One launch updates one value, or many keys with numbers of their own. It reads each element once, updates it, and writes
+it once. The bits are those of the rules in numpy; only sign and payload of a NaN are arbitrary.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STATES = 3
 
 
 class Room(NamedTuple):
-    """How many ranges of elements a launch updates at most, and by how many different rows of numbers."""
+    """The most ranges of elements per launch, and the most different rows of numbers."""
 
     name: str
     ranges: int
@@ -45,7 +44,7 @@ ONE, MANY = Room("one", 1, 1), Room("many", 200, 16)
 
 
 def update_of(room: Room) -> np.dtype[Any]:
-    """Return what one launch is given: ``Update`` of rules.cu."""
+    """Return the dtype of a launch's argument: ``Update`` of rules.cu."""
     return np.dtype(
         [
             ("total", np.uintp),
@@ -64,39 +63,39 @@ def update_of(room: Room) -> np.dtype[Any]:
 
 
 PART, THREADS = 1 << 12, 256
-"""How many elements a block updates, and its threads. The next block goes to whichever multiprocessor is free."""
+"""Elements per block, and threads per block. The GPU gives the next block to a free multiprocessor."""
 
 
 class CudaKernels:
-    """The optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB, as CUDA kernels, for float32, float64,
-    float16 and bfloat16, the latter two computed in float32, with a master or without.
+    """CUDA kernels for the optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB. They take float32,
+    float64, float16 and bfloat16; the last two are computed in float32, with or without a master.
 
-    Arrays are CuPy's, contiguous. Other updaters, and optimizers of one's own, are left to themselves: they get CuPy's
-    arrays, of which numpy's functions make CuPy do what they say.
+    Arrays are CuPy's, contiguous. Other updaters, and a user's optimizers, run as they are: they receive CuPy's arrays,
+    and numpy's functions call CuPy on these.
 
-    What is bound is bound, and run, where the GPU of the arrays is the present one.
+    The GPU of the arrays must be the current one when an update is bound, and when it runs.
     """
 
     rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
 
     def __init__(self, present: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        """``present`` returns a context in which their GPU is the thread's present one, for which all is compiled."""
+        """``present`` returns a context that makes the kernels' GPU the thread's current one."""
         self._present = present
 
     def has_rule(self, updater: Updater) -> bool:
         return type(updater) in FORMS or type(updater) in layerwise.KINDS
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile what the updater's present options need for values of this dtype, or load it. What is Python is tried
-        with one element.
+        """Compile or load the kernels for the updater's current options and values of this dtype. Try a rule in Python
+        with one element. Local.
 
         Raises:
             Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
-            TransportUnavailable: nothing can be compiled here.
+            TransportUnavailable: the kernels cannot be compiled here.
         """
         with self._present():
             if updater.assigns:
-                # The sum of half precision is float32.
+                # ASSIGN only casts: the sum of half precision is float32.
                 prepare(accumulator(dtype), dtype)
             elif isinstance(updater, Optimizer):
                 updater.slots(dtype)
@@ -110,10 +109,10 @@ class CudaKernels:
                     _check_runs(updater, dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return what launches one update of these arrays, which lives as long as they do.
+        """Return a function that launches one update of these arrays; it keeps them alive.
 
         Raises:
-            ValueMismatch: an array is not as a kernel needs it.
+            ValueMismatch: an array has a wrong dtype or size, or has gaps.
         """
         if updater.assigns:
             return _assignment(total, value)
@@ -128,8 +127,8 @@ class CudaKernels:
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return what makes one update of each of some ranges of these arrays, by as few launches as can be: one for
-        200 ranges of up to 16 different steps. It lives as long as the arrays.
+        """Return a function that updates some ranges of these arrays, with few launches: one for 200 ranges and up to
+        16 different steps. It keeps the arrays alive.
 
         Raises: as :meth:`bind`.
         """
@@ -143,7 +142,7 @@ class CudaKernels:
         return partial(_each, updates)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
-        """Return what makes one update of each of some whole values, by a step each; it lives as long as they do.
+        """Return a function that updates some whole values, by a step each; it keeps them alive.
 
         Raises: as :meth:`bind`.
         """
@@ -152,7 +151,7 @@ class CudaKernels:
         return partial(_each, [self.bind(updater, *whole) for whole in wholes])
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        return None  # where a library adds, there is one term
+        return None  # NCCL sums completely; there is no second addend left
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         assert isinstance(updater, Optimizer)
@@ -164,26 +163,27 @@ class CudaKernels:
         return table
 
     def codec(self, codec: Codec) -> Codec:
-        """Return a codec of the same payloads for CuPy's arrays, compiled or loaded; or the codec, if it has no kernel.
+        """Return the CUDA codec with the same payloads, compiled or loaded; the codec itself if it has no kernel.
+        Local.
 
         Raises:
-            TransportUnavailable: nothing can be compiled here.
+            TransportUnavailable: the kernels cannot be compiled here.
         """
         with self._present():
             return CudaCodec(codec) if has_code(codec) else codec
 
 
 _ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()
-"""Of optimizers of one's own the dtypes of which they can update arrays on a GPU."""
+"""For a user's optimizers, the dtypes that they have updated on a GPU."""
 
 
 def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
-    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late. It is found
-    out once, with a copy, as it may count.
+    """Raise if an optimizer's own rule cannot update arrays of a GPU: in a push the error would come too late. A copy
+    of the optimizer runs once, since a rule may count its calls.
     """
     ran = _ran.setdefault(optimizer, set())
     if dtype in ran or type(optimizer).step is not Optimizer.step or not optimizer.elementwise:
-        return  # who knows of which keys, or of which shapes
+        return  # such rules may depend on keys or shapes, so one element proves nothing
     slots, wide = optimizer.slots(dtype), accumulator(dtype)
     state = {name: zeros(1, each) for name, each in slots.items()}
     try:
@@ -200,7 +200,7 @@ def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
     if pointer(value) == pointer(total):
-        return _nothing  # the sum was made in its place
+        return _nothing  # the sum was made in the value's memory
     return lambda step: copy((value,), (total,))
 
 
@@ -214,7 +214,7 @@ def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> Non
 
 
 class _Updates:
-    """Updates of ranges of some arrays that follow one another, to be launched for a step each. It keeps the arrays."""
+    """Launches updates of consecutive ranges of some arrays, by a step each. It keeps the arrays alive."""
 
     def __init__(
         self,
@@ -253,13 +253,13 @@ class _Updates:
             low += count
 
     def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
-        """Let ranges be updated by rows of a table. Return the form, and how many ranges these are."""
+        """Use rows of a table for the ranges. Return the form, and the number of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
         return steps[0].form, len(steps)
 
     def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
-        """Let ranges be updated by these steps, as far as there are rows for them. Return the same."""
+        """Use these steps for the ranges, as many as fit into the rows. Return the form, and the number of ranges."""
         rows, different = rows_of(steps, self._room.rows)
         form = ""
         for row, step in enumerate(different):
@@ -271,7 +271,7 @@ class _Updates:
         return form, len(rows)
 
     def _take(self, low: int, high: int) -> None:
-        """Let the next launch update these ranges."""
+        """Choose the ranges of the next launch."""
         begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
         self._given["begin"], self._given["count"] = begin, high - low
         self._given["end"][: high - low] = self._ends[low:high]

@@ -30,24 +30,24 @@ LAYERS = np.dtype(
     ],
     align=True,
 )
-"""What each launch is given: ``Layers`` of layerwise.cu."""
+"""The argument of each launch: ``Layers`` of layerwise.cu."""
 
 KINDS: Mapping[type[Optimizer], str] = {LARS: "lars", LAMB: "lamb"}
-"""The optimizers of whole values, and how their kernels are called."""
+"""The optimizers of whole values, and the prefixes of their kernels' names."""
 
 
 def prepare(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
-    """Compile what updates values of a dtype, or load it. Local."""
+    """Compile or load the kernels for values of a dtype. Local."""
     for name in _names(optimizer, dtype.name):
         kernel("layerwise.cu", name)
 
 
 def bind(optimizer: Optimizer, wholes: Sequence[Whole]) -> Callable[[Sequence[Step]], None]:
-    """Return what makes one update of each of some values, by a step each: three launches for 44 values of a dtype. It
-    keeps the arrays. LAMB leaves anything in the sums.
+    """Return a function that updates some values, by a step each, with three launches for 44 values of a dtype. It
+    keeps the arrays alive. LAMB leaves undefined content in the sums.
 
     Raises:
-        ValueMismatch: an array is not as the optimizer needs it.
+        ValueMismatch: an array has a wrong dtype or size, or has gaps.
     """
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for index, whole in enumerate(wholes):
@@ -67,7 +67,7 @@ def bind(optimizer: Optimizer, wholes: Sequence[Whole]) -> Callable[[Sequence[St
 
 
 class _Batch:
-    """As many values of one dtype as a launch takes, and the numbers of their steps among those of the call."""
+    """Values of one dtype for one launch, and the places of their steps in the call."""
 
     def __init__(self, optimizer: Optimizer, places: Sequence[int], wholes: Sequence[Whole]) -> None:
         self._optimizer, self._places, self._wholes = optimizer, places, wholes
@@ -93,13 +93,14 @@ class _Batch:
         own = [_own(self._optimizer, step) for step in mine]
         given["one"][:count], given["other"][:count] = zip(*own, strict=True)
         norms, rates, descent = (kernel("layerwise.cu", name) for name in self._names)
+        # In this order on one stream: the rates need the norms, and the descent needs the rates.
         norms((self._cells * PIECES,), (THREADS,), (self._given,))
         rates((count,), (THREADS,), (self._given,))
         descent((self._cells * (CELL // DESCENT_PART),), (THREADS,), (self._given,))
 
 
 def _point(given: Any, number: int, optimizer: Optimizer, whole: Whole) -> None:
-    """Write down where the arrays of a value are."""
+    """Write the addresses of a value's arrays into the argument."""
     total, value, state = whole
     slots, size = optimizer.slots(value.dtype), value.size
     wide = accumulator(value.dtype)
@@ -128,7 +129,7 @@ def _numbers(optimizer: Any) -> tuple[float, ...]:
 
 
 def _own(optimizer: Any, step: Step) -> tuple[float, float]:
-    """Return the numbers that depend on the layer."""
+    """Return the numbers that differ between layers."""
     if isinstance(optimizer, LARS):
         return (step.correction[0] if step.correction else -1.0), 0.0
     first, second = step.correction

@@ -1,4 +1,4 @@
-"""Kernels compiled from the sources of this package, and loaded once per process. It imports CuPy for the first."""
+"""Compiles the kernels of this package, and loads each once per process. The first one imports CuPy."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .images import image_of
 __all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "loaded", "pointer", "room", "source", "zeros"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
-"""``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
-element, whose bytes are copied before it returns."""
+"""``kernel(grid, block, (arguments,))`` queues a launch on the current stream. The argument is a numpy array of one
+element; the launch copies its bytes before it returns."""
 
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
-"""Every operation is rounded by itself, as IEEE 754 says: what gives the bits of numpy."""
+"""Round every operation by itself, as IEEE 754 says, so that kernels give numpy's bits: no fused multiply-add."""
 
 
 HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h",)}
-"""What comes before a file, besides ``numbers.h``."""
+"""Headers put before a source, besides ``numbers.h``."""
 
 
 def source(name: str) -> str:
-    """Return the text to compile for a file of this package."""
+    """Return the text to compile for a source of this package, with its headers."""
     folder = Path(__file__).parent
     return "".join((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
 
 
 def kernel(name: str, expression: str) -> Kernel:
-    """Return the kernel of a C++ name, as ``cast<int32_kind, float32_kind>``, in a file of this package, ready to run
-    on the present GPU.
+    """Return a kernel of a source by its C++ name, such as ``cast<int32_kind, float32_kind>``, ready to run on the
+    current GPU. Local.
 
     Raises:
         TransportUnavailable: CuPy, its compiler or a GPU is missing.
@@ -45,7 +45,7 @@ def kernel(name: str, expression: str) -> Kernel:
 
         return loaded(name, expression, cupy.cuda.runtime.getDevice())
     except Exception as error:
-        # NVRTC that is missing, of another version or for older GPUs: CuPy has an exception for each.
+        # NVRTC may be missing, of another version, or too new for the GPU: CuPy has an exception class for each.
         raise TransportUnavailable(
             f"the CUDA kernel {expression} could not be loaded ({type(error).__name__}: {error}); "
             "it needs a GPU, CuPy and NVRTC: pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x with an older driver)"
@@ -54,7 +54,7 @@ def kernel(name: str, expression: str) -> Kernel:
 
 @cache
 def loaded(name: str, expression: str, ordinal: int) -> Kernel:
-    """Return the kernel on a GPU, which is the present one."""
+    """Return the kernel on a GPU; this GPU must be the current one."""
     import cupy
 
     image = image_of(cupy, source(name), OPTIONS, expression)
@@ -65,13 +65,13 @@ def loaded(name: str, expression: str, ordinal: int) -> Kernel:
 
 
 def _by_address(expression: str, function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:
-    """Return what launches a function of CuPy's by the address of its arguments. Of an array CuPy would have numpy list
-    the fields, which takes 6 to 12 us for each launch; the address takes 1.5. It raises TransportError if CUDA failed,
-    in this launch or before.
+    """Return a function that launches one of CuPy's by the address of its argument. Given an array, CuPy would make
+    numpy list its fields: 6 to 12 us per launch, against 1.5 us. It raises TransportError if this launch or an earlier
+    one failed.
     """
 
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any]) -> None:
-        (given,) = arguments  # which live until the launch has copied them
+        (given,) = arguments  # it must live until the launch has copied it
         try:
             function(grid, block, (parameter_at(given.ctypes.data),))
         except RuntimeError as error:  # of the driver or of the runtime
@@ -81,8 +81,8 @@ def _by_address(expression: str, function: Callable[..., None], parameter_at: Ca
 
 
 def room(count: int) -> Array:
-    """Return memory of the present GPU for so many float64, of any content. It is the present stream's, when it is
-    given back.
+    """Return undefined memory of the current GPU for ``count`` float64. It belongs to the current stream, and goes back
+    to this stream's pool.
     """
     import cupy
 
@@ -91,7 +91,7 @@ def room(count: int) -> Array:
 
 
 def zeros(count: int, dtype: np.dtype[Any]) -> Array:
-    """Return zeros in memory of the present GPU."""
+    """Return zeros in memory of the current GPU."""
     import cupy
 
     memory: Array = cupy.zeros(count, dtype)
@@ -99,10 +99,10 @@ def zeros(count: int, dtype: np.dtype[Any]) -> Array:
 
 
 def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
-    """Return where an array lies. A kernel that was given another one would write to what is not its own.
+    """Return an array's address, after checks: a kernel would write beyond a smaller array.
 
     Raises:
-        ValueMismatch: it is not contiguous, or not of this dtype and size.
+        ValueMismatch: it has gaps, or another dtype or size.
     """
     if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
         raise ValueMismatch(
@@ -113,6 +113,6 @@ def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
 
 
 def pointer(array: Array) -> int:
-    """Return where an array begins."""
-    # Types are numpy's, and data.ptr is CuPy's.
+    """Return the address of an array's first byte."""
+    # Array is typed as numpy's, which lacks data.ptr.
     return int(array.data.ptr)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Norms of many arrays of a GPU, with numpy's bits, and their scaling."""
+"""Norms of many arrays on a GPU, with numpy's bits, and their scaling."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ ARRAYS = np.dtype(
     ],
     align=True,
 )
-"""What one launch is given: ``Arrays`` of norms.cu."""
+"""The argument of one launch: ``Arrays`` of norms.cu."""
 
 CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
-"""How many elements numpy's rules add up at once; how many blocks do so; how many elements one scales; its threads."""
+"""Elements per cell, numpy's unit of summation; blocks per cell; elements per block that scales; threads per block."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
-    """Find the sum of the squares of each array, as it is when rounded to a dtype, and how many of its numbers are not
-    finite then. Local; on the present stream, by one launch for all arrays of a dtype, and 160 at most.
+    """Sum the squares of each array, rounded to a dtype, and count its numbers that are not finite then. Local; on the
+    current stream, with one launch for up to 160 arrays of a dtype.
 
     Args:
-        arrays: CuPy's contiguous arrays of the present GPU, of float16, bfloat16, float32 or float64.
-        dtypes: for each array one of these.
+        arrays: CuPy's contiguous arrays of the current GPU, of float16, bfloat16, float32 or float64.
+        dtypes: one of these for each array.
 
     Returns:
-        An array on the GPU that :func:`joined` takes, and how many cells each array has. The sums of its cells, one
-        after the other, are the sum of the array.
+        An array on the GPU, for :func:`joined`, and the number of cells of each array. The sum over an array's cells,
+        one after the other, is its result.
 
     Raises:
-        Unsupported: an array is of another dtype.
-        TransportUnavailable: nothing can be compiled here.
+        Unsupported: an array has another dtype.
+        TransportUnavailable: the kernels cannot be compiled here.
     """
     counts = [cells_of(array.size) for array in arrays]
     sums = room(2 * PIECES * sum(counts))
@@ -59,7 +59,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
             kinds[f"measure<{_kind(array.dtype)}, {_kind(dtype)}>"].append(index)
     for expression, members in kinds.items():
         for some in _runs(members):
-            # The cells of arrays that follow one another do so, too.
+            # The cells of consecutive arrays are consecutive, too; so one base address serves them all.
             given = _given([arrays[index] for index in some], CELL)
             given["sums"] = address_of("memory for sums", sums, sums.dtype, sums.size)
             given["sums"] += 2 * PIECES * sums.itemsize * int(firsts[some[0]])
@@ -68,7 +68,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
 
 
 def joined(sums: Array) -> Array:
-    """Return two sums for each cell from what :func:`measure` has found, on the host: numpy's last halves.
+    """Return two sums for each cell, on the host, from the result of :func:`measure`: numpy's last two halvings.
 
     >>> joined(np.arange(16.0)).tolist()
     [[12.0, 16.0], [44.0, 48.0]]
@@ -79,8 +79,8 @@ def joined(sums: Array) -> Array:
 
 
 def scale(arrays: Sequence[Array], factor: float) -> None:
-    """Multiply arrays in place, in float64, and round once. Local; on the present stream, by one launch for all arrays
-    of a dtype, and 160 at most. Arrays and errors as in :func:`measure`.
+    """Multiply arrays in place, in float64, and round once. Local; on the current stream, with one launch for up to 160
+    arrays of a dtype. Arrays and errors as in :func:`measure`.
     """
     kinds: defaultdict[str, list[Array]] = defaultdict(list)
     for array in arrays:
@@ -95,12 +95,12 @@ def scale(arrays: Sequence[Array], factor: float) -> None:
 
 
 def cells_of(size: int) -> int:
-    """Return how many cells an array has."""
+    """Return the number of cells of an array."""
     return -(-size // CELL)
 
 
 def _runs(members: Sequence[int]) -> Iterator[list[int]]:
-    """Yield numbers that follow one another, as many at a time as a launch takes."""
+    """Yield runs of consecutive numbers, each as long as a launch allows."""
     run: list[int] = []
     for member in members:
         if run and (member != run[-1] + 1 or len(run) == MOST):
@@ -112,7 +112,7 @@ def _runs(members: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _given(arrays: Sequence[Array], part: int) -> Array:
-    """Return the arguments of a launch for some arrays, each of which is cut into parts."""
+    """Return the argument of a launch for some arrays, each cut into parts."""
     given, count = np.zeros(1, ARRAYS), len(arrays)
     given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
     given["size"][0, :count] = [array.size for array in arrays]

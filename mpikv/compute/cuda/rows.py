@@ -1,7 +1,7 @@
-"""Rows of arrays of a GPU, by their numbers: one launch for each call, on the present stream.
+"""Gathers, scatters and adds rows of arrays on a GPU: one launch per call, on the current stream.
 
-Arrays are CuPy's, of the present GPU, and contiguous; the numbers are int64 and in range. Nothing here is an atomic
-operation, and each sum has one order: it is that of the host, bit for bit.
+Arrays are CuPy's, of the current GPU, and contiguous; row numbers are int64 and in range. No kernel uses atomics, and
+each sum has one order: the host's, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ROWS = np.dtype(
     ],
     align=True,
 )
-"""What one launch is given: ``Rows`` of rows.cu."""
+"""The argument of one launch: ``Rows`` of rows.cu."""
 
 THREADS, GROUP = 256, 4
-"""How many threads a block has; of how many rows each has pieces, and how many numbers are added at once."""
+"""Threads per block; rows per thread, which are also the numbers added at once."""
 WIDEST = 16
-"""How many bytes are moved at once, at most."""
+"""Most bytes per load or store."""
 
 
 def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
-    """Compile what moves and adds rows of a dtype whose sums are of ``wide``, or load it. Local.
+    """Compile or load the kernels for rows of a dtype, with sums in ``wide``. Local.
 
     Raises:
-        TransportUnavailable: nothing can be compiled here.
+        TransportUnavailable: the kernels cannot be compiled here.
     """
     for name in dict.fromkeys(("take_rows", "put_rows", _adding(dtype, wide), _adding(wide, wide))):
         kernel("rows.cu", name)
@@ -51,22 +51,22 @@ def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
 
 
 def take(table: Array, ids: Array, out: Array) -> None:
-    """Copy the rows of these numbers to ``out``, one after the other."""
+    """Gather the rows ``ids`` of a table into ``out``."""
     _move("take_rows", table, out, ids)
 
 
 def put(table: Array, ids: Array, rows: Array | None) -> None:
-    """Copy rows, of the table's dtype, or zeros, to those of these numbers, each of which is there once."""
+    """Scatter rows of the table's dtype, or zeros, to the rows ``ids`` of a table. ``ids`` must be distinct."""
     _move("put_rows", rows, table, ids)
 
 
 def add(table: Array, ids: Array, rows: Array) -> None:
-    """Add rows to those of these numbers, each of which is there once."""
+    """Add rows to the rows ``ids`` of a table. ``ids`` must be distinct: two threads would race for a row."""
     _add(_adding(rows.dtype, table.dtype), rows, table, ids, ids.size, 0)
 
 
 def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
-    """Fill ``out`` with sums of rows: the first is that of the numbers ``order[starts[0]:starts[1]]``, and so on."""
+    """Fill ``out`` with sums of rows: ``out[i]`` sums the rows ``order[starts[i]:starts[i + 1]]``."""
     _add(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), _address(starts))
 
 
@@ -77,7 +77,7 @@ def _adding(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
 def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
     nbytes = prod(target.shape[1:]) * target.itemsize
     places = 0 if source is None else _address(source), _address(target), _address(ids), 0
-    # The widest that divides all of them.
+    # Its lowest set bit is the widest power of two that divides all addresses and the row length.
     together = nbytes | places[0] | places[1] | WIDEST
     _launch(name, places, ids.size, nbytes, together & -together)
 
@@ -91,7 +91,7 @@ def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts
 
 
 def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int, piece: int) -> None:
-    """Launch a kernel for so many rows, of that size each, in pieces."""
+    """Launch a kernel for ``count`` rows of ``size``, in pieces of ``piece``."""
     width = size // piece
     if not count or not width:
         return
@@ -102,7 +102,7 @@ def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int,
 
 
 def _address(array: Array) -> int:
-    """Return where an array lies. Of one with gaps a kernel would write to what is not its own."""
+    """Return an array's address. Raise if it has gaps: a kernel would write to memory in them."""
     if not array.flags.c_contiguous:
         raise ValueMismatch(f"rows of shape {array.shape} have strides {array.strides}; they must be contiguous")
     return pointer(array)

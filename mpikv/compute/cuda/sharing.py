@@ -1,4 +1,4 @@
-"""What NCCL and CuPy must be told where several ranks use one GPU, for tests (``MPIKV_GPU_SHARING=1``)."""
+"""Settings of NCCL and CuPy for several ranks on one GPU, for tests (``MPIKV_GPU_SHARING=1``)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import MutableMapping
 
 __all__ = ["share_gpus", "sharing"]
 
-# By which somebody has chosen how ranks share, by the one or by the other.
+# If one of these is set, the user has chosen how ranks share a GPU.
 _CHOSEN = ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def sharing(rank: int) -> dict[str, str]:
-    """Return the variables by which the ranks of one host can use one GPU, for this rank's environment.
+    """Return the environment variables that let the ranks of one host use one GPU, for this rank.
 
-    They count from the first call of NCCL and the import of CuPy on. NCCL refuses two ranks on one GPU, so each rank
-    has a host name of its own here, and data pass through sockets, as between hosts: it shows what works, and nothing
-    of how fast. NVIDIA does not support it (https://github.com/NVIDIA/nccl/issues/418).
+    NCCL reads them in its first call, and CuPy when it is imported. NCCL refuses two ranks on one GPU. So each rank
+    gets a host name of its own, and data pass through sockets, as between hosts. This shows correctness, not speed.
+    NVIDIA does not support it (https://github.com/NVIDIA/nccl/issues/418).
 
     >>> sharing(1)["NCCL_HOSTID"]
     'mpikv-1'
@@ -28,11 +28,11 @@ def sharing(rank: int) -> dict[str, str]:
         "NCCL_NET": "Socket",
         "NCCL_NET_PLUGIN": "none",
         "NCCL_IB_DISABLE": "1",
-        # A GPU runs the processes in turn: fewer steps that wait for each other halve the time of a sum.
+        # A GPU time-slices its processes: fewer steps that wait for each other halve the time of a sum.
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "Simple",
         "NCCL_MAX_CTAS": "2",
-        # What wants a GPU, or memory, for itself.
+        # Features that need a GPU or its memory for one process.
         "NCCL_MNNVL_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_RAS_ENABLE": "0",
@@ -42,8 +42,8 @@ def sharing(rank: int) -> dict[str, str]:
 
 
 def share_gpus(rank: int, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set :func:`sharing`'s variables as far as they are not set; none if NCCL_HOSTID or NCCL_MULTI_RANK_GPU_ENABLE is,
-    with which somebody has chosen how ranks share. Local.
+    """Set the variables of :func:`sharing`, but keep those already set. Set none if NCCL_HOSTID or
+    NCCL_MULTI_RANK_GPU_ENABLE is set: the user has chosen another way then. Local.
 
     >>> environ = {"NCCL_PROTO": "LL"}
     >>> share_gpus(1, environ)

@@ -1,5 +1,5 @@
-"""Steps of updates in a GPU's memory, which kernels read when they run: what a graph of them needs, whose arguments are
-the same at each launch.
+"""Numbers of optimizer steps in GPU memory. Kernels of a captured graph read them when they run, since the arguments of
+a graph are the same at each launch.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .loading import kernel, pointer
 __all__ = ["NUMBERS", "WRITTEN", "Row", "Table", "rows_of"]
 
 NUMBERS = 12
-"""How many a row has: those of an ``Update`` of rules.cu."""
+"""Numbers per row, as in ``Update`` of rules.cu."""
 
 KEYS, ROWS = 2400, 16
 WRITTEN = np.dtype(
     [("target", np.uintp), ("count", np.int64), ("numbers", np.float64, ROWS * NUMBERS), ("row", np.uint8, KEYS)],
     align=True,
 )
-"""What one launch is given: ``Numbers`` of steps.cu."""
+"""The argument of one launch: ``Numbers`` of steps.cu."""
 
 THREADS = 256
 _WIDTH = NUMBERS * np.dtype(np.float64).itemsize
 
 
 def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
-    """Return which of the different steps each is, and these, as far as there are ``most`` of them.
+    """Return for each step its place among the distinct steps, and these; stop before a step beyond ``most`` distinct.
 
     >>> one, other = "one", "other"
     >>> rows_of([one, other, one, "third", one], 2)
@@ -50,24 +50,24 @@ def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
 
 
 class Row(NamedTuple):
-    """Stands for a step that an update finds when it runs."""
+    """A step whose numbers an update reads when it runs."""
 
     form: str
     table: int
-    """Where the first row is."""
+    """Address of the table's first row."""
     row: int
 
 
 class Table:
-    """The :class:`~mpikv.protocols.StepTable` of :class:`~.kernels.CudaKernels`. It keeps its memory."""
+    """The :class:`~mpikv.protocols.StepTable` of :class:`~.kernels.CudaKernels`. It owns its memory."""
 
     def __init__(self, optimizer: Optimizer, memory: Memory, count: int) -> None:
         self._optimizer, self._memory = optimizer, memory.zeros(count * _WIDTH)
         self.form = call_of(optimizer, optimizer.step("", 1))[0]
         self._address = pointer(self._memory)
         self.rows: Sequence[Any] = [Row(self.form, self._address, row) for row in range(count)]
-        # The rows that each launch of the last writing gave to keys, and their numbers.
-        self._told: list[tuple[list[int], list[tuple[float, ...]]]] = []
+        # Rows of keys, and their numbers, for each launch of the last write: equal ones need no launch.
+        self._last_written: list[tuple[list[int], list[tuple[float, ...]]]] = []
         self._arguments = np.zeros(1, WRITTEN)
         kernel("steps.cu", "write_numbers")
 
@@ -75,19 +75,19 @@ class Table:
         return call_of(self._optimizer, step)[0] == self.form
 
     def write(self, steps: Sequence[Step]) -> None:
-        told, low = [], 0
+        batches, low = [], 0
         while low < len(steps):
             rows, different = rows_of(steps[low : low + KEYS], ROWS)
-            told.append((rows, [call_of(self._optimizer, step)[1] for step in different]))
+            batches.append((rows, [call_of(self._optimizer, step)[1] for step in different]))
             low += len(rows)
-        if told != self._told:
-            self._told = told
+        if batches != self._last_written:
+            self._last_written = batches
             self._queue()
 
     def _queue(self) -> None:
         run, given, low = kernel("steps.cu", "write_numbers"), self._arguments[0], 0
         table = given["numbers"].reshape(ROWS, NUMBERS)
-        for rows, numbers in self._told:
+        for rows, numbers in self._last_written:
             given["target"], given["count"] = self._address + low * _WIDTH, len(rows)
             given["row"][: len(rows)] = rows
             table[: len(numbers), : len(numbers[0])] = numbers

@@ -1,9 +1,9 @@
-"""Codecs with error feedback as compiled loops, which pass over memory once. The bits are those of numpy.
+"""Codecs with error feedback as compiled loops: one pass over memory, with the bits of numpy.
 
-A loop makes the same float32 operations on an element, in the same order, as :class:`~mpikv.codecs.ErrorFeedback`
-around the codec. It has one signature, whatever the arrays: arrays that cannot be written are read like others.
+A loop makes the float32 operations of :class:`~mpikv.codecs.ErrorFeedback` and its codec on each element, in the same
+order. It has one signature: read-only and writable arrays use the same code.
 
-This module imports numba, and is imported when numba's kernels are asked for.
+The module imports numba; only ``kernels="numba"`` imports the module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...codecs.casts import Bfloat16
 from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...protocols import Array, Codec, ElementwiseCodec
-from .compiling import kept
+from .compiling import compile_cached
 
 __all__ = ["CompiledRanges", "compiled"]
 
@@ -27,7 +27,7 @@ _SINGLE, _BYTE = numba.types.float32, numba.types.uint8
 _READ_SINGLES, _READ_BYTES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_SINGLE, _BYTE))
 _ENCODE = numba.void(_READ_SINGLES, _BYTE[::1], _SINGLE[::1], _SINGLE)
 _DECODE = numba.void(_READ_BYTES, _SINGLE[::1], _SINGLE[:, ::1])
-# Elements that are worked on at once: whole words of any payload, whose codes stay in the nearest cache.
+# Elements per step: whole words of any payload, and their codes stay in the L1 cache.
 _CHUNK = 1024
 
 
@@ -35,40 +35,43 @@ class _Loops(NamedTuple):
     encode: Callable[..., None]
     """``encode(gradient, payload, residual, threshold)``."""
     decode_add: Callable[..., None]
-    """``decode_add(payload, total, decoded)``: the codec's table of what each byte stands for, if it has one."""
+    """``decode_add(payload, total, decoded)``; ``decoded`` is the codec's table of values per byte, or empty."""
 
 
 def compiled(codec: Codec) -> Codec:
-    """Return a codec of the same payloads that is compiled, or the codec itself where there is no loop for it."""
+    """Return the compiled codec with the same payloads, or the codec itself if it has no loop."""
     if isinstance(codec, ElementwiseFeedback) and type(codec.codec) in _LOOPS:
         return CompiledRanges(codec)
     return codec
 
 
 class CompiledRanges(SamePayloads):
-    """A :class:`~mpikv.protocols.ElementwiseCodec` that does what another one does."""
+    """The compiled form of an :class:`~mpikv.protocols.ElementwiseCodec`."""
 
     feedback: ClassVar[Literal[True]] = True
 
     def __init__(self, codec: ElementwiseFeedback) -> None:
-        """Compile, or read from disk what was compiled before."""
+        """Compile the loops, or load them from disk."""
         self.codec = codec
         loops = _LOOPS[type(codec.codec)]
-        self._encode, self._decode_add = kept(loops.encode, _ENCODE), kept(loops.decode_add, _DECODE)
+        self._encode, self._decode_add = (
+            compile_cached(loops.encode, _ENCODE),
+            compile_cached(loops.decode_add, _DECODE),
+        )
         self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Do what the codec does, at once."""
+        """Encode as the codec does, in one pass."""
         self._encode(gradient, payload, residual, self._threshold)
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Do what the codec does, at once."""
+        """Decode and add as the codec does, in one pass."""
         self._decode_add(payload, total, self._decoded)
 
 
-# --- Loops. All numbers are float32: a Python number would make them float64. The inner loops select instead of
-# branching, and their indices are plainly inside the arrays: the compiler makes vector instructions of them.
+# --- Loops. Every number is float32: with a Python number, numba would compute in float64. The inner loops select and
+# never branch, and their indices stay visibly inside the arrays; so LLVM vectorizes them.
 
 
 def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:

@@ -1,4 +1,4 @@
-"""Loops compiled by numba and kept on disk. It imports numba, and is imported when numba's kernels are asked for."""
+"""Compiles loops with numba and caches them on disk. Only ``kernels="numba"`` imports the module."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any, TypeVar, cast
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["inner", "kept"]
+__all__ = ["compile_cached", "inner"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
-def kept(loop: Callable[..., None], signature: Any = None, kind: str = "") -> Callable[..., Any]:
-    """Return the compiled loop, which is kept on disk for each kind of processor: compiled now, or without a signature
-    when it is called.
+def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str = "") -> Callable[..., Any]:
+    """Return the compiled loop, from numba's cache on disk if it is there. It is compiled now, or without a signature
+    at the first call. Local.
 
-    numba numbers the versions of one function there, and ranks that compile different ones at the same time give out
-    one number twice. So each ``kind`` that is called with other arrays is a function of its own, on each processor.
+    numba numbers the versions of a function in its cache. Ranks that compile different versions at the same time use
+    one number twice. So each ``kind`` of arrays has a function of its own, and so has each kind of processor.
     """
     assert isinstance(loop, FunctionType)
     named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
     processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
     named.__qualname__ = f"{loop.__name__}-{kind}{processor:08x}"
-    make: Any = numba.njit  # whose stub knows no decorated signatures
+    make: Any = numba.njit  # its stub does not know signatures
     try:
         function: Callable[..., Any] = make(signature, cache=True, error_model="numpy")(named)
-    except RuntimeError:  # there is no directory that can be written
+    except RuntimeError:  # numba found no writable cache directory
         function = make(signature, error_model="numpy")(named)
     return function
 
 
 def inner(function: Function) -> Function:
-    """Make a function callable in loops. A decorator."""
+    """Make a function callable from loops. A decorator."""
     return cast(Function, numba.njit(function, error_model="numpy"))

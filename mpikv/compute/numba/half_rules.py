@@ -1,9 +1,9 @@
-"""ASSIGN of half precision as compiled loops: two terms are widened, added and rounded in one pass over memory.
+"""ASSIGN of half precision as compiled loops: widen two addends, add and round them in one pass over memory.
 
-The bits are those of :mod:`mpikv.arrays.float16` (a NaN is a NaN: its sign and payload are as it happens). All is done
-with the bits of numbers, which no compiler reorders, but for the additions and one multiplication by a power of two.
+The bits are those of :mod:`mpikv.arrays.float16`; only sign and payload of a NaN are arbitrary. The loops work on the
+bits as integers, and no compiler reorders integers. Only additions and one multiplication by a power of two are floats.
 
-This module imports numba, and is imported when numba's kernels are asked for.
+The module imports numba; only ``kernels="numba"`` imports the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from ...arrays.float16 import add_widened, subnormals_vanish, widen
 from ...optimizers.optimizer import BLOCK
 from ...protocols import Array
-from .compiling import inner, kept
+from .compiling import compile_cached, inner
 
 __all__ = ["adding", "is_half", "rounding"]
 
@@ -26,14 +26,14 @@ _HALF, _SINGLE = numba.types.uint16, numba.types.float32
 _READ_HALVES, _READ_SINGLES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_HALF, _SINGLE))
 _ROUND = numba.void(_READ_SINGLES, _HALF[::1])
 _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
-# Elements of a loop's own memory, which stays in the nearest cache.
+# Elements per step: the scratch memory of a loop stays in the L1 cache.
 _CHUNK = 1024
-# The exponent of a float16 begins at 1 where that of such a power of two begins at 126.
+# The exponent of a float16 starts at 1, that of its power of two at 126; the difference, in a float16's place.
 _BIAS = -(126 << 10) & 0xFFFF
 
 
 class _Total(threading.local):
-    """Memory for the sum of a part, each thread's own."""
+    """Memory for the sum of a part, one per thread."""
 
     def __init__(self) -> None:
         self.array = np.empty(BLOCK, np.float32)
@@ -43,20 +43,21 @@ _total = _Total()
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Return whether there are loops for values of this dtype."""
+    """Return whether the module has loops for values of a dtype."""
     return dtype.name in _LOOPS
 
 
 def rounding(total: Array, value: Array) -> Callable[[Any], None]:
-    """Return a function of a step that rounds the float32 total to the value."""
-    loop, singles, halves = kept(_LOOPS[value.dtype.name][0], _ROUND), total.reshape(-1), _bits(value)
+    """Return a function of a step; it rounds the float32 total into the value."""
+    loop, singles, halves = compile_cached(_LOOPS[value.dtype.name][0], _ROUND), total.reshape(-1), _bits(value)
     return lambda step: loop(singles, halves)
 
 
 def adding(value: Array) -> Callable[[Array, Array, Any], None]:
-    """Return a function of two terms and a step that rounds their sum to the value."""
+    """Return a function of two addends and a step; it rounds their sum into the value."""
     round_singles, add_halves = (
-        kept(loop, signature) for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
+        compile_cached(loop, signature)
+        for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
     )
     halves, dtype = _bits(value), value.dtype
     moves = dtype == np.float16
@@ -65,7 +66,7 @@ def adding(value: Array) -> Callable[[Array, Array, Any], None]:
         if first.dtype == dtype == second.dtype and not (moves and subnormals_vanish()):
             add_halves(first.view(np.uint16), second.view(np.uint16), halves)
             return
-        # With more than two terms all but the last are added up by now.
+        # More than two ranks: the first addend is a float32 sum of all but the last.
         total = _total.array[: halves.size]
         np.copyto(total, first) if first.dtype == total.dtype else widen(first, total)
         np.add(total, second, out=total) if second.dtype == total.dtype else add_widened(total, second)
@@ -78,12 +79,12 @@ def _bits(value: Array) -> Array:
     return value.reshape(-1).view(np.uint16)
 
 
-# --- Parts, for one element. All numbers are uint32: a Python number would make them int64.
+# --- Functions of one element. All numbers are uint32: with a Python number, numba would compute in int64.
 
 
 @inner
 def _power_of(word: Any) -> Any:
-    """Return the bits of the power of two whose last place is that of the float16 to which a float32 is rounded."""
+    """Return, as bits, the power of two whose ulp equals the ulp of the rounded float16."""
     u = np.uint32
     exponent = word & u(0x7F800000)
     return (exponent if exponent > u(0x38800000) else u(0x38800000)) + u(13 << 23)
@@ -91,8 +92,8 @@ def _power_of(word: Any) -> Any:
 
 @inner
 def _float16_of(word: Any, significand: Any, power: Any) -> Any:
-    """Return the bits of the float16 to which a float32 is rounded, of those of its magnitude added to the power. See
-    :func:`mpikv.arrays.float16.narrow`.
+    """Return the bits of a float32 rounded to float16. ``significand`` holds the bits of magnitude plus power; that
+    addition has rounded. See :func:`mpikv.arrays.float16.narrow`.
     """
     u = np.uint32
     magnitude = word & u(0x7FFFFFFF)
@@ -111,7 +112,7 @@ def _bfloat16_of(word: Any) -> Any:
 
 @inner
 def _moved(half: Any) -> Any:
-    """Return the bits of a float16 where float32 has them: too small by 2**112, which is not so of inf and NaN."""
+    """Return a float16's bits moved to a float32's places: 2**-112 times the number, while inf and NaN stay."""
     u = np.uint32
     magnitude = u(half) & u(0x7FFF)
     sign = (u(half) & u(0x8000)) << u(16)
@@ -138,14 +139,14 @@ def _add_float16(first: Any, second: Any, halves: Any) -> None:
             left[i] = _moved(one[i])
             right[i] = _moved(other[i])
         for i in range(out.size):
-            # All are multiples of the smallest float16, so that nothing is lost by adding before scaling.
+            # Exact: both are multiples of the smallest float16, so adding before scaling loses no bit.
             total[i] = (total[i] + term[i]) * scale
         _round_chunk(total, left, sums, powers, out)
 
 
 @inner
 def _round_chunk(singles: Any, words: Any, sums: Any, powers: Any, halves: Any) -> None:
-    """Round float32 numbers, whose bits are ``words``, to float16; the next two are memory to work in."""
+    """Round float32 numbers, with the bits ``words``, to float16; ``sums`` and ``powers`` are scratch memory."""
     total, power = sums.view(np.float32), powers.view(np.float32)
     for i in range(halves.size):
         powers[i] = _power_of(words[i])

@@ -1,12 +1,12 @@
-"""Looks at thousands of numpy arrays, and copies them, where calls from Python take longer than the work for each.
+"""Checks and copies lists of thousands of small numpy arrays: a Python call for each would cost more than its work.
 
-A loop here reads the arrays' headers where numpy has them: the fields of ``PyArrayObject_fields`` in numpy's header
-``ndarraytypes.h``, behind the head of each Python object. Array objects have lain so since numpy 1.7, and extensions
-are compiled for it. That it holds here is tried with some arrays before anything is read; else the loops are not used.
+A loop reads the arrays' headers in place: ``PyArrayObject_fields`` of numpy's ``ndarraytypes.h``, after the head of the
+Python object. numpy has had this layout since 1.7, and extension modules are compiled for it. A test with some arrays
+checks the layout before the first use; if it fails, the loops are not used.
 
-Python's lock is held meanwhile, so that no array changes or goes; what a loop is given keeps them alive.
+A loop holds Python's lock, so no array changes or disappears meanwhile; its arguments keep the arrays alive.
 
-This module imports numba, and is imported when numba's kernels are asked for.
+The module imports numba; only ``kernels="numba"`` imports the module.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...protocols import Array
-from .compiling import inner, kept
+from .compiling import compile_cached, inner
 
 __all__ = ["bind_list"]
 
-# Below it takes as long to begin a loop as to call numpy for each array.
+# With fewer arrays, starting a loop takes as long as numpy's calls.
 _FEW = 16
-# Where the fields are in an object, in bytes: the type ends its head.
+# Byte offsets of the fields in an object; the type is the last word of the object's head.
 _HEAD = object.__basicsize__
 _TYPE, _DATA, _NDIM, _SHAPE, _BASE, _DTYPE, _FLAGS = (_HEAD + 8 * words for words in (-1, 0, 1, 2, 4, 5, 6))
 _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return what :meth:`mpikv.protocols.ListKernels.bind_list` does."""
+    """Implement :meth:`mpikv.protocols.ListKernels.bind_list`. Local."""
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
@@ -53,7 +53,7 @@ class BoundList:
         if len(others) != self._count:
             return False
         objects, flags = _objects_of(others), _C_CONTIGUOUS | (_WRITEABLE if writable else 0)
-        return bool(kept(_all_alike)(_address_of(objects), self._begin, self._count, flags, own))
+        return bool(compile_cached(_all_alike)(_address_of(objects), self._begin, self._count, flags, own))
 
     def take(self, others: Sequence[Any]) -> bool:
         return self._copied(_objects_of(others), len(others), taking=True)
@@ -66,11 +66,11 @@ class BoundList:
             return False
         theirs = _address_of(objects)
         targets, sources = (self._begin, theirs) if taking else (theirs, self._begin)
-        return bool(kept(_copy_all)(targets, sources, self._sizes))
+        return bool(compile_cached(_copy_all)(targets, sources, self._sizes))
 
 
 def _objects_of(arrays: Sequence[Any]) -> Array:
-    """Return an array of Python objects: of their addresses, and it keeps them alive."""
+    """Return an object array of the arrays: the loop reads their addresses from it, and it keeps them alive."""
     return np.fromiter(arrays, object, len(arrays))
 
 
@@ -81,7 +81,7 @@ def _address_of(array: Array) -> int:
 
 @cache
 def _reads_headers() -> bool:
-    """Return whether headers are as these loops read them. Looks at some arrays, and nowhere but in their objects."""
+    """Return whether this numpy has the known layout. It reads inside the objects of some arrays only."""
     base = np.zeros((3, 4), np.float32)
     frozen = base.copy()
     frozen.flags.writeable = False
@@ -106,9 +106,7 @@ def _has_known_header(array: Array) -> bool:
 
 
 def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> bool:
-    """Return whether each of some arrays is as another one is. ``objects`` and ``others`` are where the addresses of
-    both are.
-    """
+    """Return whether each array is like its counterpart. The arguments are addresses of arrays of object addresses."""
     for i in range(count):  # noqa: SIM110 - numba knows no all()
         if not _is_alike(_word(objects + 8 * i), _word(others + 8 * i), flags, own):
             return False
@@ -116,10 +114,10 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
 
 
 def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
-    """Copy arrays of so many bytes. Return whether all were alike, and contiguous."""
+    """Copy arrays of ``nbytes`` bytes each. Return False at the first pair that differs or has gaps."""
     for i in range(nbytes.size):
         target, source = _word(targets + 8 * i), _word(sources + 8 * i)
-        # Both ways, as what was looked at may have been changed by another thread.
+        # Check both directions again: another thread may have changed an array since ``fits``.
         if not (
             _is_alike(source, target, _C_CONTIGUOUS, False)
             and _is_alike(target, source, _C_CONTIGUOUS | _WRITEABLE, False)
@@ -131,8 +129,8 @@ def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
 
 @inner
 def _is_alike(array: Any, other: Any, flags: Any, own: Any) -> Any:
-    """Return whether an array is of the type, the dtype and the shape of another, has these flags, and if asked for,
-    memory of its own.
+    """Return whether an array has another's type, dtype and shape, and these flags; with ``own`` also that it has no
+    base.
     """
     ndim = _number(other + _NDIM)
     if (
@@ -151,7 +149,7 @@ def _is_alike(array: Any, other: Any, flags: Any, own: Any) -> Any:
 
 
 def _loading(bits: int) -> Callable[..., Any]:
-    """Return what tells numba how to read an integer of so many bits at an address."""
+    """Return numba's code generator for reading an integer of ``bits`` bits at an address."""
     kind: Any = getattr(numba.types, f"int{bits}")
 
     def read(_: Any, address: Any) -> Any:
@@ -164,7 +162,7 @@ def _loading(bits: int) -> Callable[..., Any]:
 
 
 def _moving(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Tell numba how to copy bytes from one address to another."""
+    """Generate numba's code for copying bytes from one address to another."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, start = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in arguments[:2])

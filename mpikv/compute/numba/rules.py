@@ -1,18 +1,18 @@
-"""The rules of the optimizers as compiled loops, which pass over memory once. A :class:`~mpikv.protocols.Kernels`.
+"""The optimizers' rules as compiled loops, with one pass over memory. A :class:`~mpikv.protocols.Kernels`.
 
-A rule in numpy reads and writes its arrays a dozen times, from the cache where it can; a loop here reads each element
-once, makes all of the update of it, and writes it once. Both give the same bits (a NaN is a NaN: its sign and payload
-are as it happens). So each loop makes the operations of the rule in the rule's order and in the dtype of the arrays,
-numbers are rounded to that dtype first, as numpy does, and the compiler may not reorder or fuse: no ``fastmath``.
+A rule in numpy reads and writes its arrays a dozen times, at best from the cache. A loop here reads each element once,
+updates it, and writes it once. Both give the same bits; only sign and payload of a NaN are arbitrary. So each loop
+makes the rule's operations, in the rule's order and in the dtype of the arrays. It first rounds numbers to that dtype,
+as numpy does. The compiler may not reorder or fuse operations: no ``fastmath``.
 
-Compiled are the rules of ``forms.py`` for float32 and float64, and ASSIGN for half precision (``half_rules.py``).
-All else is left to the updater: optimizers of half precision, updaters of whole values, and classes that are not in the
-table, subclasses among them, whose rule may be another.
+The module has loops for the rules of ``forms.py`` in float32 and float64, and for ASSIGN in half precision
+(``half_rules.py``). The updater itself runs for all others: optimizers of half precision, updaters of whole values, and
+classes outside of the table. A subclass is outside, too, since its rule may differ.
 
-A loop can make the sum of a push, too, or the last addition of several: it then reads two arrays instead of their sum,
-which is never written.
+A loop can also make the sum of a push, or the last addition of several. It then reads two arrays; their sum is never
+written.
 
-This module imports numba, and is imported when numba's kernels are asked for.
+The module imports numba; only ``kernels="numba"`` imports the module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 from ...optimizers.forms import FORMS, call_of
 from ...optimizers.optimizer import Optimizer, Step
 from ...protocols import Array, Updater
-from .compiling import inner, kept
+from .compiling import compile_cached, inner
 from .half_rules import adding as adding_halves
 from .half_rules import is_half, rounding
 from .lists import bind_list
@@ -38,16 +38,16 @@ from .lists import bind_list
 __all__ = ["LOOPS", "bind", "bind_adding", "bind_list", "prepare", "rules"]
 
 Loop: TypeAlias = Callable[..., None]
-"""``loop(total, term, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The
-gradient is ``clip(scale * (total + term), -bound, bound)``, where ``term`` may be None, plus ``wd * weight`` where that
-is part of it. ``total`` and ``term`` are not written."""
+"""``loop(total, term, weight, *state, scale, bound, wd, *numbers)``; numbers are float64, and rounded inside. The
+gradient is ``clip(scale * (total + term), -bound, bound)``, plus ``wd * weight`` if the rule has it there. ``term`` may
+be None. The loop does not write ``total`` and ``term``."""
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-# Division by zero gives inf or nan, as in numpy, instead of raising.
+# error_model="numpy": a division by zero gives inf or nan, as in numpy, and does not raise.
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-    """Compile, or load, what the updater's present options need for values of this dtype. Local."""
+    """Compile, or load, the loop for the updater's current options and values of this dtype. Local."""
     nothing = np.empty(0, dtype)
     if updater.assigns and is_half(dtype):
         with suppress(OSError):
@@ -57,13 +57,13 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     state = dict.fromkeys(updater.slots(dtype), nothing)
     if not _is_compiled(updater, nothing, *state.values()):
         return
-    # That what was compiled cannot be kept, on a full disk, is found out when it is ready to be used.
+    # numba writes its cache after compiling; on a full disk the loop is usable nevertheless.
     with suppress(OSError):
         _bound(updater, nothing, state)(nothing, nothing if adding else None, Step(1.0, 0.0, updater.correction(1)))
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-    """Return what ``updater.bind`` does, compiled where there is a compiled form for these arrays."""
+    """Return ``updater.bind`` compiled, or ``updater.bind`` itself if these arrays have no loop."""
     if updater.assigns and is_half(value.dtype):
         return rounding(total, value)
     if not _is_compiled(updater, total, value, *state.values()):
@@ -74,7 +74,7 @@ def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array
 def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
-    """Return what does the same to the sum of two arrays, where there is a compiled form for these."""
+    """Return a compiled update by the sum of two arrays; None if these arrays have no loop."""
     if updater.assigns and is_half(value.dtype):
         return adding_halves(value)
     return _bound(updater, value, state) if _is_compiled(updater, value, *state.values()) else None
@@ -103,15 +103,15 @@ def _bound(
 
 @cache
 def _compiled(loop: Loop, dtype: np.dtype[Any], adding: bool) -> Loop:
-    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without."""
-    return kept(loop, kind=f"{dtype.name}-{'adding-' * adding}")
+    """Return the loop for a dtype, with or without a second addend; its first call compiles it."""
+    return compile_cached(loop, kind=f"{dtype.name}-{'adding-' * adding}")
 
 
-# --- Parts, for one element
+# --- Functions of one element
 
 
 def _cast(_: Any, array: Any, numbers: Any) -> Any:
-    """Tell numba how to round a tuple of numbers to the dtype of an array."""
+    """Generate numba's code for rounding a tuple of numbers to an array's dtype."""
     rounded = numba.types.UniTuple(array.dtype, len(numbers))
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -125,21 +125,21 @@ _rounded: Any = intrinsic(_cast)
 
 @inner
 def _clipped(number: Any, bound: Any) -> Any:
-    """``numpy.clip(number, -bound, bound)``, which keeps NaN and the sign of zero."""
+    """Compute ``numpy.clip(number, -bound, bound)``; keep NaN and the sign of zero."""
     return -bound if number < -bound else bound if number > bound else number
 
 
 @inner
 def _decayed(gradient: Any, weight: Any, wd: Any, decays: bool) -> Any:
-    # Adding zero would make NaN of a weight that is inf.
+    # Without decay nothing may be added: 0 * inf would make the weight NaN.
     return gradient + weight * wd if decays else gradient
 
 
 @inner
 def _received(total: Any, term: Any, weight: Any, i: int, numbers: Any) -> Any:
-    """The gradient without weight decay."""
+    """Return the gradient without weight decay."""
     scale, bound = _rounded(weight, numbers[:2])
-    # Which of the two it is, is decided when a loop is compiled.
+    # Decided at compile time: ``term`` has the type None or an array.
     return _clipped((total[i] if term is None else total[i] + term[i]) * scale, bound)
 
 
@@ -156,21 +156,21 @@ def _averaged(mean: Any, sample: Any, kept: Any, taken: Any) -> Any:
 
 @inner
 def _maximum(left: Any, right: Any) -> Any:
-    """``numpy.maximum(left, right)``, which keeps NaN; of two zeros it is the right one."""
+    """Compute ``numpy.maximum(left, right)``: NaN stays, and of two equal zeros the right one."""
     return right if left <= right or right != right else left
 
 
 @inner
 def _signed(number: Any) -> Any:
-    """``numpy.sign(number)``, which keeps NaN and makes zero positive."""
+    """Compute ``numpy.sign(number)``: NaN stays, and a zero becomes positive."""
     zero, one = type(number)(0), type(number)(1)
     return one if number > zero else -one if number < zero else zero if number == zero else number
 
 
 # --- Loops
 #
-# Numbers are rounded to the dtype of the arrays first: an operation with a float64 would be made in float64. Whether
-# one is zero is asked before that, as the rules in numpy do.
+# Numbers are rounded to the arrays' dtype first: an operation with a float64 would be computed in float64. Tests for
+# zero come before the rounding, as in the rules of numpy.
 
 
 def _descent(total: Array, term: Array | None, weight: Array, *numbers: float) -> None:

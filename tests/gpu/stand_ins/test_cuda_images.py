@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpikv.compute.cuda import images, loading
-from mpikv.compute.cuda.images import Image, image_of, kept
+from mpikv.compute.cuda.images import Image, cached_image, image_of
 
 ROOT = Path(__file__).parents[3]
 FACTS = ("14.2", "-arch=sm_90", "cubin", "V13.5.37", "-std=c++17", "scale<float>", "source")
@@ -33,8 +33,8 @@ class Compiler:
 def test_a_later_process_compiles_nothing(tmp_path):
     first, later = Compiler(), Compiler()
     folder = tmp_path / "not yet" / "there"
-    image = kept(folder, FACTS, first)
-    assert kept(folder, FACTS, later) == image == first.built[0]
+    image = cached_image(folder, FACTS, first)
+    assert cached_image(folder, FACTS, later) == image == first.built[0]
     assert later.built == []
     assert len(list(folder.iterdir())) == 1
 
@@ -43,39 +43,39 @@ def test_what_is_made_of_something_else_is_another(tmp_path):
     build = Compiler()
     others = [(*FACTS[:place], "other", *FACTS[place + 1 :]) for place in range(len(FACTS))]
     others.append((*FACTS[:-2], FACTS[-2] + FACTS[-1]))  # the same text, cut elsewhere
-    found = [kept(tmp_path, facts, build) for facts in (FACTS, *others)]
+    found = [cached_image(tmp_path, facts, build) for facts in (FACTS, *others)]
     assert len({image.code for image in found}) == len(build.built) == len(FACTS) + 2
-    assert [kept(tmp_path, facts, build) for facts in (FACTS, *others)] == found
+    assert [cached_image(tmp_path, facts, build) for facts in (FACTS, *others)] == found
 
 
 @pytest.mark.parametrize("length", [0, 10, 32, 33, 60, -1])
 def test_a_file_that_is_cut_off_is_made_anew(tmp_path, length):
     build = Compiler()
-    kept(tmp_path, FACTS, build)
+    cached_image(tmp_path, FACTS, build)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:length])
-    assert kept(tmp_path, FACTS, build) == kept(tmp_path, FACTS, build) == build.built[1]
+    assert cached_image(tmp_path, FACTS, build) == cached_image(tmp_path, FACTS, build) == build.built[1]
     assert len(build.built) == 2
 
 
 def test_so_is_one_of_which_a_byte_has_changed(tmp_path):
     build = Compiler()
-    kept(tmp_path, FACTS, build)
+    cached_image(tmp_path, FACTS, build)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        assert kept(tmp_path, FACTS, build) is build.built[-1]
+        assert cached_image(tmp_path, FACTS, build) is build.built[-1]
 
 
 def test_so_is_a_whole_one_of_something_else(tmp_path):
     build = Compiler()
-    kept(tmp_path, FACTS, build)
+    cached_image(tmp_path, FACTS, build)
     (path,) = tmp_path.iterdir()
-    kept(tmp_path, ("other",), build)
+    cached_image(tmp_path, ("other",), build)
     (other,) = set(tmp_path.iterdir()) - {path}
     path.write_bytes(other.read_bytes())
-    assert kept(tmp_path, FACTS, build) is build.built[2]
+    assert cached_image(tmp_path, FACTS, build) is build.built[2]
 
 
 def refused(*_: object, **__: object) -> None:
@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog, step):
     else:
         monkeypatch.setattr(images, "os", SimpleNamespace(fdopen=os.fdopen, unlink=os.unlink, replace=refused))
     build = Compiler()
-    assert [kept(folder, FACTS, build) for _ in range(2)] == build.built
+    assert [cached_image(folder, FACTS, build) for _ in range(2)] == build.built
     assert {record.levelname for record in caplog.records} == {"DEBUG"}
     assert "cannot be kept" in caplog.text
     assert step == "folder" or list(folder.iterdir()) == []  # nothing is left
@@ -104,7 +104,7 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path):
         raise ValueError("no such kernel")
 
     with pytest.raises(ValueError, match="no such kernel"):
-        kept(tmp_path, FACTS, fail)
+        cached_image(tmp_path, FACTS, fail)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,13 +116,13 @@ def test_threads_that_compile_at_once(tmp_path):
         together.wait(20)
         return build()
 
-    threads = [threading.Thread(target=lambda: found.append(kept(tmp_path, FACTS, late))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(cached_image(tmp_path, FACTS, late))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
     assert len(found) == len(build.built) == 4
-    assert kept(tmp_path, FACTS, late) in build.built
+    assert cached_image(tmp_path, FACTS, late) in build.built
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -133,7 +133,7 @@ from hashlib import sha256
 from mpikv.compute.cuda.images import Image, kept
 folder, own = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(200):
-    image = kept(folder, ("fact", str(number)), lambda: Image(bytes([own]) * 100_000, "name"))
+    image = cached_image(folder, ("fact", str(number)), lambda: Image(bytes([own]) * 100_000, "name"))
     assert len(set(image.code)) == 1 and len(image.code) == 100_000
     if number % 2:
         (folder / sha256(repr(("fact", str(number))).encode()).hexdigest()).unlink(missing_ok=True)
