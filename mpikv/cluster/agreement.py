@@ -118,7 +118,7 @@ class Agreement:
     def _enter(self, call: Call) -> None:
         self.calls += 1
         # A training repeats one call: then only its number changes, one store instead of 168 bytes.
-        if call.note is self._board.said:
+        if call.note is self._board.current:
             self._board.number[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
@@ -176,7 +176,7 @@ class Agreement:
         """Exchange the ranks' reports. Collective."""
         text, verb, place = str(call), call.verb, place_here()
         if verb == "close" and not place:
-            last = f"call #{self.calls - 1} {text_of_note(self._board.before)}" if self.calls > 1 else "create"
+            last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
         failure = format_error(error) if error else ""
         mine = CallReport(text, verb, place, call.keys, call.token, tuple(call.describe()), failure)

@@ -140,15 +140,15 @@ class Pending:
     def __init__(
         self,
         least: Callable[[int], int],
-        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_worker: Callable[[], AbstractContextManager[None]] = nullcontext,
         busy: Callable[[], bool] = bool,
     ) -> None:
         """``least`` returns the smallest of the numbers that all ranks pass; collective.
 
-        The thread enters ``aside`` while it makes a call, and begins none while another thread's call keeps the store
-        ``busy``.
+        The thread enters ``on_worker`` while it makes a call, and begins none while another thread's call keeps the
+        store ``busy``.
         """
-        self._least, self._aside, self._busy = least, aside, busy
+        self._least, self._on_worker, self._busy = least, on_worker, busy
         self._changed = present().condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
@@ -258,7 +258,7 @@ class Pending:
     def _serve(self) -> None:
         _here.makes_calls = True
         while queued := self._await():
-            with self._aside():
+            with self._on_worker():
                 work = self._make_next(queued)
             # After the block: a thread that waits for the call may close the store at once.
             self._complete(work)

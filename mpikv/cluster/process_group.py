@@ -172,7 +172,7 @@ class ProcessGroup:
         with self.translated("splitting a communicator"):
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
-    def tell_end(self, why: str) -> None:
+    def announce_end(self, why: str) -> None:
         """Tell the other ranks why this one will make no more calls of the store, unless they know that it is unusable.
         Local.
         """
@@ -184,14 +184,14 @@ class ProcessGroup:
             with self.translated("sending a shutdown notice"):
                 for rank in range(self.size):
                     if rank != self.rank:
-                        self.send_word(text, rank, ENDED)
+                        self.send_notice(text, rank, ENDED)
 
-    def send_word(self, text: bytes, rank: int, tag: int) -> None:
+    def send_notice(self, text: bytes, rank: int, tag: int) -> None:
         """Send a message that the other rank receives at the end of the store at the latest. Local."""
         self._counts[rank] += 1
         _sent.append(self.comm.Isend(text, rank, tag))
 
-    def hear_word(self, tag: int) -> tuple[int, bytes] | None:
+    def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
         """Return the sender and the text of a message with this tag; None if there is none. Local."""
         mpi = self.mpi
         status = mpi.Status()
@@ -203,16 +203,16 @@ class ProcessGroup:
         self._counts[self.rank] -= 1
         return status.source, bytes(text)
 
-    def told_end(self) -> str:
+    def find_end(self) -> str:
         """Return why another rank has ended the store, or "". Local; any thread may ask."""
         if self.comm is None or self._end:
             return self._end
         with self._listening:
             if self._may_speak():
                 with self.translated("receiving a shutdown notice"):
-                    word = self.hear_word(ENDED)
-                if word:
-                    self._end = f"rank {word[0]} has left: {word[1].decode(errors='replace')}"
+                    notice = self.receive_notice(ENDED)
+                if notice:
+                    self._end = f"rank {notice[0]} has left: {notice[1].decode(errors='replace')}"
             return self._end
 
     def _may_speak(self) -> bool:
@@ -246,7 +246,7 @@ class ProcessGroup:
 
     def _hear_all(self) -> bool:
         """Receive the messages that have come; return whether all messages to this rank have been received."""
-        while any(self.hear_word(tag) for tag in _TAGS):
+        while any(self.receive_notice(tag) for tag in _TAGS):
             pass
         return bool(self._counts[self.rank] == 0)
 

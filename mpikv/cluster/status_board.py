@@ -90,7 +90,7 @@ class StatusBoard:
         mine["pid"] = mine["thread"] = present().process
         if group.size > 1:
             mine["answers"] = _answer_questions() if present().world is None else -1  # simulated ranks get no signal
-        self.said = self.before = b""
+        self.current = self.previous = b""
         """This rank's present note and the one before it."""
 
     def _look_at(self, slots: Array) -> None:
@@ -100,10 +100,10 @@ class StatusBoard:
         self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - _TEXT :]
         """The number of the call that this rank has begun. A repeated call changes nothing else."""
 
-    def write(self, number: int, said: bytes) -> None:
+    def write(self, number: int, noted: bytes) -> None:
         """Announce that this rank has begun call ``number``, described by a :func:`note`."""
-        self.before, self.said = self.said, said
-        self._note[:] = said
+        self.previous, self.current = self.current, noted
+        self._note[:] = noted
         # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
         self.number[0] = number
 
@@ -146,7 +146,7 @@ class StatusBoard:
         self._slots[self._ranks.index(self._rank)]["over"] = 1
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_worker(self) -> Iterator[None]:
         """Announce, inside a block, that this thread makes the rank's calls, not the main thread."""
         slot = self._slots[self._ranks.index(self._rank)]
         slot["thread"] = threading.get_native_id()
@@ -330,7 +330,7 @@ class Inquiry:
         self.number += 1
         for _, ranks in self._others:
             for rank in self._asked(ranks):
-                self._group.send_word(str(self.number).encode(), rank, ASKS)
+                self._group.send_notice(str(self.number).encode(), rank, ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
         begin = self._group.rank % len(ranks)
@@ -338,9 +338,9 @@ class Inquiry:
 
     def answer(self) -> None:
         """Answer the questions of other hosts."""
-        while word := self._group.hear_word(ASKS):
-            source, number = word
-            self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, ANSWERS)
+        while notice := self._group.receive_notice(ASKS):
+            source, number = notice
+            self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), source, ANSWERS)
 
     def look(self) -> Answer:
         """Return the answer for this host, at most :data:`_FRESH` seconds old."""
@@ -357,10 +357,10 @@ class Inquiry:
         limit = here.now() + _HOST_PATIENCE
         while True:
             self.answer()
-            while word := self._group.hear_word(ANSWERS):
-                number, late, text = json.loads(word[1])
+            while notice := self._group.receive_notice(ANSWERS):
+                number, late, text = json.loads(notice[1])
                 if number == self.number:
-                    heard[word[0]] = Answer(tuple(late), text)
+                    heard[notice[0]] = Answer(tuple(late), text)
             firsts = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
             if all(answer for _, answer in firsts) or here.now() >= limit:
                 return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in firsts]

@@ -1240,7 +1240,7 @@ class KVStore(KVStoreBase):
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:
-        with self._board.aside(), self._order.on_worker():
+        with self._board.on_worker(), self._order.on_worker():
             yield
 
     def _least(self, queued: int) -> int:

@@ -451,7 +451,7 @@ class NcclTransport(Unshared):
         self._watchdog.stop()
         if tell and not isinstance(self._failure, Stalled):
             with suppress(MPIKVError):  # the abort comes whether or not the others can be told
-                self._group.tell_end(str(self._failure))
+                self._group.announce_end(str(self._failure))
         # Not for ever: a thread may be in a call that comes to its end by the abort only.
         held = self._queueing.acquire(timeout=_PATIENCE)
         try:
@@ -518,7 +518,7 @@ class NcclTransport(Unshared):
         """Raise what ends work in flight: NCCL's word, or that of a rank that has left, for which it would wait."""
         self._check_async()
         # Which takes longer than all else of a look.
-        if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.told_end()):
+        if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.find_end()):
             raise TransportError(why)
 
     def _check_async(self) -> None:

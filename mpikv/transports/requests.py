@@ -64,7 +64,7 @@ class AbortableWaiting:
         self._waiting.until(_looking(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
-        why = self._group.told_end()
+        why = self._group.find_end()
         return TransportError(why) if why else None
 
 
@@ -127,7 +127,7 @@ class Requests:
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._group.send_word(b"", rank, GONE)
+                self._group.send_notice(b"", rank, GONE)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""
@@ -143,7 +143,7 @@ class Requests:
         self._group.witness()
         if not self._comm.Iprobe(tag=GONE):
             return None
-        if why := self._group.told_end():  # by the rank for which they have
+        if why := self._group.find_end():  # by the rank for which they have
             return TransportError(why)
         who = missing()
         about = f", and this one still waited for ranks {list(who)}" if who else ""

@@ -20,10 +20,10 @@ class Group:
         self.questions: list[tuple[int, bytes]] = []
         self.sent: list[tuple[int, list[object]]] = []
 
-    def hear_word(self, tag: int) -> tuple[int, bytes] | None:
+    def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
         return self.questions.pop() if self.questions else None
 
-    def send_word(self, text: bytes, rank: int, tag: int) -> None:
+    def send_notice(self, text: bytes, rank: int, tag: int) -> None:
         self.sent.append((rank, json.loads(text)))
 
 

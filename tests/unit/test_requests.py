@@ -17,7 +17,7 @@ class Group:
     def __init__(self, comm):
         self.comm, self.left = comm, ""
 
-    def told_end(self):
+    def find_end(self):
         return self.left
 
     def translated(self, doing):
@@ -26,7 +26,7 @@ class Group:
     def witness(self):
         pass
 
-    def send_word(self, text, rank, tag):
+    def send_notice(self, text, rank, tag):
         self.comm.told.append(rank)
 
 
