@@ -130,7 +130,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from hashlib import sha256
-from mpikv.compute.cuda.images import Image, kept
+from mpikv.compute.cuda.images import Image, cached_image
 folder, own = Path(sys.argv[1]), int(sys.argv[2])
 for number in range(200):
     image = cached_image(folder, ("fact", str(number)), lambda: Image(bytes([own]) * 100_000, "name"))
