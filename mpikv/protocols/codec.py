@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from .arrays import Array
+if TYPE_CHECKING:
+    from .arrays import Array
 
 __all__ = ["LARGEST", "Codec", "ElementwiseCodec", "Gather", "Rounds", "Sum", "TensorCodec"]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .arrays import Array
-from .kernels import GpuKernels
+if TYPE_CHECKING:
+    from .arrays import Array
+    from .kernels import GpuKernels
 
 __all__ = ["Event", "Gpu", "Graph", "Stream"]
 

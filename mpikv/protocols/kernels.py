@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from .arrays import Array
-from .codec import Codec
-from .memory import Memory
-from .updater import Updater
+if TYPE_CHECKING:
+    from .arrays import Array
+    from .codec import Codec
+    from .memory import Memory
+    from .updater import Updater
 
 __all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Whole"]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .arrays import Array
+if TYPE_CHECKING:
+    from .arrays import Array
 
 __all__ = ["Issue", "Memory", "StreamOrder", "Workspace"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .arrays import Array
-from .memory import Memory
+if TYPE_CHECKING:
+    from .arrays import Array
+    from .memory import Memory
 
 __all__ = ["Transport"]
 

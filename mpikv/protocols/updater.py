@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .arrays import Array, Key, Slots
+if TYPE_CHECKING:
+    from .arrays import Array, Key, Slots
 
 __all__ = ["Updater"]
 
