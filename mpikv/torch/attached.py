@@ -20,12 +20,12 @@ from .backward import BackwardSync
 from .checks import OWNER, check_model, check_options, check_parameter
 from .closures import MeanLoss
 from .comparison import outline, settings_of
-from .data import fill_from_root, tensors_of
 from .failures import raising_on_all
 from .joining import copy_from
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
-from .weights import Weights
+from .tensors import tensors_of
+from .weights import Weights, fill_from_root
 
 __all__ = ["Attached", "attach"]
 

@@ -10,9 +10,8 @@ import torch
 from ..errors import ConfigError, Unsupported, a_kind
 from ..options import check_choice, check_whole
 from ..store.kvstore import KVStore
-from .data import tensors_of
 from .sharded import check_shardable
-from .tensors import check_dense
+from .tensors import check_dense, tensors_of
 
 __all__ = ["OWNER", "check_model", "check_options", "check_parameter"]
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..errors import RankMismatch
-from ..store.kvstore import KVStore
-from .data import tensors_of
+from .tensors import tensors_of
+
+if TYPE_CHECKING:
+    from ..store.kvstore import KVStore
 
 __all__ = ["check_equal", "outline", "plain", "settings_of"]
 

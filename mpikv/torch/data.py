@@ -10,6 +10,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ..create import create
 from ..store.kvstore import KVStore
 from .failures import raising_on_all
+from .tensors import tensors_of
+from .weights import fill_from_root
 
 __all__ = ["broadcast", "sampler"]
 
@@ -87,17 +89,3 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
         named = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
         fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
     return tensors
-
-
-def tensors_of(model: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
-    """Fill tensors with the root's. Collective."""
-    with torch.no_grad():
-        rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
-        if rows:
-            kv.broadcast(rows)
-            kv.delete(list(rows))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..errors import TransportError, is_settled
-from ..store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    from ..store.kvstore import KVStore
 
 __all__ = ["raising_on_all"]
 

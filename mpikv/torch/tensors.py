@@ -1,4 +1,4 @@
-"""Tensors over memory of the store, and the memory of a tensor as one row."""
+"""Tensors of a model, tensors over memory of the store, and the memory of a tensor as one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 from ..errors import Unsupported
 from ..protocols import Array
 
-__all__ = ["check_dense", "row_of", "tensor_over"]
+__all__ = ["check_dense", "row_of", "tensor_over", "tensors_of"]
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def check_dense(name: str, tensor: Any) -> None:

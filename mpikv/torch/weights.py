@@ -17,9 +17,8 @@ import torch
 
 from ..store.kvstore import KVStore
 from .comparison import check_equal
-from .data import fill_from_root
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "fill_from_root"]
 
 _version_of = attrgetter("_version")
 
@@ -33,6 +32,15 @@ _ADVICE = (
     "load and change weights, gradients and states on every rank alike, or weights before attach, or make them equal "
     "by mpikv.torch.broadcast(model)"
 )
+
+
+def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
+    """Fill tensors with the root's. Collective."""
+    with torch.no_grad():
+        rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
+        if rows:
+            kv.broadcast(rows)
+            kv.delete(list(rows))
 
 
 class Weights:
