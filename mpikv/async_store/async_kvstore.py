@@ -20,7 +20,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from ..arrays.arrays import local_sum
-from ..cluster.agreement import Call, PreparedCall, format_error
+from ..cluster.agreement import format_error
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.runtime import present
 from ..cluster.tracebacks import hidden_from_pytest
 from ..cluster.waiting import Waiting
@@ -34,7 +35,7 @@ from ..store.door import State
 from ..store.kvstore import KVStore
 from ..transports.rpc import Endpoint, Request
 from ..verbs.arguments import priorities
-from ..verbs.comparison import compare_text
+from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
 from ..verbs.row_arguments import brings_rows
@@ -222,7 +223,7 @@ class AsyncKVStore(KVStore):
             raise ConfigError("no optimizer is set; call set_optimizer(...) first")
         trial = copy.copy(optimizer)
         trial.learning_rate = learning_rate
-        call = compare_text("set_learning_rate", trial.settings(), str(learning_rate))
+        call = text_call("set_learning_rate", trial.settings(), str(learning_rate))
         return call, lambda: setattr(optimizer, "learning_rate", learning_rate)
 
     def buffer(self, key: Any) -> Any:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import name_of
-from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement
+from ..cluster.calls import Call, PreparedCall
 from ..engine.alltoallv import gather
 from ..engine.arena import Block
 from ..engine.exchange import Exchange

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..cluster.agreement import Call, PreparedCall
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest
 from ..engine.plan import digest
 from ..errors import text_of

@@ -13,10 +13,9 @@ import json
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import NoReturn
 
 import numpy as np
 
@@ -32,61 +31,21 @@ from ..errors import (
     settled,
     text_of,
 )
-from ..protocols import Key, Transport
+from ..protocols import Transport
+from .calls import JOINED, Call, CallReport, text_of_note
 from .process_group import ProcessGroup
-from .status_board import StatusBoard, note, text_of_note
+from .status_board import StatusBoard
 from .tracebacks import place_here
 
-__all__ = ["JOINED", "Agreement", "Call", "CallReport", "PreparedCall", "format_error"]
+__all__ = ["Agreement", "format_error"]
 
-# Tokens that are no digest: the owner's work went well; the arguments are bad or the work failed; the rank has run out
-# of work. Digests are below JOINED; _WELL and _FAILED meet only each other, in confirm.
+# Tokens that are no digest: the owner's work went well; the arguments are bad or the work failed. Digests are below
+# JOINED; _WELL and _FAILED meet only each other, in confirm.
 _WELL = 1
 _FAILED = (1 << 62) - 1
 _JOINABLE = ("push", "pull", "pushpull", "row_sparse_pull", "barrier")
-JOINED = (1 << 62) - 2
 # The verb of a close without a line of the program, at its end.
 _END = "the end of the program"
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One rank's view of a collective call."""
-
-    verb: str
-    token: int
-    label: str = ""
-    """The keys, shortened, for messages."""
-    keys: tuple[Key, ...] = ()
-    describe: Callable[[], Sequence[str]] = lambda: ()
-    """Returns the texts that the token was made of. Called only when ranks disagree."""
-    note: bytes = field(init=False)
-    """The call as :meth:`StatusBoard.write` takes it."""
-
-    def __str__(self) -> str:
-        return f"{self.verb}({self.label})"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "note", note(str(self)))
-
-
-PreparedCall: TypeAlias = tuple[Call, Callable[[], Any]]
-"""A call without a mistake on this rank: the :class:`Call` that ranks compare, and the function that makes the call
-once they agree and returns the caller's result."""
-
-
-class CallReport(NamedTuple):
-    """A rank's report to the others when not all have made the same call."""
-
-    text: str
-    """The call; at the end of the program, the one before it."""
-    verb: str
-    place: str
-    """The line of the program that makes the call, or ""."""
-    keys: Sequence[Key]
-    token: int
-    parts: Sequence[str]
-    error: str
 
 
 class Agreement:
@@ -179,7 +138,7 @@ class Agreement:
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
         failure = format_error(error) if error else ""
-        mine = CallReport(text, verb, place, call.keys, call.token, tuple(call.describe()), failure)
+        mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def _settle(self, call: Call) -> tuple[CallReport, bool]:

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import signal
-import sys
 import sysconfig
 import threading
 import time
@@ -36,19 +35,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..protocols import Array
+from .calls import TEXT_BYTES
 from .printing import warn
 from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
 
-__all__ = ["Inquiry", "StatusBoard", "note", "text_of_note"]
+__all__ = ["Inquiry", "StatusBoard"]
 
 _QUESTION = signal.SIGURG
 # The name of the answer file in /proc/<pid>/fd. An asker checks it before each signal.
 _ANSWERS = "mpikv-answers"
 # Seconds to repeat a question that got no answer.
 _PATIENCE = 0.5
-# Bytes of the text of a call.
-_TEXT = 160
 # The most ranks of a host to ask, so many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
 # Seconds to wait for a host's answer, and seconds to repeat this host's last answer.
@@ -64,17 +62,6 @@ class Answer(NamedTuple):
     text: str
 
 
-def note(text: str) -> bytes:
-    """Return a text as a note for :meth:`StatusBoard.write`: its length, and its beginning."""
-    begin = text.encode()[:_TEXT]
-    return len(begin).to_bytes(8, sys.byteorder) + begin.ljust(_TEXT, b"\0")
-
-
-def text_of_note(noted: bytes) -> str:
-    """Return the text of a note."""
-    return noted[8:].rstrip(b"\0").decode(errors="replace")
-
-
 class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
@@ -83,7 +70,7 @@ class StatusBoard:
         self._rank, self._ranks = group.rank, group.host_ranks
         self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self.number[0])
         numbers = [(name, "i8") for name in ("call", "pid", "thread", "answers", "over", "length")]
-        slot = np.dtype([*numbers, ("text", "u1", _TEXT)])
+        slot = np.dtype([*numbers, ("text", "u1", TEXT_BYTES)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
         self._look_at(board.view(slot))
         mine = self._slots[group.local_rank]
@@ -97,11 +84,11 @@ class StatusBoard:
         place = self._ranks.index(self._rank)
         own = slots[place : place + 1].view(np.uint8).data
         self._slots = slots
-        self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - _TEXT :]
+        self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - TEXT_BYTES :]
         """The number of the call that this rank has begun. A repeated call changes nothing else."""
 
     def write(self, number: int, noted: bytes) -> None:
-        """Announce that this rank has begun call ``number``, described by a :func:`note`."""
+        """Announce that this rank has begun call ``number``, described by a :func:`~mpikv.cluster.calls.note`."""
         self.previous, self.current = self.current, noted
         self._note[:] = noted
         # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).

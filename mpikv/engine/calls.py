@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
-from ..cluster.agreement import Call
+from ..cluster.calls import Call
 
 __all__ = ["Confirm", "Contribution", "Steps", "UpdateCall"]
 

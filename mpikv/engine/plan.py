@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
-from ..cluster.agreement import Call
+from ..cluster.calls import Call
 from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import is_immutable, lies_elsewhere, source, target
-from ..cluster.agreement import PreparedCall
+from ..cluster.calls import PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest
 from ..engine.keys import Form, parse
 from ..engine.plan import label
@@ -16,7 +16,7 @@ from ..errors import KeyNotInitialized, RankMismatch, Unsupported, ValueMismatch
 from ..memory.host import HostMemory
 from ..options import naming_arguments
 from ..protocols import Array, Gpu, Key
-from ..verbs.comparison import compare_text
+from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from .kvstore import KVStore
 from .plugins import KVStoreBase
@@ -212,7 +212,7 @@ class AllReduce(Wrapped):
                     self._open_sums = None
             return self._sums is not None
 
-        return compare_text("init", f"where {form.keys} lie", label(form.keys)), run
+        return text_call("init", f"where {form.keys} lie", label(form.keys)), run
 
 
 def _is_of_gpu(array: Any) -> bool:

@@ -14,8 +14,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays.arrays import lies_elsewhere
-from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement
 from ..cluster.background import Work
+from ..cluster.calls import Call, PreparedCall
 from ..engine.calls import Steps
 from ..engine.exchange import Exchange
 from ..engine.keys import leaves, parse

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import accumulator, add_in_pairs_over, disjoint, local_sum, run_quietly, storable
-from ..cluster.agreement import PreparedCall
+from ..cluster.calls import PreparedCall
 from ..engine.keys import Form
 from ..errors import ValueMismatch
 from ..memory.device import DeviceMemory

@@ -9,24 +9,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ..arrays.arrays import run_quietly
-from ..cluster.agreement import JOINED, Agreement, Call
+from ..cluster.agreement import Agreement
 from ..cluster.background import Pending
+from ..cluster.calls import JOINED, Call, CallReport, note
 from ..cluster.process_group import ProcessGroup
-from ..cluster.status_board import StatusBoard, note
+from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
 from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
 from ..optimizers.updaters import check_outside
 from ..protocols import Memory
-from ..verbs.join import Join
 
 __all__ = ["Door", "State", "show_keys"]
 
 __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
+_Prepare: TypeAlias = "Callable[[CallReport, ExitStack], Callable[[], Any] | None]"
 
 # Characters of the arguments of a call in a message.
 _MOST_SHOWN = 80
@@ -123,7 +124,7 @@ class Door:
         finally:
             self.running = ""
 
-    def shadow(self, join: Join, run_in_order: Callable[..., Any]) -> None:
+    def shadow(self, prepare: _Prepare, run_in_order: Callable[..., Any]) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them. Collective."""
         call = Call("join", JOINED)
         self.running = "join"  # an updater may run here, and cannot call the store
@@ -132,7 +133,7 @@ class Door:
                 run, failure = None, None
                 with ExitStack() as until_done:
                     try:
-                        run = join.prepare(said, until_done)
+                        run = prepare(said, until_done)
                     except Exception as error:
                         failure = error
                     self._agreement.confirm(call, failure)

@@ -11,8 +11,9 @@ import numpy as np
 
 from .. import optimizers
 from ..arrays.arrays import quiet, run_quietly
-from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement
 from ..cluster.background import Pending, Work, makes_calls, urgency
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import owned
 from ..cluster.status_board import StatusBoard
@@ -1080,7 +1081,7 @@ class KVStore(KVStoreBase):
         with self._door.joining():
             yield
             self._door.check_open("join")
-            self._door.shadow(self._verbs.join, self._run_in_order)
+            self._door.shadow(self._verbs.join.prepare, self._run_in_order)
 
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of

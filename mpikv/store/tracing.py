@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..cluster.agreement import Call
+from ..cluster.calls import Call
 from ..cluster.printing import warn
 from ..config import launch_of
 from ..errors import ConfigError

@@ -1,6 +1,6 @@
 """What a call of the store makes of its arguments: check them, describe them for the other ranks, prepare the run.
 
-A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.cluster.agreement.PreparedCall`:
+A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.cluster.calls.PreparedCall`:
 what the ranks compare, and what runs once they agree. No value moves or changes before that. The store lets calls in,
 and deals with failures; verbs know neither.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ..cluster.agreement import Agreement, Call
+from ..cluster.agreement import Agreement
+from ..cluster.calls import Call
 from ..engine.calls import Confirm, Contribution, Steps, UpdateCall
 from ..engine.exchange import Exchange
 from ..engine.keys import Form
@@ -16,7 +18,7 @@ from ..optimizers import Optimizer
 from ..protocols import Array, Updater
 from .arguments import priorities
 
-__all__ = ["Comparison", "add_text", "compare_text"]
+__all__ = ["Comparison", "add_text", "text_call"]
 
 
 # Those that move no whole values.
@@ -26,7 +28,7 @@ _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
 _digest = lru_cache(maxsize=256)(digest)
 
 
-def compare_text(verb: str, text: str, shown: str | None = None) -> Call:
+def text_call(verb: str, text: str, shown: str | None = None) -> Call:
     """Return a call of which ranks compare a text. ``shown`` stands for it in messages, with the first line that
     differs.
     """
@@ -35,7 +37,7 @@ def compare_text(verb: str, text: str, shown: str | None = None) -> Call:
 
 def add_text(call: Call, text: str) -> Call:
     """Return a call of which ranks compare one more text."""
-    return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
+    return replace(call, token=call.token ^ digest(text), describe=lambda: [*call.describe(), text])
 
 
 class Comparison:
@@ -91,7 +93,11 @@ class Comparison:
             self._exchange.pipeline.prepare(plan)
         token = plan.digest ^ _digest(verb + contribution.value) ^ _digest("\n".join(self._settings()))
         texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
-        call = Call(verb, token, plan.label, plan.keys, lambda: [*self._settings(), *texts(), contribution.value])
+
+        def parts() -> list[str]:
+            return [*self._settings(), *texts(), contribution.value]
+
+        call = Call(verb, token, plan.label, plan.keys, parts, contribution.name)
         confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.may_raise else None
         steps = None if updater.depends_on_count else self._exchange.steps(plan)
         return UpdateCall(call, steps, confirm, updater.revision)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.printing import warn
 from ..cluster.process_group import ProcessGroup
 from ..engine.plan import digest
 from ..errors import ConfigError, Unsupported
-from .comparison import compare_text
+from .comparison import text_call
 
 __all__ = ["ControlVerbs", "check_head"]
 
@@ -39,7 +40,7 @@ class ControlVerbs:
         return _BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None)
 
     def check_equal(self, text: str, verb: str) -> PreparedCall:
-        return compare_text(verb, text, text.partition("\n")[0]), lambda: None
+        return text_call(verb, text, text.partition("\n")[0]), lambda: None
 
     def any_rank(self, flag: bool) -> PreparedCall:
         return _VOTE, lambda: not self._agreement.least(int(not flag))
@@ -56,12 +57,12 @@ class ControlVerbs:
         if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
             raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {size - 1}")
         text = str([int(rank) for rank in members])
-        return compare_text("group", text), lambda: (members, self._group.part(members))
+        return text_call("group", text), lambda: (members, self._group.part(members))
 
     def command(self, head: Any, body: Any) -> PreparedCall:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         said = f"{check_head(head)}, {text}"
-        call = compare_text("command", said, said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}...")
+        call = text_call("command", said, said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}...")
         return call, lambda: self._control(call, head, text)
 
     def _control(self, call: Call, head: int, text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..cluster.agreement import CallReport, PreparedCall
+from ..cluster.calls import CallReport, PreparedCall
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.plan import Plan
@@ -37,7 +37,7 @@ class Join:
             return self._push_pull.pull_arrays(plan, nothing)
         if said.verb == "row_sparse_pull":
             return self._rows.pull_rows(plan, nothing)
-        contribution = next((each for each in Contribution if each.value in said.parts), Contribution.WHOLE)
+        contribution = Contribution[said.contribution]
         pulls = said.verb == "pushpull"
         if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
             none = self._rows.none_of(plan)

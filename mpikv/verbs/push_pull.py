@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ..cluster.agreement import Call, PreparedCall
+from ..cluster.calls import Call, PreparedCall
 from ..engine.calls import Confirm, Contribution, Steps
 from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, are_plain

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.agreement import PreparedCall
+from ..cluster.calls import PreparedCall
 from ..cluster.printing import warn
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange

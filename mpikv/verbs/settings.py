@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..cluster.agreement import PreparedCall
+from ..cluster.calls import PreparedCall
 from ..cluster.printing import warn
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
-from .comparison import Comparison, compare_text
+from .comparison import Comparison, text_call
 
 __all__ = ["SettingVerbs"]
 
@@ -35,7 +35,7 @@ class SettingVerbs:
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater)
-        return compare_text(verb, updater.settings()), lambda: self._exchange.adopt(updater)
+        return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)
 
     def set_compression(self, compression: Any) -> PreparedCall:
         """Prepare a change of the codec to what is meant by ``compression``."""
@@ -44,7 +44,7 @@ class SettingVerbs:
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
         working = None if meant is None else self._working(meant)
-        return compare_text("set_gradient_compression", settings), lambda: self._compress(meant, working)
+        return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _working(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..cluster.agreement import PreparedCall
+from ..cluster.calls import PreparedCall
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.cluster.calls import note
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import StatusBoard, note
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.testing import cluster
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwritev

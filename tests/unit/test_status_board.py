@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mpikv.cluster import status_board as board
+from mpikv.cluster.calls import note
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard, _answer_questions, _ask, _frames, _is_in_use
 
@@ -27,7 +28,7 @@ def test_the_board_says_the_latest_call() -> None:
     shown = board.StatusBoard(ProcessGroup())
     assert shown.call == "create"
     for number, text in enumerate(("push(" + "x" * 200 + ")", "pull('é')", "pull('é')", "barrier()"), 1):
-        shown.write(number, board.note(text))
+        shown.write(number, note(text))
         assert shown.call == f"call #{number} {text[:160]}"
 
 
@@ -95,7 +96,7 @@ def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
     windows = SimpleNamespace(allocate=lambda nbytes: np.frombuffer(memory, np.uint8, nbytes))
     alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), one_host=True, windows=windows)
     closed = StatusBoard(alone)
-    closed.write(1, board.note("barrier()"))
+    closed.write(1, note("barrier()"))
     with pytest.raises(BufferError):
         memory.close()
     closed.close()

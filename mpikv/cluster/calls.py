@@ -1,0 +1,71 @@
+"""A collective call of the store, its report to the other ranks, and its note on the status board."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+from ..protocols import Key
+
+__all__ = ["JOINED", "TEXT_BYTES", "Call", "CallReport", "PreparedCall", "note", "text_of_note"]
+
+JOINED = (1 << 62) - 2
+"""The token of a rank that has run out of work; no digest."""
+TEXT_BYTES = 160
+"""Bytes of a call's text on the board."""
+
+
+def note(text: str) -> bytes:
+    """Return a text as a note for the board: its length, and its beginning."""
+    begin = text.encode()[:TEXT_BYTES]
+    return len(begin).to_bytes(8, sys.byteorder) + begin.ljust(TEXT_BYTES, b"\0")
+
+
+def text_of_note(noted: bytes) -> str:
+    """Return the text of a note."""
+    return noted[8:].rstrip(b"\0").decode(errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One rank's view of a collective call."""
+
+    verb: str
+    token: int
+    label: str = ""
+    """The keys, shortened, for messages."""
+    keys: tuple[Key, ...] = ()
+    describe: Callable[[], Sequence[str]] = lambda: ()
+    """Returns the texts that the token was made of. Called only when ranks disagree."""
+    contribution: str = ""
+    """The kind of arrays that this rank brings to an update."""
+    note: bytes = field(init=False)
+    """The call as the board takes it."""
+
+    def __str__(self) -> str:
+        return f"{self.verb}({self.label})"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "note", note(str(self)))
+
+
+PreparedCall: TypeAlias = tuple[Call, Callable[[], Any]]
+"""A call without a mistake on this rank: the :class:`Call` that ranks compare, and the function that makes the call
+once they agree and returns the caller's result."""
+
+
+class CallReport(NamedTuple):
+    """A rank's report to the others when not all have made the same call."""
+
+    text: str
+    """The call; at the end of the program, the one before it."""
+    verb: str
+    place: str
+    """The line of the program that makes the call, or ""."""
+    keys: Sequence[Key]
+    token: int
+    contribution: str
+    parts: Sequence[str]
+    error: str
