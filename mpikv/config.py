@@ -122,7 +122,7 @@ def aborts(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the failure of one rank ends the whole job."""
     try:
         return Config.read(environ).abort
-    except ConfigError:
+    except ConfigError:  # create() reports the bad variable; a job that could hang is worse
         return True
 
 
@@ -132,6 +132,7 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
     >>> keeps_frames({"MPIKV_FULL_TRACEBACK": "1"}), keeps_frames({})
     (True, False)
     """
+    # A bad text means True: this runs while an error is printed, and must not raise.
     text = environ.get("MPIKV_FULL_TRACEBACK", "0")
     return _SWITCHES.get(text.lower(), True)
 

@@ -141,6 +141,7 @@ def mark_repeated(error: Raised, first: bool) -> Raised:
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
     """Note whether this is the lowest rank that came, as far as the missing ranks are known."""
+    # First if all lower ranks are missing. With none known to be missing each rank prints: better twice than never.
     return mark_repeated(error, not error.missing or set(range(rank)) <= set(error.missing))
 
 
@@ -234,6 +235,7 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
 
     names = sorted(known)
     text = f"unknown {what} {name!r} (known: {', '.join(names)})"
+    # Compared in lower case: "SGD" for "sgd" is a likely mistake, and difflib would see three wrong letters.
     lower = {each.lower(): each for each in names}
     near = difflib.get_close_matches(str(name).lower(), lower, n=1)
     hint = hint or (f"did you mean {lower[near[0]]!r}?" if near else "")

@@ -194,6 +194,7 @@ def check_whole(where: str, value: Any, low: int = 0) -> int:
     Traceback (most recent call last):
     mpikv.errors.ConfigError: lowrank: rank=0 is not a whole number in [1, 2**63)
     """
+    # A bool is an Integral in Python, but True is no count.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 1 << 63:
         raise _describe(where, value, f"not a whole number in [{low}, 2**63)")
     return int(value)

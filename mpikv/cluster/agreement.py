@@ -146,6 +146,7 @@ class Agreement:
         Collective.
         """
         reports = self._tell(call, None)
+        # Errors before mismatches: bad arguments change the digest too, and the error says more.
         for rank, other in enumerate(reports):
             if other.error:
                 raise self.at_rank(call.verb, _of_peer(call, rank, other.error))

@@ -47,6 +47,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         _check_communicator(comm)
     launch = launch_of()
     if comm is None:
+        # Before MPI is loaded: a worker of a rank must not start it.
         _check_worker(launch)
         if (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
             # A warning, no error: a batch script has the variable too, and may start a program of one rank.
@@ -57,7 +58,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     if launch is not None and launch.size != 1:
         _check_container()
     mpi = load_mpi() if launch is None else start_mpi(launch)
-    if launch is not None and comm != mpi.COMM_SELF:
+    if launch is not None and comm != mpi.COMM_SELF:  # a store on COMM_SELF needs no other rank
         check_world(launch, mpi)
     world = mpi.COMM_WORLD if comm is None else comm
     if world.size > 1:

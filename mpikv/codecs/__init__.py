@@ -93,6 +93,7 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     Raises:
         ConfigError: the name is taken.
     """
+    # The same kind again is no error: a notebook may run its cell twice.
     if _KINDS.get(name, kind) is not kind:
         raise ConfigError(f"a codec {name!r} exists already; choose another name")
     _KINDS[name] = kind
@@ -131,4 +132,5 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     known = [*inspect.signature(kind).parameters, "error_feedback"]
     check_names(f"option of compression {type!r}", options, known)
     codec = checked(kind(**options), _WANTED)
+    # A registered codec may bring feedback of its own; two would subtract the error twice.
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

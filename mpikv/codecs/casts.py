@@ -96,6 +96,7 @@ class Bfloat16(_Cast):
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             wide = spare[: part.size]
+            # A bfloat16 is the upper half of a float32.
             wide[:] = halves[low : low + BLOCK]
             wide <<= 16
             np.add(part, wide.view(np.float32), out=part)

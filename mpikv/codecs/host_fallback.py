@@ -22,6 +22,7 @@ class HostFallback(SamePayloads):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Encode as the codec does."""
+        # The codec writes on the host, and one copy moves the whole payload to the GPU.
         packed = np.empty(payload.size, np.uint8)
         left = None if residual is None else self._memory.to_host(residual)
         self.codec.encode(self._memory.to_host(gradient), packed, left)

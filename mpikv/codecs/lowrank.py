@@ -61,6 +61,7 @@ class LowRank:
         rows, columns = _sides(shape)
         if not self._shrinks(rows, columns):
             return {}
+        # Seeded by shape, not by key: all ranks draw the same start without a message.
         random = np.random.default_rng([self.seed, rows, columns])
         return {"start": random.standard_normal((columns, self.rank), np.float32)}
 
@@ -81,6 +82,7 @@ class LowRank:
         return (left @ right.T).reshape(-1), (left @ own.T).reshape(-1)
 
     def _shrinks(self, rows: int, columns: int) -> bool:
+        # More columns than a side has cannot be orthogonal.
         return self.rank <= min(rows, columns) and (rows + columns) * self.rank < rows * columns
 
 

@@ -217,7 +217,7 @@ class Adamax(Optimizer):
         (mean, largest), (spare,), (first,) = block.state, block.spare, step.correction
         average(mean, block.gradient, self.beta1, spare)
         np.abs(block.gradient, out=spare)
-        np.add(spare, self.epsilon, out=spare)
+        np.add(spare, self.epsilon, out=spare)  # inside the maximum: it can then never be zero
         np.multiply(largest, self.beta2, out=largest)
         np.maximum(largest, spare, out=largest)
         np.divide(mean, largest, out=spare)

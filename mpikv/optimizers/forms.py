@@ -65,6 +65,7 @@ def _of_adagrad(optimizer: AdaGrad, step: Step) -> Call:
 
 
 def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
+    # An infinite bound stands for none, so a form needs no branch.
     largest = math.inf if optimizer.clip_weights is None else optimizer.clip_weights
     numbers = step.rate, optimizer.epsilon, largest, optimizer.rho, 1.0 - optimizer.rho
     return ("rmsprop_centered", (*numbers, optimizer.momentum)) if optimizer.centered else ("rmsprop", numbers)

@@ -68,6 +68,7 @@ class LARS(Optimizer):
         return replace(step, correction=(1.0,)) if str(key).endswith(self.skip) else step
 
     def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        # A skipped key brings its trust of 1 as a correction, and saves the pass for the norms.
         trust = step.correction[0] if step.correction else self._trust(step, total, value, state)
         super().update(replace(step, rate=step.rate * trust), total, value, state)
 

@@ -134,6 +134,7 @@ class Optimizer:
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
 
+    # Before learning_rate: fields are assigned in this order, and the rate's check looks at the scheduler.
     lr_scheduler: Callable[[int], float] | None = field(default=None, metadata=SCHEDULER)
     """A pure function from the number of updates to the learning rate, such as those of :mod:`mpikv.schedules`. A
     callable without a ``repr`` of its own is described to other ranks by its name only."""
@@ -161,6 +162,7 @@ class Optimizer:
     ``count`` alone, because the state starts from zero."""
 
     def __new__(cls: type[Made], *arguments: Any, **options: Any) -> Made:
+        # Here, before __init__: the TypeError of a dataclass's __init__ would name no known option.
         taken = _signature(cls.__init__).parameters  # a user's own __init__ may take others than the options
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
         unknown = [name for name in options if name not in taken]
@@ -169,7 +171,7 @@ class Optimizer:
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "revision":
+        if name.startswith("_") or name == "revision":  # bookkeeping, no option
             object.__setattr__(self, name, value)
             return
         option = self.__dataclass_fields__.get(name)
@@ -211,6 +213,7 @@ class Optimizer:
             warn("%s replaces base_lr=%r of its lr_scheduler", where, before)
 
     def _change(self) -> None:
+        # Revision goes back at the end of a having() block, _changes never: no number ever stands for two settings.
         self._changes += 1
         self.revision = self._changes
         self._derive()
@@ -221,6 +224,7 @@ class Optimizer:
         # The factors are missing while the first options are set.
         factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
         opaque = self.lr_scheduler is not None and _is_own(self.lr_scheduler)
+        # Past __setattr__: derived attributes are no options, and must not count as a change.
         object.__setattr__(self, "rescale", self.rescale_grad / ranks)
         object.__setattr__(self, "by_key", bool(factors) or type(self).step is not Optimizer.step)
         object.__setattr__(self, "opaque", opaque)
@@ -303,6 +307,7 @@ class Optimizer:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
         given = self.lr_scheduler(number)
+        # Checked here, on every rank before data move: a NaN rate would ruin the weights without an error.
         try:
             value = float(given)
         except (TypeError, ValueError):
@@ -330,6 +335,7 @@ class Optimizer:
         """Return the state arrays of a value of this dtype: their names and dtypes."""
         dtype = np.dtype(dtype)
         precision = self._precision(dtype)
+        # State of half-precision values is float32: averages of float16 squares would underflow below 6e-8.
         slots = dict.fromkeys(self.states, precision)
         if self._has_master(dtype, precision):
             slots["master"] = precision
@@ -426,10 +432,12 @@ class Optimizer:
         kept = self._has_master(value.dtype, precision)
         own = not kept and value.dtype == precision
         total, value = total.reshape(-1), value.reshape(-1)
+        # One more than the rule's own: the widened weights of half precision.
         on_host, number = isinstance(value, np.ndarray), self.spares + 1
         length = BLOCK if on_host else max(value.size, 1)
         new = [] if on_host else [np.empty_like(value, dtype=precision) for _ in range(number)]
         spare = new or self.scratch(precision, number)
+        # reshape(-1) of a contiguous array is a view: the rule writes to the store's own memory.
         weight = state["master"].reshape(-1) if kept else value
         states = [state[name].reshape(-1) for name in self.states]
         blocks = []

@@ -54,6 +54,7 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
         return asked, "asked for"
     if group.one_host:
         return "shm", "all ranks on one host"
+    # hierarchical adds up each host first, so the bits of a sum would depend on the grouping of ranks.
     if config.deterministic:
         return "mpi", f"{where}, with an order of addition that does not depend on hosts"
     return ("mpi" if hosts == group.size else "hierarchical"), where

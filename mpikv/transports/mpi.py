@@ -119,6 +119,7 @@ class MpiTransport(Unshared):
         self._offered[0], self._offered[1] = token, -token
         with self._group.translated("agree"):
             self._requests.complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
+            # The operation completes even if others gave up waiting for this rank: only their notice tells.
             self._requests.check()
         largest, opposite = self._highest.tolist()
         return bool(largest == -opposite)

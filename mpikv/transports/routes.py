@@ -65,6 +65,7 @@ def _from_carrier(
 ) -> Iterator[Route]:
     """Yield the routes from one rank of a host to another host."""
     share = _share(home, owners, counts)
+    # The carrier's first element, counted from the present owner's first: negative once its part has begun before.
     low = home.index(carrier) * share
     for owner in owners if share else ():
         count = counts[owner]
@@ -80,6 +81,7 @@ def _to_owner(
     """Yield the routes from a host to one rank of another host."""
     share = _share(carriers, home, counts)
     low = sum([counts[rank] for rank in home[: home.index(owner)]])
+    # Carriers divide a host's elements joined together; the shift leads back to the message's own numbers.
     end, shift = low + counts[owner], starts[owner] - low
     while low < end:
         number = low // share
