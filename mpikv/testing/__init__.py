@@ -1,12 +1,12 @@
-"""Simulated ranks, and what every transport, placement, updater, kernels, codec and store must do, as test classes.
+"""Simulated ranks, and contracts of the seams as test classes.
 
-:func:`cluster` runs a program on many ranks in this process, in an order that a seed draws, with the faults that a test
-asks for.
+:func:`cluster` runs a program on many ranks in this process. A seed draws the order of events; a test may ask for
+faults.
 
-A class of tests holds for every implementation of one seam of :mod:`mpikv.protocols`; a subclass in a test module gives
-the factory, and pytest does the rest. All of them are SPMD code, true for any number of ranks, and need pytest. Those
-that move data use a fixture ``comm``: the communicator of the ranks that run the test, or None on one rank. It may
-import all of the package but ``cli``.
+A contract tests every implementation of one seam of :mod:`mpikv.protocols`: transport, placement, updater, kernels,
+codec, store. A subclass in a test module gives the factory, and pytest does the rest. All contracts are SPMD code, true
+for any number of ranks, and need pytest. Contracts that move data use a fixture ``comm``: the communicator of the ranks
+that run the test, or None on one rank. The package may import all of mpikv but ``cli``.
 """
 
 from importlib import import_module
@@ -71,7 +71,7 @@ __all__ = [
     "draw_faults",
 ]
 
-# Loaded when they are asked for: they need pytest, and a simulation does not.
+# Loaded on first use: contracts need pytest, a simulation does not.
 _CONTRACTS = {
     "KernelsContract": "kernels",
     "PlacementContract": "placement",

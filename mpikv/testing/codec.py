@@ -1,4 +1,4 @@
-"""What every codec must do, as tests.
+"""The contract of codecs, as tests.
 
 Subclass :class:`ElementwiseCodecContract` or :class:`TensorCodecContract` in a test module and give the two factories::
 
@@ -25,25 +25,25 @@ __all__ = ["CodecContract", "ElementwiseCodecContract", "TensorCodecContract", "
 SIZES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 1000, (1 << 14) - 1, (1 << 14) + 1, 40_000)
 SHAPES = ((1,), (5,), (3, 4), (20, 30), (4, 3, 5), (64, 64), ())
 GUARD = 16
-"""Bytes and elements beside memory that a codec writes to, which it must leave alone."""
+"""Bytes and elements beside the memory given to a codec; it must not change them."""
 
 
 class CodecContract:
-    """What both kinds promise, alone and with :func:`mpikv.codecs.ErrorFeedback`."""
+    """Promises of both kinds of codecs, alone and inside of :func:`mpikv.codecs.ErrorFeedback`."""
 
     scale = 1.0
-    """The size of the gradients that are tested."""
+    """The size of the tested gradients."""
 
     def codec(self) -> Codec:
         """Return a new codec, always of the same settings."""
         raise AssertionError("a subclass of CodecContract defines codec()")
 
     def other(self) -> Codec:
-        """Return a codec whose payloads or sums differ from those of :meth:`codec`."""
+        """Return a codec with other payloads or sums than :meth:`codec`."""
         raise AssertionError("a subclass of CodecContract defines other()")
 
     def gradient(self, size: int, *seed: int) -> Array:
-        """Return numbers to compress."""
+        """Return numbers for compression."""
         random = np.random.default_rng([size, *seed])
         return (self.scale * random.standard_normal(size)).astype(np.float32)
 
@@ -52,7 +52,7 @@ class CodecContract:
         assert isinstance(self.codec().feedback, bool)
 
     def test_feedback_loses_nothing(self) -> None:
-        """What was decoded and what is left add up to what was given, but for rounding."""
+        """Decoded sum and residual add up to the given numbers, but for rounding."""
         codec = self.codec()
         codec = codec if codec.feedback else ErrorFeedback(codec)
         for shape in SHAPES if not codec.elementwise else [(size,) for size in SIZES]:
@@ -156,7 +156,7 @@ class TensorCodecContract(CodecContract):
 
 
 def together(rounds: Sequence[Rounds]) -> list[tuple[Array, Array]]:
-    """Make the exchanges of all ranks, and check that they ask for the same; return what each returns."""
+    """Run the exchanges of all ranks, check that they ask for the same, and return their results."""
     answers: list[Any] = [None] * len(rounds)
     results: list[tuple[Array, Array]] = []
     while not results:
@@ -186,7 +186,7 @@ def _answered(asked: Sequence[Sum | Gather]) -> list[Any]:
 
 
 def total_of(codec: Codec, gradient: Array, shape: tuple[int, ...], state: dict[str, Array], left: Array) -> Array:
-    """Return what arrives of a gradient of the only rank."""
+    """Return the decoded gradient of the only rank."""
     if codec.elementwise:
         return decoded(codec, encoded(codec, gradient, left), gradient.size)
     ((total, _),) = together([codec.exchange(gradient, shape, state, left)])
@@ -194,19 +194,19 @@ def total_of(codec: Codec, gradient: Array, shape: tuple[int, ...], state: dict[
 
 
 def encoded(codec: ElementwiseCodec, gradient: Array, left: Array | None = None) -> Array:
-    """Return the payload."""
+    """Return the payload of a gradient."""
     payload = np.empty(codec.nbytes(gradient.size), np.uint8)
     codec.encode(gradient, payload, residual(codec, gradient.size) if left is None else left)
     return payload
 
 
 def decoded(codec: ElementwiseCodec, payload: Array, size: int) -> Array:
-    """Return what the payload says."""
+    """Return the decoded content of a payload."""
     total = np.zeros(size, np.float32)
     codec.decode_add(payload, total)
     return total
 
 
 def residual(codec: Codec, size: int) -> Array | None:
-    """Return what nothing was left in yet, if the codec keeps anything."""
+    """Return an empty residual; None if the codec keeps none."""
     return np.zeros(size, np.float32) if codec.feedback else None

@@ -1,4 +1,4 @@
-"""Transports whose messages lie in the memory of a GPU: how a store calls them, and what they promise besides."""
+"""Transports with messages in GPU memory: a store's way to call them, and their further promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DeviceTransportContract", "InOrder"]
 
 
 class InOrder(Wrapper):
-    """Makes the calls that move data as a store does: in the order of the caller's stream."""
+    """Runs the calls that move data as a store does: in the order of the caller's stream."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
@@ -25,12 +25,12 @@ class InOrder(Wrapper):
 
 
 class DeviceTransportContract(TransportContract):
-    """The promises of :class:`mpikv.protocols.Transport`, of one whose messages lie on a GPU. ``make`` returns it in
+    """The promises of a :class:`mpikv.protocols.Transport` with messages on a GPU. ``make`` returns it in
     :class:`InOrder`.
     """
 
     def allocations(self) -> int:
-        """Return how often memory of this rank's GPU was asked for so far."""
+        """Return the number of allocations on this rank's GPU so far."""
         raise AssertionError("a subclass of DeviceTransportContract defines allocations()")
 
     def address(self, transport: Transport, array: Array) -> int:

@@ -1,11 +1,10 @@
-"""Runs a program on simulated ranks under many seeds, and tells the first that fails.
+"""Runs a program on simulated ranks under many seeds, and reports the first failing seed.
 
     python -m mpikv.testing.explore train.py --ranks 4 --seeds 0:100
     python -m mpikv.testing.explore check.py:program --ranks 2:16 --hosts 1:4 --seeds 0:1000 --faults
 
-PROGRAM is a script, of which every rank runs a copy, or a function in one: ``program(comm)``, or ``program(comm,
-seed)`` with a parameter of that name. Of a range of ranks or hosts each seed draws a number. Several processes search,
-one on each core.
+PROGRAM is a script, run by every rank, or a function in one: ``program(comm)``, or ``program(comm, seed)`` with a
+parameter of that name. For a range of ranks or hosts, each seed draws a number. Several processes search, one per core.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ __all__ = ["explore", "load", "main"]
 
 Program = Callable[..., Any]
 Range = tuple[int, int]
-# Seeds that a process searches before it is given others.
+# Seeds per task of a process.
 _SHARE = 10
 
 
 def explore(
     program: Program, seeds: Sequence[int], ranks: Range = (4, 4), hosts: Range = (1, 1), faults: bool = False
 ) -> tuple[Cluster, BaseException] | None:
-    """Run a program under each seed; return the first cluster on which it failed and the error, or None.
+    """Run a program under each seed; return the first failing cluster and its error, or None.
 
     Args:
-        program: is called with each rank's communicator and, where it has a parameter named ``seed``, the seed.
+        program: called with each rank's communicator, and with the seed if it has a parameter named ``seed``.
         seeds: one run for each.
         ranks: the smallest and the largest number of ranks.
-        hosts: the same of hosts.
-        faults: whether each seed also draws something that goes wrong. The program then has to bear it.
+        hosts: the smallest and the largest number of hosts.
+        faults: whether each seed also draws a fault; the program must then bear it.
     """
     check_program(program)
     if not seeds:
@@ -60,7 +59,7 @@ def explore(
                 made.run(program)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # also a rank's sys.exit(1), and what pytest's fail() raises
+        except BaseException as error:  # also a rank's sys.exit(1), and the exception of pytest.fail()
             return made, error
     return None
 
@@ -105,14 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(given: argparse.Namespace, seed: int) -> str:
-    """Return the command that runs one seed again."""
+    """Return the command to repeat the run of one seed."""
     ranks, hosts = (f"{low}:{high}" for low, high in (given.ranks, given.hosts))
     words = ["python", "-m", "mpikv.testing.explore", given.program, "--ranks", ranks, "--hosts", hosts]
     return shlex.join([*words, "--seeds", str(seed), *["--faults"] * given.faults])
 
 
 class _Failed(NamedTuple):
-    """What a process tells of a seed that has failed."""
+    """A process's report of a failing seed."""
 
     seed: int
     size: int
@@ -131,7 +130,7 @@ def _search(name: str, ranks: Range, hosts: Range, faults: bool, seeds: range) -
 
 
 def _results(search: _Search, seeds: range, jobs: int) -> Iterator[_Failed | None]:
-    """Yield what is found in each share of the seeds, in their order."""
+    """Yield the result of each share of the seeds, in order."""
     shares = [seeds[start : start + _SHARE] for start in range(0, len(seeds), _SHARE)]
     if min(jobs, len(shares)) < 2:
         yield from map(search, shares)
@@ -144,11 +143,11 @@ def _results(search: _Search, seeds: range, jobs: int) -> Iterator[_Failed | Non
 
 
 class NoProgram(ValueError):
-    """A name that is of no program."""
+    """A name without a program."""
 
 
 def load(name: str) -> Program:
-    """Return the program that ``SCRIPT`` or ``SCRIPT:FUNCTION`` names. It may import modules of the script's folder.
+    """Return the program named by ``SCRIPT`` or ``SCRIPT:FUNCTION``. It may import modules of the script's folder.
 
     Raises:
         NoProgram: there is no such file, or no such function in it.

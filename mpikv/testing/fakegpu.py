@@ -1,4 +1,4 @@
-"""A GPU that is none: arrays over host memory, whose work is checked as ``fakestreams.py`` says."""
+"""A fake GPU: arrays over host memory; ``fakestreams.py`` checks the order of their work."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .fakestreams import Block, Checker, FakeMark, FakeStream, MisuseError, Reco
 
 __all__ = ["FakeArray", "FakeGpu", "FakeTensor"]
 
-# The characters of dtypes that CuPy knows.
+# The dtype characters that CuPy supports.
 _DTYPES = "?bhilqBHILQefdFD"
 _ALIGNMENT = 256
 _present = threading.local()
-"""The ``ordinal`` of the present GPU of a thread that has chosen one. It is 0 in others."""
+"""The ``ordinal`` of the current GPU of a thread that has chosen one; in other threads it counts as 0."""
 _FIRST_ADDRESS = 0x7F00_0000_0000
 
 
 class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of a :class:`FakeGpu`: what it offers, ``cupy.ndarray`` offers, and where that refuses, it does."""
+    """An array of a :class:`FakeGpu`. It has a part of ``cupy.ndarray``, and refuses all that CuPy refuses."""
 
     def __init__(self, gpu: FakeGpu, block: Block, beneath: Array, parent: FakeArray | None = None) -> None:
-        """``parent`` is what this is a view of, for all that CuPy knows."""
+        """``parent`` is the array of this view, as far as CuPy knows."""
         self._gpu, self._block, self._beneath = gpu, block, beneath
         self._owns = parent is None
         self._allocation: object = object() if parent is None else parent._allocation
@@ -111,7 +111,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> FakeArray:
         beneath = self._beneath[index]
         if not isinstance(beneath, np.ndarray):
-            # Of one element numpy makes a scalar, CuPy an array.
+            # For one element numpy returns a scalar, and CuPy an array.
             beneath = self._beneath[(*index, ...) if isinstance(index, tuple) else (index, ...)]
         if beneath.size and not np.may_share_memory(beneath, self._beneath):
             raise Unsupported("an index that copies, which no store should rely on")
@@ -138,7 +138,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         reads = [array for value in given for array in value.arrays]
         outs = options.pop("out", None)
         if outs is None:
-            # Made where it is known how large it is: by numpy, on the side.
+            # numpy computes the result's shape and dtype beforehand, without work on the fake GPU.
             result = np.asarray(getattr(ufunc, method)(*(value.content for value in given), **options))
             out = self._gpu.empty(result.shape, result.dtype)
             self._gpu.compute(ufunc.__name__, reads, [out], partial(out._beneath.__setitem__, ..., result))
@@ -158,7 +158,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._gpu.compute("copyto", value.arrays, [target], copy)
             return None
         if function is np.may_share_memory:
-            # CuPy compares places of one allocation, and takes what another library lends for one of its own.
+            # CuPy compares places inside of one allocation, and takes another library's memory for its own.
             first, other = arguments
             return first._allocation is other._allocation and np.may_share_memory(first._beneath, other._beneath)
         return NotImplemented
@@ -182,7 +182,7 @@ class FakeTensor:
 
 
 class Value(NamedTuple):
-    """An operand: the arrays of the GPU in it, and what numpy computes with."""
+    """An operand: its GPU arrays, and the value for numpy."""
 
     arrays: Sequence[FakeArray]
     content: Any
@@ -211,19 +211,19 @@ class FakeGpu:
     kind = FakeArray
 
     def __init__(self, ordinal: int = 0, lag: int = 1) -> None:
-        """An event is not done yet when it is asked for the first ``lag`` times."""
+        """An event answers "not done" ``lag`` times first."""
         self.name, self.uuid, self.ordinal, self.lag = f"fake:{ordinal}", f"GPU-fake-{ordinal}", ordinal, lag
         self.checker = Checker()
         self.allocations = 0
-        """How many allocations there were."""
+        """Number of allocations."""
         self.spare: int | None = None
-        """After how many more one fails, once, where a test wants that."""
+        """Allocations left before one fails, once; None: none fails."""
         self.watchers: set[int] = set()
-        """The threads that ask for events only."""
+        """Threads that query events only."""
         self.capture_fails = ""
-        """Why captures cannot be ended, where a test wants that."""
+        """The reason why captures cannot end, if a test sets it."""
         self.last_kernels = weakref.WeakKeyDictionary[Any, tuple[int, int]]()
-        """By NCCL's communicators: the stream of the last kernel of each, and its time there."""
+        """For each NCCL communicator, the stream of its last kernel and the kernel's time there."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}
@@ -232,46 +232,46 @@ class FakeGpu:
         self.use()
 
     def use(self) -> None:
-        """Make this the GPU of the present thread."""
+        """Make this GPU the thread's current one."""
         _present.ordinal = self.ordinal
 
     def watch(self) -> None:
-        """Make this the GPU of the present thread, which watches."""
+        """Make this GPU the current one of a watching thread."""
         self.use()
         self.watchers.add(threading.get_ident())
 
     def check_used(self, what: str) -> None:
-        """Raise if the present thread has chosen no GPU: CUDA would make a context on the first one."""
+        """Raise if the thread has chosen no GPU: CUDA would make a context on the first one."""
         if not hasattr(_present, "ordinal"):
             raise MisuseError(f"{what} in a thread that has not chosen its GPU")
 
     def check_present(self, what: str) -> None:
-        """Raise if another GPU is that of the present thread."""
+        """Raise if another GPU is the thread's current one."""
         if getattr(_present, "ordinal", 0) != self.ordinal:
             raise MisuseError(f"{what} on {self.name}, which is not the present GPU")
 
     def enter(self, stream: FakeStream) -> None:
-        """Make this the GPU of the present thread, and a stream its present one."""
+        """Make this GPU and a stream of it the thread's current ones."""
         self.entered.append(stream)
         self._left.append(dict(vars(_present)))
         self.use()
 
     def leave(self) -> None:
-        """Go back to what was present before."""
+        """Restore the thread's GPU and stream."""
         self.entered.pop()
         vars(_present).clear()
         vars(_present).update(self._left.pop())
 
     @property
     def _left(self) -> list[dict[str, int]]:
-        """What this thread's present GPU was each time it entered a stream."""
+        """The thread's current GPU before each stream that it has entered."""
         if not hasattr(self._threads, "left"):
             self._threads.left = []
         left: list[dict[str, int]] = self._threads.left
         return left
 
     def check_running(self, what: str) -> None:
-        """Raise if the work of this thread's present stream is recorded."""
+        """Raise if the thread's current stream records its work."""
         if self.current().capture is not None:
             raise MisuseError(f"{what} in a capture")
 
@@ -295,7 +295,7 @@ class FakeGpu:
         return self.current().capture is not None
 
     def find_stream(self, handle: int) -> FakeStream | None:
-        """Return the stream of a handle, if there is one."""
+        """Return the stream with a handle; None if there is none."""
         return self._streams.get(handle)
 
     def _block(self, nbytes: int) -> Block:
@@ -307,19 +307,19 @@ class FakeGpu:
                     raise MemoryError(f"{self.name} has no {nbytes} bytes left")
             block = Block(self, nbytes, self._next)
             self._blocks[block.base] = weakref.ref(block)
-            # No address is used twice, and none is next to another's.
+            # A fresh address each time, with a gap behind: so a use beyond or after an allocation hits no other one.
             self._next += (nbytes // _ALIGNMENT + 2) * _ALIGNMENT
             self.allocations += 1
             return block
 
     def released(self, block: Block) -> None:
-        """Note that nothing refers to an allocation any more."""
+        """Record that an allocation was freed."""
         with self.checker.lock:
             del self._blocks[block.base]
             self.checker.free(block.accesses, block.stream)
 
     def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
-        """Return the allocation in which so many bytes lie, and where in it."""
+        """Return the allocation that holds ``nbytes`` at an address, and the offset in it."""
         with self.checker.lock:
             bases = list(self._blocks)
             place = bisect_right(bases, address) - 1
@@ -410,9 +410,7 @@ class FakeGpu:
         self.launch("copy", sources, targets, partial(_copy, pairs))
 
     def mark(self) -> FakeMark:
-        """Return a point in the work of the present stream, and the time of the host's clock, since work is done at
-        once.
-        """
+        """Return a mark in the current stream's work, with the host's time: work runs at once here."""
         return FakeMark(self.current())
 
     def exceeding(self, arrays: Sequence[FakeArray], bound: float, flags: FakeArray) -> Sequence[bool]:
@@ -481,7 +479,7 @@ class FakeGpu:
         ids: FakeArray,
         run: Callable[[], object],
     ) -> None:
-        """Give work on rows of contiguous arrays to the present stream."""
+        """Queue work on rows of contiguous arrays on the current stream."""
         if ids.dtype != np.int64:
             raise TypeError(f"{work} of rows whose numbers are {ids.dtype}")
         for array in (*reads, *writes, ids):
@@ -496,7 +494,7 @@ class FakeGpu:
         writes: Sequence[FakeArray],
         run: Callable[[], object] = lambda: None,
     ) -> None:
-        """Give work to this thread's present stream, that ``run`` does, which knows no arrays of the GPU."""
+        """Queue work on the thread's current stream; ``run`` does it, and knows no GPU arrays."""
         uses = [(array, writing) for arrays, writing in ((reads, False), (writes, True)) for array in arrays]
         for array, _ in uses:
             if not self.owns(array):
@@ -506,14 +504,14 @@ class FakeGpu:
     def compute(
         self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray], run: Callable[[], object]
     ) -> None:
-        """Give work to this thread's present stream, as what uses the present GPU does, whatever arrays it is given."""
+        """Queue work on the thread's current stream. Like a CUDA kernel, it needs the current GPU, not the arrays'."""
         self.check_present(work)
         self.launch(work, reads, writes, run)
 
     def queue(
         self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]], run: Callable[[], object]
     ) -> None:
-        """Do work on a stream, that uses bytes of allocations, or record it."""
+        """Run work that uses bytes of allocations on a stream, or record it."""
         if stream.capture is None:
             self.checker.work(stream, work, uses)
             run()
@@ -529,21 +527,21 @@ def _scale(arrays: Sequence[Array], factor: float) -> None:
 
 
 def _copy(pairs: Sequence[tuple[Array, Array]]) -> None:
-    # A GPU casts without a word, too.
+    # A GPU casts without warnings, too.
     with np.errstate(all="ignore"):
         for target, source in pairs:
             np.copyto(target, source, casting="unsafe")
 
 
 def _unique(ids: FakeArray) -> FakeArray:
-    """Return numbers of rows to be written, of which a GPU writes each at any time."""
+    """Return the numbers of rows to write. Raise if one occurs twice: a GPU may write the two in any order."""
     if np.unique(ids._beneath).size != ids.size:
         raise MisuseError(f"rows {ids._beneath} are to be written, some of them twice")
     return ids
 
 
 def _bytes(array: FakeArray) -> tuple[int, int]:
-    """Return the bytes of its allocation that an array spans."""
+    """Return the range of an array in its allocation, in bytes."""
     if not array.size:
         return 0, 0
     beneath = array._beneath

@@ -1,4 +1,4 @@
-"""Kernels of a GPU that is none: the rules of updaters and codecs in numpy, each call one launch of the GPU."""
+"""Kernels of the fake GPU: numpy's rules of updaters and codecs, with one launch per call."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FakeKernels:
     def _several(
         self, arrays: Sequence[FakeArray], updates: Sequence[Callable[[Any], None]]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return what makes all of some updates by one launch."""
+        """Return a function that makes several updates by one launch."""
 
         def launch(steps: Sequence[Any]) -> None:
             rows = [step.memory for step in steps if isinstance(step, FakeRow)]
@@ -77,7 +77,7 @@ class FakeKernels:
 
         return launch
 
-    # The arrays of a Whole are numpy's to types, and here of this GPU.
+    # The arrays of a Whole are typed as numpy's; here they are FakeArrays.
     def bind_whole(self, updater: Updater, wholes: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
         arrays = [array for whole in wholes for array in (whole.total, whole.value, *whole.state.values())]
         beneath = [
@@ -107,7 +107,7 @@ class FakeKernels:
 
 
 class FakeRanges:
-    """A codec on a :class:`FakeGpu`, of those that CUDA has kernels for: what it does on the host, in a launch each."""
+    """A codec on a :class:`FakeGpu`, if CUDA has kernels for it: the host's code, with one launch per call."""
 
     elementwise: ClassVar[Literal[True]] = True
 
@@ -133,7 +133,7 @@ class FakeRanges:
 
 
 class Form:
-    """Which form of an optimizer's rule its present options ask for."""
+    """The form of an optimizer's rule under its current options."""
 
     def __init__(self, updater: Updater) -> None:
         assert isinstance(updater, Optimizer)
@@ -141,12 +141,12 @@ class Form:
         self.name = call_of(updater, updater.step("", 1))[0]
 
     def fits(self, step: Any) -> bool:
-        """Return whether the options of now ask for the same."""
+        """Return whether the options still ask for the same form."""
         return call_of(self._optimizer, step)[0] == self.name
 
 
 class Cell:
-    """What a row of a table holds. It keeps no memory."""
+    """The content of a table's row. It owns no memory."""
 
     def __init__(self, form: Form) -> None:
         self.step: Any = None
@@ -160,15 +160,15 @@ class Cell:
 
 
 class FakeRow(NamedTuple):
-    """Stands for a step that an update finds when it runs."""
+    """A step whose numbers an update reads when it runs."""
 
     memory: Any
     cell: Cell
 
 
 class FakeTable:
-    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule
-    runs is settled when the update is queued.
+    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. Queueing an update fixes the form of its rule,
+    as a kernel's launch does.
     """
 
     def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:

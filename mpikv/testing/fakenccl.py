@@ -1,7 +1,7 @@
-"""NCCL without a GPU: what ``cupy.cuda.nccl`` has, over a :class:`~mpikv.testing.fakegpu.FakeGpu` and MPI.
+"""A fake ``cupy.cuda.nccl`` over a :class:`~mpikv.testing.fakegpu.FakeGpu` and MPI.
 
-It is given addresses and the handles of streams, as NCCL is, and moves the bytes that lie there. It raises
-:class:`MisuseError` where NCCL would hang, crash, or pass over a mistake, and fails by plan where a test asks for that.
+Like NCCL it receives addresses and stream handles, and moves the bytes there. It raises :class:`MisuseError` where NCCL
+would hang, crash, or ignore a mistake. It fails by plan if a test asks for it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "fl
 _SUM, _PROD, _MAX, _MIN = range(4)
 _COMBINE = {_SUM: np.add, _PROD: np.multiply, _MAX: np.maximum, _MIN: np.minimum}
 _TAG = 5
-# What was sent to ranks that did not come: MPI may still read it.
+# Messages to ranks that did not come: MPI may still read their memory.
 _unfinished: list[Any] = []
 
 
 class NcclError(RuntimeError):
-    """What the real module raises."""
+    """The error of the real module."""
 
     def __init__(self, status: int) -> None:
         self.status = status
@@ -49,44 +49,44 @@ class NcclError(RuntimeError):
 
 
 class Part(NamedTuple):
-    """Memory that an operation uses."""
+    """The memory of an operation."""
 
     address: int
     content: Array
     use: tuple[Any, int, int, bool]
-    """As :meth:`~mpikv.testing.fakestreams.Checker.work` is given it."""
+    """The argument for :meth:`~mpikv.testing.fakestreams.Checker.work`."""
 
 
 class Operation(NamedTuple):
-    """One call, until it is carried out."""
+    """One call, until it runs."""
 
     name: str
-    said: tuple[int, ...]
-    """What has to be the same on all ranks, or on both sides of a message: count, dtype, op, root."""
+    signature: tuple[int, ...]
+    """Count, dtype, op and root: they must be the same on all ranks, or on both sides of a message."""
     peer: int
-    """The other side of a message, or -1."""
+    """The other side of a message; -1 in a collective operation."""
     send: Part | None
     recv: Part | None
     stream: FakeStream
     capture: int = 0
-    """The number of the communicator's capture in which it was recorded. All ranks must launch the same one."""
+    """The number of the communicator's capture that recorded it. All ranks must launch the same one."""
 
     def recorded(self, capture: int) -> Operation:
-        """Return what a graph keeps of it, which is no memory."""
+        """Return the copy for a graph; it refers to no memory."""
         send, recv = (part and part._replace(use=(None, 0, 0, False)) for part in (self.send, self.recv))
         return self._replace(send=send, recv=recv, capture=capture)
 
     @property
     def uses(self) -> list[tuple[Any, int, int, bool]]:
-        """What it reads and writes."""
+        """The memory it reads and writes."""
         return [part.use for part in (self.send, self.recv) if part is not None]
 
 
 class FakeNccl:
-    """Stands for the module ``cupy.cuda.nccl``, for one rank.
+    """A fake of the module ``cupy.cuda.nccl``, for one rank.
 
-    With ``comm``, an mpi4py communicator of its own, ranks pass each other what they send, and wait for it for so many
-    seconds of ``patience``. What has not come by then never comes to its end, as on a GPU.
+    With ``comm``, an mpi4py communicator of its own, the ranks exchange messages. A rank waits ``patience`` seconds for
+    a message. After that the operation never ends, as on a GPU.
     """
 
     NcclError = NcclError
@@ -106,20 +106,20 @@ class FakeNccl:
     def __init__(self, gpu: FakeGpu, comm: Any = None, patience: float = 20.0, version: int = 23203) -> None:
         self.gpu, self.comm, self.patience, self.version = gpu, comm, patience, version
         self.calls: list[str] = []
-        """The names of all calls of communicators so far."""
+        """The names of all communicator calls so far."""
         self.fail_at: dict[int, int] = {}
-        """The statuses with which calls fail, by the number of the call from 1. 7 and 8 raise KeyError, as they do in
-        the real module."""
+        """The status of each planned failure, by the number of the call from 1. 7 and 8 raise KeyError, as the real
+        module does."""
         self.stick_at: set[int] = set()
-        """The calls that never come to their end."""
+        """The calls that never end."""
         self.hold_at: set[int] = set()
-        """The calls that are done but do not return before :attr:`released`, as NCCL's while it connects."""
+        """The calls that end, but return only after :attr:`released`, as NCCL's while it connects."""
         self.asynchronous = 0
-        """The status that is found when one looks for errors of what was begun before."""
+        """The status that a check for asynchronous errors finds."""
         self.init_returns = self.abort_returns = True
-        """Whether making a communicator, and aborting it, has an end before :attr:`released`."""
+        """Whether the init and the abort of a communicator return before :attr:`released`."""
         self.released = threading.Event()
-        """Ends what would wait for ever, when a test is over."""
+        """Set at the end of a test: it ends every endless wait."""
         self.communicators: list[FakeCommunicator] = []
         self.depth = 0
         self._group: list[tuple[FakeCommunicator, Operation]] = []
@@ -172,7 +172,7 @@ class FakeNccl:
             communicator.carry_out([operation for _, operation in operations], self._group_sticks)
 
     def count(self, call: str) -> bool:
-        """Note a call, and fail it if that was planned; return whether it is planned to stick."""
+        """Count a call, and fail it by plan; return whether it is planned to stick."""
         self.calls.append(call)
         status = self.fail_at.get(len(self.calls))
         if status is not None:
@@ -181,17 +181,17 @@ class FakeNccl:
         return len(self.calls) in self.stick_at
 
     def hold(self) -> None:
-        """Wait if the present call is planned to be held."""
+        """Wait if the current call is planned to be held."""
         if len(self.calls) in self.hold_at:
             self.released.wait()
 
     def wait_for_ever(self) -> NoReturn:
-        """Wait as NCCL waits for a rank that does not come."""
+        """Wait as NCCL waits for a missing rank."""
         self.released.wait()
         raise_status(2)
 
     def queue(self, communicator: FakeCommunicator, operation: Operation, sticks: bool) -> None:
-        """Carry an operation out, or keep it for the end of the group."""
+        """Run an operation, or keep it until the end of the group."""
         if self.depth:
             self._group.append((communicator, operation))
             self._group_sticks |= sticks
@@ -201,14 +201,14 @@ class FakeNccl:
 
 
 def raise_status(status: int) -> NoReturn:
-    """Raise what the real module raises, which does not know all statuses."""
+    """Raise the real module's error; that module does not know all statuses, and raises KeyError for others."""
     if status not in _STATUS:
         raise KeyError(status)
     raise NcclError(status)
 
 
 class FakeCommunicator:
-    """Stands for ``NcclCommunicator``."""
+    """A fake of ``NcclCommunicator``."""
 
     def __init__(self, nccl: FakeNccl, ndev: int, identity: bytes, rank: int) -> None:
         self._nccl, self._gpu, self._comm = nccl, nccl.gpu, nccl.comm
@@ -221,10 +221,10 @@ class FakeCommunicator:
         if (rank, ndev) != ((self._comm.rank, self._comm.size) if self._comm else (0, 1)):
             raise MisuseError(f"rank {rank} of {ndev} is not what the group of ranks has")
         others = [other for other in range(ndev) if other != rank]
-        told = self._exchange({other: (["init", identity.hex()], b"") for other in others}, others)
-        if told is None:
+        announced = self._exchange({other: (["init", identity.hex()], b"") for other in others}, others)
+        if announced is None:
             nccl.wait_for_ever()
-        if any(said != ["init", identity.hex()] for said, _ in told.values()):
+        if any(signature != ["init", identity.hex()] for signature, _ in announced.values()):
             raise MisuseError("ranks were given different ids")
 
     def size(self) -> int:
@@ -252,8 +252,8 @@ class FakeCommunicator:
         self.state = "destroyed"
 
     def _check_graphs(self, call: str) -> None:
-        """Note a graph that uses this communicator, whose end then waits for ever. An abort is made where nobody sees
-        what it raises.
+        """Record a graph that still uses this communicator: the real call would wait for ever. Nobody sees an exception
+        from an abort.
         """
         if any(not graph.closed for graph in self._graphs):
             self._gpu.checker.faults.append(f"{call} with a graph that uses the communicator waits for ever")
@@ -325,7 +325,7 @@ class FakeCommunicator:
             self._misuse(f"{call} of a communicator that was {self.state}")
 
     def _misuse(self, text: str) -> NoReturn:
-        self._gpu.checker.faults.append(text)  # a thread of which nobody hears may be here
+        self._gpu.checker.faults.append(text)  # nobody may see an exception in this thread
         raise MisuseError(text)
 
     def _begin(self, call: str, handle: int) -> tuple[FakeStream, bool]:
@@ -352,7 +352,7 @@ class FakeCommunicator:
         return Part(address, content, (block, start, start + nbytes, writes))
 
     def carry_out(self, operations: Sequence[Operation], sticks: bool) -> None:
-        """Do what one call, or all calls of a group, say; or record it, where the stream is captured."""
+        """Run one call, or all calls of a group; or record them if the stream is captured."""
         stream = operations[0].stream
         if any(operation.stream is not stream for operation in operations):
             raise MisuseError("a group uses several streams")
@@ -380,7 +380,7 @@ class FakeCommunicator:
             return
         received[self._rank] = message(operations, self._rank)
         collective = [operation for operation in operations if operation.peer < 0]
-        streams = {peer: Incoming(self._rank, peer, *told) for peer, told in received.items()}
+        streams = {peer: Incoming(self._rank, peer, *announced) for peer, announced in received.items()}
         results = [self._result(operation, [streams[peer] for peer in range(self._size)]) for operation in collective]
         for operation, result in zip(collective, results, strict=True):
             if operation.recv is not None:
@@ -390,14 +390,14 @@ class FakeCommunicator:
                 assert operation.recv is not None
                 if operation.peer not in streams:
                     raise MisuseError("a rank receives from itself what it does not send")
-                said = (*operation.said, operation.capture)
-                operation.recv.content[:] = streams[operation.peer].take("send", said, operation.recv)
+                signature = (*operation.signature, operation.capture)
+                operation.recv.content[:] = streams[operation.peer].take("send", signature, operation.recv)
         for incoming in streams.values():
             incoming.check_empty()
 
     def _check_order(self, name: str, stream: FakeStream) -> None:
-        """Note a kernel, and raise if nothing orders it and the last one of another communicator: on another rank they
-        may be the other way round, and each then waits for what the other holds.
+        """Record a kernel. Raise if nothing orders it after the last kernel of another communicator: another rank may
+        run the two the other way round, and each would wait for resources of the other.
         """
         with self._gpu.checker.lock:
             for other, (number, count) in () if self._ordered else self._gpu.last_kernels.items():
@@ -406,25 +406,25 @@ class FakeCommunicator:
             self._gpu.last_kernels[self] = stream.number, stream.time
 
     def _result(self, operation: Operation, incoming: Sequence[Incoming]) -> Array:
-        """Return what a collective operation brings to this rank; every rank's part of it is taken."""
-        dtype = _dtype(operation.said[1])
-        said = (*operation.said, operation.capture)
-        parts = [told.take(operation.name, said).view(dtype) for told in incoming]
+        """Return this rank's result of a collective operation, and consume every rank's part of it."""
+        dtype = _dtype(operation.signature[1])
+        signature = (*operation.signature, operation.capture)
+        parts = [announced.take(operation.name, signature).view(dtype) for announced in incoming]
         if operation.name == "broadcast":
-            return parts[operation.said[3]]
+            return parts[operation.signature[3]]
         if operation.name == "allGather":
             return np.concatenate(parts)
         with np.errstate(all="ignore"):
-            total = _COMBINE[operation.said[2]].reduce(parts, dtype=dtype)
+            total = _COMBINE[operation.signature[2]].reduce(parts, dtype=dtype)
         if operation.name == "reduceScatter":
             return np.asarray(np.split(total, self._size)[self._rank])
         return np.asarray(total)
 
     def _exchange(self, outgoing: dict[int, tuple[Any, bytes]], wanted: Any) -> dict[int, tuple[Any, bytes]] | None:
-        """Pass messages to ranks and return what they passed, or None if some did not come in time."""
+        """Send messages to ranks and return theirs; None if some did not come in time."""
         requests = []
-        for peer, (said, content) in outgoing.items():
-            head = json.dumps(said).encode()
+        for peer, (signature, content) in outgoing.items():
+            head = json.dumps(signature).encode()
             text = len(head).to_bytes(8, "little") + head + content
             requests.append(self._comm.Isend(len(text).to_bytes(8, "little"), peer, _TAG))
             requests.append(self._comm.Isend(text, peer, _TAG + 1))
@@ -432,9 +432,9 @@ class FakeCommunicator:
         limit = time.monotonic() + self._nccl.patience
         while len(received) < len(wanted) or not all(request.Test() for request in requests):
             for peer in set(wanted) - received.keys():
-                if (told := self._arrived(peer)) is not None:
-                    end = 8 + int.from_bytes(told[:8], "little")
-                    received[peer] = json.loads(told[8:end]), told[end:]
+                if (announced := self._arrived(peer)) is not None:
+                    end = 8 + int.from_bytes(announced[:8], "little")
+                    received[peer] = json.loads(announced[8:end]), announced[end:]
             if time.monotonic() > limit or self.state == "aborted":
                 _unfinished.extend(requests)
                 return None
@@ -442,7 +442,7 @@ class FakeCommunicator:
         return received
 
     def _arrived(self, peer: int) -> bytes | None:
-        """Return the next message of a rank, if it is there. Several threads may look."""
+        """Return a rank's next message, if it has arrived. Several threads may call this."""
         found = self._comm.Improbe(peer, _TAG)
         if found is None:
             return None
@@ -453,27 +453,27 @@ class FakeCommunicator:
 
 
 class Incoming:
-    """What a rank was told by one rank, in order."""
+    """The operations announced by one rank, in order."""
 
-    def __init__(self, rank: int, peer: int, said: Any, content: bytes) -> None:
+    def __init__(self, rank: int, peer: int, signature: Any, content: bytes) -> None:
         self._rank, self._peer, self._content = rank, peer, content
-        self._said: list[tuple[str, Sequence[int], int]] = list(said)
+        self._announced: list[tuple[str, Sequence[int], int]] = list(signature)
 
-    def take(self, name: str, said: Sequence[int], recv: Part | None = None) -> Array:
-        """Return the bytes of the next operation, which must be this one."""
-        what, details, length = self._said.pop(0) if self._said else ("nothing", (), 0)
-        if (what, list(details)) != (name, list(said)):
+    def take(self, name: str, signature: Sequence[int], recv: Part | None = None) -> Array:
+        """Return the bytes of the next operation; it must be this one."""
+        what, details, length = self._announced.pop(0) if self._announced else ("nothing", (), 0)
+        if (what, list(details)) != (name, list(signature)):
             raise MisuseError(
-                f"rank {self._rank} calls {name}{tuple(said)} and rank {self._peer} {what}{tuple(details)}"
+                f"rank {self._rank} calls {name}{tuple(signature)} and rank {self._peer} {what}{tuple(details)}"
             )
         content, self._content = self._content[:length], self._content[length:]
         found = np.frombuffer(content, np.uint8)
         return found if recv is None else found.view(recv.content.dtype)
 
     def check_empty(self) -> None:
-        """Raise if it told of more."""
-        if self._said:
-            raise MisuseError(f"rank {self._peer} calls {self._said} and rank {self._rank} does not")
+        """Raise if the rank has announced more."""
+        if self._announced:
+            raise MisuseError(f"rank {self._peer} calls {self._announced} and rank {self._rank} does not")
 
 
 def _dtype(number: int) -> np.dtype[Any]:
@@ -483,14 +483,14 @@ def _dtype(number: int) -> np.dtype[Any]:
 
 
 def in_place(name: str, send: Part, recv: Part, expected: int, given: int | None = None) -> None:
-    """Raise if both overlap and the smaller is not where it has to be then."""
+    """Raise if send and receive memory overlap, but not at the in-place offset that NCCL requires."""
     overlap = np.may_share_memory(send.content, recv.content) and send.content.size
     if overlap and (recv.address if given is None else given) != expected:
         raise MisuseError(f"{name}: what is sent and what is received overlap, and not as in place")
 
 
 def check_apart(operations: Sequence[Operation]) -> None:
-    """Raise if an operation writes what another of its group uses: nothing orders them."""
+    """Raise if an operation writes memory of another in its group: nothing orders them."""
     uses = [(number, *use) for number, operation in enumerate(operations) for use in operation.uses]
     for number, block, low, high, writes in uses:
         for other, other_block, other_low, other_high, other_writes in uses:
@@ -505,12 +505,12 @@ def concerns(operations: Sequence[Operation], peer: int) -> bool:
 
 
 def message(operations: Sequence[Operation], peer: int) -> tuple[Any, bytes]:
-    """Return what a rank is told of the operations: collective ones, and sends to it."""
-    told = [operation for operation in operations if operation.peer < 0]
-    told += [operation for operation in operations if operation.peer == peer and operation.name == "send"]
-    contents = [b"" if operation.send is None else operation.send.content.tobytes() for operation in told]
-    said = [
-        [operation.name, [*operation.said, operation.capture], len(content)]
-        for operation, content in zip(told, contents, strict=True)
+    """Return the message for a rank: all collective operations, and sends to it."""
+    announced = [operation for operation in operations if operation.peer < 0]
+    announced += [operation for operation in operations if operation.peer == peer and operation.name == "send"]
+    contents = [b"" if operation.send is None else operation.send.content.tobytes() for operation in announced]
+    signature = [
+        [operation.name, [*operation.signature, operation.capture], len(content)]
+        for operation, content in zip(announced, contents, strict=True)
     ]
-    return said, b"".join(contents)
+    return signature, b"".join(contents)

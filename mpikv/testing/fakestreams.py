@@ -1,15 +1,16 @@
-"""Streams of a GPU that is none, and a checker of the order in which they use memory.
+"""Fake GPU streams, and a checker for the order of their memory accesses.
 
-Work is done at once, so that results can be compared. What is wrong with the order of work shows in the checker, which
-knows what a GPU would have been free to do: each stream has a vector clock, an event takes a copy of it, and waiting
-joins them. An access that is not ordered after the last conflicting one is a :class:`RaceError`, whatever numpy made of
-it; so is memory that goes back to its allocator while a use of it is not ordered before the stream of its allocation,
-whose next work may be given it, and a use of memory that is not ordered after what that stream had to do when it was
-taken.
+Work runs at once, so that tests can compare results. The checker finds errors of order: it knows the freedom of a real
+GPU. Each stream has a vector clock; an event copies it, and a wait joins the copy. These are a :class:`RaceError`,
+whatever numpy has computed:
 
-Work on a stream that is captured is recorded, and checked and done at each launch of its graph; what CUDA forbids
-meanwhile is a :class:`MisuseError`. A stream that waits for an event of a capture is captured, too, until the capture
-ends. At a launch each of these is a stream of the graph's own, so that work is in order only where events order it.
+- an access that is not ordered after the last conflicting one;
+- memory freed while one of its uses is not ordered before the allocating stream: that stream's next work may get it;
+- a use of memory that is not ordered after the allocating stream's work at the time of the allocation.
+
+Work on a captured stream is recorded; each launch of the graph checks and runs it. Calls forbidden by CUDA during a
+capture are a :class:`MisuseError`. A stream that waits for an event of a capture is captured, too, until the capture
+ends. At a launch each of these is a stream of the graph's own, so only events order their work.
 
 Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
 Detection", PLDI 2009.
@@ -44,23 +45,23 @@ __all__ = [
     "Recorded",
 ]
 
-# Bytes of NaN in each kind of float, so that what was never written is noticed.
+# Fill for new memory: NaN in each kind of float, so that a test notices a read of unwritten memory.
 _JUNK = 0xFF
 
 
 class RaceError(AssertionError):
-    """Work of a GPU that nothing orders uses the same memory."""
+    """Two unordered uses of the same memory by a GPU's work."""
 
 
 class MisuseError(AssertionError):
-    """A GPU, or NCCL, was called as it must not be."""
+    """A forbidden call of a GPU or of NCCL."""
 
 
 class Clock(dict[int, int]):
-    """How much of the work of each stream, by its number, is known to be done."""
+    """For each stream's number, how much of its work is known to be done."""
 
     def join(self, other: Mapping[int, int]) -> None:
-        """Know what the other knows, too."""
+        """Add the knowledge of another clock."""
         for number, count in other.items():
             if count > self.get(number, 0):
                 self[number] = count
@@ -74,14 +75,14 @@ class Access(NamedTuple):
     writes: bool
     stream: int
     time: int
-    """Of the stream's clock."""
+    """Time on the stream's clock."""
     work: str
 
     def __str__(self) -> str:
         return f"{self.work} on stream {self.stream} {'writes' if self.writes else 'reads'}"
 
     def without(self, low: int, high: int) -> Iterator[Access]:
-        """Yield what is left of it beside a range."""
+        """Yield its parts outside of a range."""
         if self.low < low:
             yield self._replace(high=min(self.high, low))
         if self.high > high:
@@ -89,21 +90,21 @@ class Access(NamedTuple):
 
 
 class Checker:
-    """Finds uses of memory that nothing orders."""
+    """Finds unordered uses of memory."""
 
     def __init__(self) -> None:
         self.faults: list[str] = []
-        """All that was found, also what could not be raised where it happened."""
-        # Collecting garbage inside of a call may free memory, in the same thread.
+        """All faults, including those that could not be raised in place."""
+        # Reentrant: garbage collection inside of a call may free memory, in the same thread.
         self.lock = threading.RLock()
         self._hosts: dict[int, Clock] = {}
 
     def host(self) -> Clock:
-        """Return what this thread of the host knows to be done."""
+        """Return the clock of this thread of the host."""
         return self._hosts.setdefault(threading.get_ident(), Clock())
 
     def work(self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]]) -> None:
-        """Note work that uses bytes of allocations, and whether it writes them."""
+        """Record work, its bytes of allocations, and whether it writes them."""
         with self.lock:
             clock = stream.clock
             clock.join(self.host())
@@ -120,17 +121,17 @@ class Checker:
                 continue
             if (access.writes or other.writes) and clock.get(other.stream, 0) < other.time:
                 self.fault(f"{access} what {other}, and nothing orders them")
-            # Whatever must come after the other one must come after this one, which comes after it.
+            # Drop the older access: later work that must follow it must follow this one, which follows it.
             covers = access.writes or (not other.writes and other.stream == access.stream)
             kept.extend(other.without(access.low, access.high) if covers else [other])
         block.accesses = [*kept, access]
 
     def free(self, accesses: Sequence[Access], stream: FakeStream) -> None:
-        """Note that memory went back to the allocator, for what comes next on the stream of its allocation."""
+        """Record that memory was freed; the allocating stream's next work may get it."""
         with self.lock:
             clock = Clock(stream.clock)
-            # What any thread has seen done is done: a watchdog lets go of it then, and whoever refers to it last may be
-            # another thread.
+            # If any thread has seen work done, it is done. A watchdog then drops its reference, and the last reference
+            # may be in another thread.
             for seen in self._hosts.values():
                 clock.join(seen)
             for access in accesses:
@@ -141,12 +142,12 @@ class Checker:
                     )
 
     def fault(self, text: str) -> None:
-        """Note a fault, and raise it."""
+        """Record a fault, and raise it."""
         self.faults.append(text)
         raise RaceError(text)
 
     def assert_clean(self) -> None:
-        """Raise if anything was found."""
+        """Raise if there are faults."""
         if self.faults:
             raise RaceError("; ".join(self.faults))
 
@@ -157,7 +158,7 @@ class Block:
     def __init__(self, gpu: FakeGpu, nbytes: int, base: int) -> None:
         self.memory = np.full(nbytes, _JUNK, np.uint8)
         self.base, self.stream = base, gpu.current()
-        # It is what the stream has let go of, and may be in use there yet.
+        # The stream has freed this memory earlier, and may still use it.
         self.accesses = [Access(0, nbytes, True, self.stream.number, self.stream.time, "what had the memory before")]
         self._gpu = gpu
 
@@ -166,23 +167,23 @@ class Block:
 
 
 class Recorded(NamedTuple):
-    """Work that was recorded."""
+    """Recorded work."""
 
     stream: int
-    """The number of the stream that it was given to."""
+    """The number of its stream."""
     work: str
     uses: Sequence[tuple[weakref.ref[Block], int, int, bool]]
-    """As :meth:`Checker.work` is given them, but that a graph keeps no memory."""
+    """As for :meth:`Checker.work`, but with weak references: a graph keeps no memory alive."""
     run: Callable[[], object]
-    """Does it, with numpy's arrays."""
+    """Does the work on numpy arrays."""
 
 
 class Edge(NamedTuple):
-    """A point in a stream that was recorded, or a wait for one."""
+    """A recorded event in a stream, or a wait for one."""
 
     stream: int
     point: int
-    """Its number in the graph."""
+    """The event's number in the graph."""
     waits: bool
 
 
@@ -193,14 +194,14 @@ class FakeGraph:
         self._gpu, self.stream = gpu, stream
         self.steps: list[Recorded | Edge] = []
         self.streams = {stream.number: stream}
-        """The streams that are captured, by their numbers."""
+        """The captured streams by their numbers."""
         self.ended = self.closed = False
-        # Those of the graph that stand for them, but for the first.
+        # The graph's own stand-ins for them, but for the first.
         self._own: dict[int, FakeStream] = {}
 
     @property
     def joined(self) -> bool:
-        """Whether all that was recorded is in order before what the first stream is given next."""
+        """Whether the first stream's next work comes after everything recorded."""
         clocks: dict[int, Clock] = {number: Clock() for number in self.streams}
         points: dict[int, Clock] = {}
         for step in self.steps:
@@ -245,14 +246,14 @@ class FakeGraph:
 
 
 class Blocker:
-    """Work that does not come to its end as long as ``blocked``."""
+    """Work that does not end as long as ``blocked``."""
 
     def __init__(self) -> None:
         self.blocked = True
 
 
 class FakeEvent:
-    """A point in the work of a stream."""
+    """A point in a stream's work."""
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ class FakeEvent:
 
 
 class FakeMark:
-    """A point in the work of a stream, of which the time is known."""
+    """A point in a stream's work, with its time."""
 
     def __init__(self, stream: FakeStream) -> None:
         stream.record()
@@ -299,17 +300,17 @@ class FakeStream:
 
     def __init__(self, gpu: FakeGpu, number: int) -> None:
         self.number = number
-        # The default stream's handle is 0, as CUDA's.
+        # The default stream has number 0, so its handle is 0, as CUDA's.
         self.handle = number << 12
         self.clock = Clock()
         self.blockers: list[Blocker] = []
         self.capture: FakeGraph | None = None
-        """What work is recorded in, as long as it is."""
+        """The graph under capture; None if the stream is not captured."""
         self._gpu = gpu
 
     @property
     def time(self) -> int:
-        """How much work it has been given."""
+        """The amount of work queued so far."""
         return self.clock.get(self.number, 0)
 
     def begin_capture(self) -> None:

@@ -1,6 +1,6 @@
-"""Transports that misbehave by plan, and a store over them: what the other ranks see of it is then a test.
+"""Transports that fail by plan, and a store over them, to test the view of the other ranks.
 
-All plans are drawn from a seed, so that a failure can be had again. ``seed`` must be the same on every rank.
+A seed draws each plan, so that a failure can be repeated. ``seed`` must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Dying", "Failing", "Slow", "store_over"]
 
 
 class Slow(Wrapper):
-    """Sleeps before about half of the calls, on each rank before others.
+    """Sleeps before about half of the calls, at different calls on each rank.
 
     Example:
         >>> from mpikv.transports.local import LocalTransport
@@ -45,23 +45,23 @@ class Slow(Wrapper):
 
 
 class Planned(Wrapper):
-    """Does something on one rank, once, at a call that was planned."""
+    """Acts on one rank, once, at a planned call."""
 
     def __init__(
         self, transport: Transport, seed: int = 0, *, rank: int | None = None, call: int | None = None, most: int = 20
     ) -> None:
-        """Plan the rank, and the number of its call from 1 to ``most``; the seed decides what is not given."""
+        """Plan the rank, and the number of its call from 1 to ``most``; the seed draws them unless they are given."""
         super().__init__(transport)
         draw = random.Random(seed)
         drawn_rank, drawn_call = draw.randrange(transport.size), draw.randint(1, most)
         self.victim = drawn_rank if rank is None else rank
-        """The rank on which it happens."""
+        """The rank that acts."""
         self.planned = drawn_call if call is None else call
-        """The number of the call at which it happens."""
+        """The number of the planned call."""
         self.calls = 0
 
     def counts(self, call: str) -> bool:
-        """Return whether calls of that name are counted."""
+        """Return whether calls with that name count."""
         return True
 
     def before(self, call: str) -> None:
@@ -72,11 +72,11 @@ class Planned(Wrapper):
             self.strike(call)
 
     def strike(self, call: str) -> None:
-        """Do what was planned."""
+        """Run the planned act."""
 
 
 class Failing(Planned):
-    """Raises TransportError on one rank at its n-th call that moves data, hence after the ranks have agreed.
+    """Raises TransportError on one rank at its n-th call that moves data; the ranks have agreed on it before.
 
     Example:
         >>> import numpy as np

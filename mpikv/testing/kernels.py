@@ -1,4 +1,4 @@
-"""What all kernels must do, as tests.
+"""The contract of kernels, as tests.
 
 Subclass :class:`KernelsContract` in a test module and give the factory::
 
@@ -44,7 +44,7 @@ def _various() -> list[Array]:
 
 
 def _others(array: Array) -> dict[str, Any]:
-    """Return what may be given in place of an array."""
+    """Return variants of an array: some may take its place, others must be refused."""
     frozen, wide = array.copy(), np.zeros((*array.shape, 2), array.dtype)
     frozen.flags.writeable = False
     return {
@@ -155,7 +155,7 @@ class KernelsContract:
         update = kernels.bind(updater, total, found, states[1])
         for count in range(1, 4):
             if count == 3 and isinstance(updater, optimizers.Optimizer):
-                updater.learning_rate = 0.25  # what was bound heeds it
+                updater.learning_rate = 0.25  # a bound update must use the new rate
             step = updater.step("key", count)
             left, right = random.standard_normal((2, size)).astype(dtype)
             kept = left.tobytes(), right.tobytes()

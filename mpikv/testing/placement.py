@@ -1,4 +1,4 @@
-"""What every placement must do, as tests.
+"""The contract of placements, as tests.
 
 Subclass :class:`PlacementContract` in a test module and give the factory::
 
@@ -29,10 +29,10 @@ class PlacementContract:
     replicated = False
     """Whether every rank owns everything."""
     whole = False
-    """Whether values stay whole, so that a range of one owner is reduced to it."""
+    """Whether values stay whole, so that a range with one owner is reduced to it."""
 
     def make(self, transport: Transport) -> Placement:
-        """Return the placement. Of the transport it reads ``rank`` and ``size``."""
+        """Return the placement. It reads ``rank`` and ``size`` of the transport."""
         raise AssertionError("a subclass of PlacementContract defines make()")
 
     def test_shards_fill_every_range_exactly(self) -> None:
@@ -62,7 +62,7 @@ class PlacementContract:
                 assert shard.owner == (owns_all[0] if self.whole and owns_all else None)
 
     def shards(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[Shard]:
-        """Return what each of so many ranks says of one range."""
+        """Return the shard of each of ``ranks`` ranks for one range."""
         seats = [cast(Transport, Seat(rank, ranks)) for rank in range(ranks)]
         return [self.make(seat).shard(start, stop, cell, bounds) for seat in seats]
 
@@ -77,14 +77,14 @@ class PlacementContract:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a placement knows of a transport when it divides."""
+    """The part of a transport that a placement reads."""
 
     rank: int
     size: int
 
 
 def of_one(cell: tuple[int, int], ranks: int) -> Sequence[int]:
-    """Return the bounds by which the last rank has all whole values of a cell."""
+    """Return bounds that give all whole values of a cell to the last rank."""
     return (0,) * ranks + (cell[1],)
 
 

@@ -75,7 +75,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _asked(
     size: int, *, hosts: int = 1, seeds: Iterable[int] = (0,), faults: Sequence[simulation.Fault] = ()
 ) -> tuple[Callable[[int], simulation.Cluster], list[int]]:
-    """Return what a marker asks for: what makes the cluster of a seed, and the seeds."""
+    """Return a marker's request: a function from a seed to its cluster, and the seeds."""
     chosen = list(seeds)
     if not chosen:
         raise ValueError("there are no seeds, so that the test would not run")
@@ -83,13 +83,13 @@ def _asked(
     def make(seed: int) -> simulation.Cluster:
         return simulation.cluster(size, hosts=hosts, seed=seed, faults=faults)
 
-    make(chosen[0])  # refuses what no cluster can be
+    make(chosen[0])  # refuse impossible clusters when tests are collected
     return make, chosen
 
 
 @pytest.fixture
 def comm(request: pytest.FixtureRequest) -> None:
-    """Stand for each rank's communicator, which a marked test is called with."""
+    """Stand in for each rank's communicator; a marked test receives that one."""
     if request.node.get_closest_marker("cluster") is None:
         pytest.fail("comm is the communicator of a simulated rank: mark the test with cluster(size)", pytrace=False)
 

@@ -1,4 +1,4 @@
-"""What every store must do, as tests: the contract of KVStore that users of MXNet know.
+"""The contract of stores, as tests: KVStore's contract as users of MXNet know it.
 
 Subclass :class:`StoreContract` in a test module and give the factory::
 
@@ -40,7 +40,7 @@ class StoreContract:
 
     @pytest.fixture
     def kv(self) -> Iterator[KVStore]:
-        """Return a store that only this test uses."""
+        """Return a store for this test alone."""
         store = self.create()
         yield store
         store.close()
@@ -250,7 +250,7 @@ class StoreContract:
 
     def test_half_precision_is_summed_in_single(self, kv: KVStore) -> None:
         kv.init("w", np.zeros(2, np.float16))
-        # One by one in half precision, 2048 + 1 is 2048.
+        # Summed one by one in half precision, 2048 + 1 would stay 2048.
         kv.push("w", np.array([2048 if kv.rank == 0 else 1, 1], np.float16))
         same(kv.pull("w"), np.array([2048 + kv.size - 1, kv.size], np.float16))
 
@@ -268,7 +268,7 @@ class StoreContract:
         same(works[3].wait(), full(2 * kv.size))
         assert works[4].wait() is out
         assert works[4].done
-        assert out[0, 0] in (kv.size, 5 * kv.size)  # one that is more urgent may come first
+        assert out[0, 0] in (kv.size, 5 * kv.size)  # a more urgent call may come first
         assert works[0].wait() is None
         bad = kv.push("a", np.ones(7), wait=False)
         with pytest.raises(ValueMismatch, match="shape"):
@@ -454,7 +454,7 @@ class StoreContract:
         same(updating.pull("scalar"), np.array(2.0 + updating.size))
 
     def test_an_updater_of_values_without_elements(self, updating: KVStore) -> None:
-        """They have no owner that a sum could reach, and must not lead other ranks to update their neighbours."""
+        """They have no owner that a sum could reach. Other ranks must not update the neighbouring values for them."""
         kv, calls = updating, record_updates(updating)
         kv.init(["none", "w"], [np.zeros(0), full(1)])
         for _ in range(3):
@@ -523,7 +523,7 @@ class StoreContract:
         kv.set_optimizer("lamb", learning_rate=0.5)
         for _ in range(2):
             kv.push(["none", "w", "scalar"], [np.zeros(0), full(1), np.array(1.0)])
-        # All elements have the same direction, whose norm becomes that of the weight.
+        # All elements have the same direction; its norm becomes the weight's norm.
         value, scalar = kv.pull(["w", "scalar"])
         np.testing.assert_allclose(on_host(value), full(0.75), rtol=1e-6)
         np.testing.assert_allclose(on_host(scalar), 0.5, rtol=1e-6)
@@ -561,13 +561,13 @@ def full(number: float) -> Array:
 
 
 def same_totals(kv: KVStore, results: Any, numbers: Sequence[float]) -> None:
-    """Compare values with numbers, each of which every rank has added."""
+    """Compare values with sums; every rank has added each of ``numbers``."""
     for result, number in zip(results, numbers, strict=True):
         same(result, full(number * kv.size))
 
 
 def record_updates(kv: KVStore, factor: int = 1) -> list[Any]:
-    """Set an updater that adds what it is given, times a factor; return the keys that it is called for, in a list."""
+    """Set an updater that adds its input times a factor; return the growing list of keys it was called for."""
     calls: list[Any] = []
 
     @kv.updater
@@ -592,7 +592,7 @@ def strided(array: Array) -> Array:
 
 
 def same(result: Any, expected: Array) -> None:
-    """Compare dtypes, shapes and elements of an array, of the host or of a GPU."""
+    """Compare dtype, shape and elements of an array on the host or on a GPU."""
     result = on_host(result)
     assert isinstance(result, np.ndarray)
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape)

@@ -1,4 +1,4 @@
-"""What every transport must do, as tests.
+"""The contract of transports, as tests.
 
 Subclass :class:`TransportContract` in a test module and give the factory::
 
@@ -33,13 +33,13 @@ NAMES = (
 )
 BYTE = np.dtype(np.uint8)
 GUARD = 8
-"""Elements before and after memory that a transport writes to, which it must leave alone."""
+"""Elements before and after memory that a transport writes to; it must not change them."""
 LARGEST_TOKEN = (1 << 62) - 1
 
 
 class TransportContract:
-    """The promises of :class:`mpikv.protocols.Transport`. Sums are compared exactly, with sums made by numpy from the
-    inputs of all ranks, which every rank can make again from a seed.
+    """The promises of :class:`mpikv.protocols.Transport`. Sums must equal numpy's exactly. Every rank can make all
+    ranks' inputs from a seed, and sums them by itself.
     """
 
     limit = 4096
@@ -55,7 +55,7 @@ class TransportContract:
 
     @pytest.fixture
     def transport(self, comm: Any) -> Iterator[Transport]:
-        """Return a transport that only this test uses."""
+        """Return a transport for this test alone."""
         group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         yield transport
@@ -71,13 +71,13 @@ class TransportContract:
         assert transport.sharing_size > 1 or not transport.single_copy
 
     def test_sends_may_be_changed_soon(self, transport: Transport) -> None:
-        """At once, or after a fence where other ranks may still read them."""
+        """At once; or after a fence, if other ranks may still read them."""
         dtype, size = np.dtype(np.int64), self.limit // 8
         for number in range(30):
             with Exchange(transport, dtype, size, seed=number, prepared=False) as exchange:
                 if transport.rank == number % transport.size:
                     time.sleep(1e-3)
-                exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                exchange.addends = transport.allreduce(exchange.send, exchange.recv)
                 exchange.expect(exchange.sum)
                 if transport.single_copy:
                     transport.fence()
@@ -99,7 +99,7 @@ class TransportContract:
             for root in range(transport.size):
                 for size in sizes(transport.limit, dtype):
                     with Exchange(transport, dtype, size, seed=root) as exchange:
-                        exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+                        exchange.addends = transport.reduce(exchange.send, exchange.recv, root)
                         if transport.rank == root:
                             exchange.expect(exchange.sum)
 
@@ -107,7 +107,7 @@ class TransportContract:
         for root in range(transport.size):
             with Exchange(transport, np.dtype(np.int32), 7, seed=root) as exchange:
                 none = placed(transport, np.empty(0, np.int32))
-                exchange.terms = transport.reduce(
+                exchange.addends = transport.reduce(
                     exchange.send, exchange.recv if transport.rank == root else none, root
                 )
                 if transport.rank == root:
@@ -117,7 +117,7 @@ class TransportContract:
         for dtype in dtypes():
             for size in sizes(transport.limit, dtype):
                 with Exchange(transport, dtype, size, seed=1) as exchange:
-                    exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                    exchange.addends = transport.allreduce(exchange.send, exchange.recv)
                     exchange.expect(exchange.sum)
 
     def test_allreduce_has_the_same_bits_on_each_rank(self, comm: Any) -> None:
@@ -137,8 +137,8 @@ class TransportContract:
                 for counts in divisions(size, transport.size):
                     low = sum(counts[: transport.rank])
                     with Exchange(transport, dtype, size, seed=2, received=counts[transport.rank]) as exchange:
-                        exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
-                        assert transport.sharing_size == 1 or len(exchange.terms) > 1
+                        exchange.addends = transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                        assert transport.sharing_size == 1 or len(exchange.addends) > 1
                         exchange.expect(exchange.sum[low : low + counts[transport.rank]])
 
     def test_all_to_all(self, transport: Transport) -> None:
@@ -159,7 +159,7 @@ class TransportContract:
                 assert_same(read(transport, part), send)
 
     def prepared(self, transport: Transport, sends: Sequence[Array], in_send_buffer: bool) -> Array:
-        """Return what this rank sends, in the send buffer or in memory that may not be written."""
+        """Return this rank's send, in the send buffer or in read-only memory."""
         send = sends[transport.rank]
         if in_send_buffer:
             send_buffer = transport.send_buffers[transport.slot][: send.size]
@@ -200,7 +200,7 @@ class TransportContract:
         for number in range(12):
             prepared = (number + transport.rank) % 2 == 0
             with Exchange(transport, dtype, 1 + 37 * number, seed=number, prepared=prepared) as exchange:
-                exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                exchange.addends = transport.allreduce(exchange.send, exchange.recv)
                 exchange.expect(exchange.sum)
 
     def test_sums_that_were_shown_by_an_agreement(self, transport: Transport) -> None:
@@ -208,21 +208,21 @@ class TransportContract:
         for number in range(20):
             with Exchange(transport, dtype, 1 + 17 * number, seed=number, prepared=True) as exchange:
                 if number % 3 == 0:
-                    # A difference shows nothing: the sum waits for all as it always does.
+                    # A mismatch counts as no fence: the sum must wait for all as usual.
                     assert transport.agree(transport.rank, send_ready=True) is (transport.size == 1)
                 elif number % 3 == 1:
                     assert transport.agree(7, send_ready=True)
                 else:
                     transport.fence(send_ready=True)
                 if number % 2:
-                    exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                    exchange.addends = transport.allreduce(exchange.send, exchange.recv)
                 else:
-                    exchange.terms = transport.reduce(exchange.send, exchange.recv, number % transport.size)
+                    exchange.addends = transport.reduce(exchange.send, exchange.recv, number % transport.size)
                 if number % 2 or transport.rank == number % transport.size:
                     exchange.expect(exchange.sum)
 
     def test_only_the_exchange_after_an_agreement_was_shown(self, transport: Transport) -> None:
-        """A rank is slow to prepare what the others must not take for shown: a second sum, or one that was refused."""
+        """A slow rank prepares a second sum, or one after a mismatch; the others must not take it for ready."""
         dtype, size = np.dtype(np.float64), 200
         pairs = [("allreduce", "reduce"), ("reduce", "allreduce"), ("reduce", "reduce"), ("all_to_all", "reduce")]
         for number in range(30):
@@ -243,15 +243,15 @@ class TransportContract:
                 self.summed(transport, exchange, verbs[1])
 
     def summed(self, transport: Transport, exchange: Exchange, verb: str) -> None:
-        """Run a sum that the last rank receives, or every one, and compare; or add up what each is sent."""
+        """Run a sum to the last rank, to all, or as addends of all, and compare."""
         root = transport.size - 1
         if verb == "reduce":
-            exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+            exchange.addends = transport.reduce(exchange.send, exchange.recv, root)
         elif verb == "allreduce":
-            exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+            exchange.addends = transport.allreduce(exchange.send, exchange.recv)
         else:
             parts = transport.all_to_all(exchange.send.view(BYTE), None)
-            exchange.terms = [part.view(exchange.recv.dtype) for part in parts]
+            exchange.addends = [part.view(exchange.recv.dtype) for part in parts]
         if verb != "reduce" or transport.rank == root:
             exchange.expect(exchange.sum)
 
@@ -259,11 +259,11 @@ class TransportContract:
         write(transport, transport.send_buffers[transport.slot], np.full(self.limit, 255, np.uint8))
         with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
             write(transport, transport.send_buffers[transport.slot], np.full(self.limit, 255, np.uint8))
-            exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+            exchange.addends = transport.allreduce(exchange.send, exchange.recv)
             exchange.expect(exchange.sum)
 
     def test_many_exchanges_while_one_rank_is_slow(self, transport: Transport) -> None:
-        """Without barriers: memory that is used again too early is overwritten while a slow rank still reads it."""
+        """No barrier between them: memory reused too early is overwritten while a slow rank still reads it."""
         random = np.random.default_rng(6)
         dtype, size = np.dtype(np.int64), self.limit // 8
         for number in range(120):
@@ -276,14 +276,14 @@ class TransportContract:
                 if transport.rank == slow:
                     time.sleep(naps[0])
                 if verb == 0:
-                    exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+                    exchange.addends = transport.reduce(exchange.send, exchange.recv, root)
                     if transport.rank == root:
                         exchange.expect(exchange.sum)
                 elif verb == 1:
-                    exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                    exchange.addends = transport.allreduce(exchange.send, exchange.recv)
                     exchange.expect(exchange.sum)
                 elif verb == 2:
-                    exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                    exchange.addends = transport.reduce_scatter(exchange.send, exchange.recv, counts)
                     low = sum(counts[: transport.rank])
                     exchange.expect(exchange.sum[low : low + own])
                 elif verb == 3:
@@ -316,7 +316,7 @@ class TransportContract:
         transport.fence()
 
     def address(self, transport: Transport, array: Array) -> int:
-        """Return where an array lies."""
+        """Return an array's address."""
         address: int = array.__array_interface__["data"][0]
         return address
 
@@ -337,7 +337,7 @@ class TransportContract:
         group.close()
 
     def test_allocated_memory_is_filled_from_its_owners(self, transport: Transport) -> None:
-        """Only its owner writes an element, and no neighbour does so for it. Ranks pass each other."""
+        """Only the owner writes an element, never a neighbour. Ranks overtake each other."""
         random = np.random.default_rng(7)
         memory = transport.allocate(3 * transport.limit + 256)
         for number, dtype in enumerate(dtypes()):
@@ -433,7 +433,7 @@ class TransportContract:
 
 
 class Exchange:
-    """One sum: what this rank sends and what all ranks' sends add up to. At the end, the send must be as before."""
+    """One sum: this rank's send, and the expected sum. At the end the send must be unchanged."""
 
     def __init__(
         self,
@@ -447,7 +447,7 @@ class Exchange:
         sends = [values(dtype, size, (seed, size, rank)) for rank in range(transport.size)]
         self.sum = total(sends)
         self._original = sends[transport.rank]
-        self.terms: Sequence[Array] = ()
+        self.addends: Sequence[Array] = ()
         self._transport = transport
         self.recv, self._check = guarded(transport, accumulator(dtype), size if received is None else received)
         if prepared or (prepared is None and seed % 2):
@@ -460,15 +460,15 @@ class Exchange:
             self.send, self._private = placed(transport, send), True
 
     def expect(self, result: Array) -> None:
-        """Compare what was received."""
+        """Compare the received sum."""
         assert_same(self.received(), result)
 
     def received(self) -> Array:
-        """Return the sum of the terms, or what was received."""
-        return sum_of(self._transport, self.terms, self.recv)
+        """Return the sum of the addends, or the received sum."""
+        return sum_of(self._transport, self.addends, self.recv)
 
     def spoil(self) -> None:
-        """Change what this rank has sent."""
+        """Change this rank's send."""
         if self._transport.memory.is_host:
             self.send.flags.writeable = True
         write(self._transport, self.send, read(self._transport, self.send) + 1)
@@ -484,30 +484,30 @@ class Exchange:
                 assert_same(read(self._transport, self.send), self._original)
 
 
-def sum_of(transport: Transport, terms: Sequence[Array], recv: Array) -> Array:
-    """Return the sum of terms, which are anything where the transport has added them, on the host."""
-    if not terms or terms[0] is recv:
+def sum_of(transport: Transport, addends: Sequence[Array], recv: Array) -> Array:
+    """Return the sum of addends, on the host; if the transport has summed already, they are undefined."""
+    if not addends or addends[0] is recv:
         return read(transport, recv)
     total = np.empty(recv.shape, recv.dtype)
-    add([read(transport, term) for term in terms], 0, total.size, total)
+    add([read(transport, term) for term in addends], 0, total.size, total)
     return total
 
 
 def write(transport: Transport, target: Array, content: Array) -> None:
-    """Fill memory of the transport with an array of the host, in the order of its calls."""
+    """Fill the transport's memory with a host array, in the order of its calls."""
     memory = transport.memory
     memory.order.run(memory.copy, (target,), (memory.source(content),))
 
 
 def read(transport: Transport, array: Array) -> Array:
-    """Return an array of the transport's memory as one of the host, after all calls so far."""
+    """Return an array of the transport's memory as a host array, after all calls so far."""
     memory = transport.memory
     found: Array = memory.order.run(memory.to_host, array)
     return found
 
 
 def placed(transport: Transport, content: Array) -> Array:
-    """Return an array of the host in the transport's memory: itself, or a copy."""
+    """Return a host array in the transport's memory: itself, or a copy."""
     return transport.memory.source(content)
 
 
@@ -517,7 +517,7 @@ def sharers(group: ProcessGroup, transport: Transport) -> Sequence[int]:
 
 
 def dtypes() -> list[np.dtype[Any]]:
-    """Return the dtypes that can be stored; bfloat16 comes from the package ml_dtypes, if it is there."""
+    """Return all supported dtypes; bfloat16 needs the package ml_dtypes."""
     try:
         import ml_dtypes
     except ImportError:
@@ -531,7 +531,7 @@ def sizes(limit: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
 
 
 def divisions(size: int, ranks: int) -> list[list[int]]:
-    """Return ways to divide elements among ranks: evenly, all to one rank, and unevenly with parts of nothing."""
+    """Return divisions of elements among ranks: even, all to one rank, and uneven with empty parts."""
     even = [size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks)]
     last = [0] * (ranks - 1) + [size]
     uneven = [0] * ranks
@@ -541,7 +541,7 @@ def divisions(size: int, ranks: int) -> list[list[int]]:
 
 
 def values(dtype: np.dtype[Any], size: int, seed: Sequence[int]) -> Array:
-    """Return numbers whose sums are exact: any integers, since these wrap, and small multiples of 1/2."""
+    """Return numbers with exact sums: any integers, since these wrap, and small multiples of 1/2."""
     random = np.random.default_rng(seed)
     if dtype.kind == "b":
         return np.asarray(random.integers(0, 4, size) == 0)
@@ -552,7 +552,7 @@ def values(dtype: np.dtype[Any], size: int, seed: Sequence[int]) -> Array:
 
 
 def total(sends: Sequence[Array]) -> Array:
-    """Return the sum of the arrays in the dtype in which a transport adds."""
+    """Return the sum of the arrays in the transport's accumulator dtype."""
     result = sends[0].astype(accumulator(sends[0].dtype))
     for send in sends[1:]:
         result = result + send
@@ -560,7 +560,7 @@ def total(sends: Sequence[Array]) -> Array:
 
 
 def guarded(transport: Transport, dtype: np.dtype[Any], size: int) -> tuple[Array, Any]:
-    """Return memory to write to, and a function that checks that nothing was written beside it."""
+    """Return memory to write to, and a function that checks the memory beside it."""
     whole = np.ones(size + 2 * GUARD, dtype)
     whole[GUARD : GUARD + size] = 0
     memory = placed(transport, whole)
@@ -577,7 +577,7 @@ def assert_same(result: Array, expected: Array) -> None:
     """Compare dtypes, shapes and elements."""
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
-    if result.dtype == np.bool_:  # of which numpy takes every byte but 0 for True
+    if result.dtype == np.bool_:  # numpy takes every byte but 0 for True; compare the bytes
         result, expected = result.view(np.uint8), expected.view(np.uint8)
     if result.tobytes() != expected.tobytes():
         np.testing.assert_array_equal(result, expected)

@@ -1,4 +1,4 @@
-"""What every updater must do, as tests.
+"""The contract of updaters, as tests.
 
 Subclass :class:`UpdaterContract` in a test module and give the two factories::
 
@@ -26,14 +26,14 @@ __all__ = ["UpdaterContract"]
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 GUARD = 8
-"""Elements before and after a range, which an update must leave alone."""
+"""Elements before and after a range; an update must not change them."""
 
 
 class UpdaterContract:
     """The promises of :class:`mpikv.protocols.Updater`."""
 
     block = 1 << 16
-    """The largest piece that the updater works on at once, in elements: sizes around it are tested."""
+    """The updater's largest piece of work, in elements; tests use sizes around it."""
     unsupported: tuple[str, ...] = ("bool", "int32", "int64", "complex64")
     """Dtypes that ``slots`` refuses."""
 
@@ -42,7 +42,7 @@ class UpdaterContract:
         raise AssertionError("a subclass of UpdaterContract defines updater()")
 
     def other(self) -> Updater:
-        """Return an updater of the same class whose updates differ from those of :meth:`updater`."""
+        """Return an updater of the same class with other updates than :meth:`updater`."""
         raise AssertionError("a subclass of UpdaterContract defines other()")
 
     def test_slots_are_names_and_dtypes(self) -> None:
@@ -177,15 +177,15 @@ class UpdaterContract:
             assert peak < value.nbytes // 4, f"{peak} bytes were allocated for a value of {value.nbytes}"
 
     def value(self, size: int, dtype: np.dtype[Any]) -> Array:
-        """Return the value that a test starts from."""
+        """Return the initial value of a test."""
         return np.random.default_rng(size).standard_normal(size).astype(dtype)
 
     def run(
         self, updater: Updater, value: Array, *, updates: int = 3, cuts: list[int] | None = None
     ) -> dict[str, Array]:
-        """Update a copy of the value, piece by piece where cuts are given; return it and its state.
+        """Update a copy of the value, piece by piece if there are cuts; return it and its state.
 
-        All arrays lie in larger ones, whose other elements are compared after each update.
+        All arrays lie inside of larger ones; their other elements are compared after each update.
         """
         random = np.random.default_rng(2)
         guarded = {"value": embedded(value)}
@@ -208,9 +208,7 @@ class UpdaterContract:
 
 
 def available() -> list[np.dtype[Any]]:
-    """Return the dtypes of :data:`DTYPES` that can be had: bfloat16 comes from the package ml_dtypes, if it is
-    there.
-    """
+    """Return the available dtypes of :data:`DTYPES`; bfloat16 needs the package ml_dtypes."""
     try:
         import ml_dtypes
     except ImportError:
@@ -219,12 +217,12 @@ def available() -> list[np.dtype[Any]]:
 
 
 def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the sum of a push."""
+    """Return the dtype of a push's sum."""
     return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 def zeros(updater: Updater, value: Array) -> dict[str, Array]:
-    """Return the state with which a store begins."""
+    """Return the initial state of a store."""
     state = {name: np.zeros(value.shape, dtype) for name, dtype in updater.slots(value.dtype).items()}
     if "master" in state:
         state["master"][...] = value

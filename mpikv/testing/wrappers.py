@@ -1,4 +1,4 @@
-"""Transports around a transport: a test sees what goes through them, or has something happen before it."""
+"""Wrappers of a transport: a test observes its calls, or acts before one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Recording", "Wrapper"]
 
 
 class Wrapper:
-    """Passes every call on, and tells :meth:`before` of each that waits for other ranks."""
+    """Passes every call on; before a call that waits for other ranks, it calls :meth:`before`."""
 
     data = ("reduce", "allreduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast")
-    """The calls that move data, which ranks make only after they have agreed."""
+    """The calls that move data; ranks make them only after an agreement."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -27,7 +27,7 @@ class Wrapper:
         self.memory = transport.memory
 
     def before(self, call: str) -> None:
-        """Do something before the collective of that name."""
+        """Act before the collective with that name."""
 
     @property
     def control(self) -> Transport:
@@ -84,7 +84,7 @@ class Wrapper:
 
 
 class Recording(Wrapper):
-    """Passes everything on and writes down which collectives moved data.
+    """Passes every call on, and records the collectives that moved data.
 
     Example:
         >>> import numpy as np
@@ -100,7 +100,7 @@ class Recording(Wrapper):
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
         self.calls: list[str] = []
-        """The names of the collectives that moved data, in order."""
+        """The names of these collectives, in order."""
 
     def before(self, call: str) -> None:
         if call in self.data:

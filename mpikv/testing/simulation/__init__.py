@@ -1,7 +1,7 @@
-"""Ranks in one process, in an order that a seed draws: for tests of programs that run on many ranks.
+"""Ranks in one process, in an order drawn by a seed: for tests of programs on many ranks.
 
-It may import all of the package; the package knows nothing of it but the :mod:`mpikv.cluster.runtime` that waiting code
-asks for the time, threads and locks, and the ``library`` of a communicator.
+The package may import all of mpikv. mpikv knows only two things of it: the :mod:`mpikv.cluster.runtime`, asked by
+waiting code for time, threads and locks, and the ``library`` of a communicator.
 """
 
 from .cluster import Cluster, cluster

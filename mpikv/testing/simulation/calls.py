@@ -1,4 +1,4 @@
-"""Counts the collective calls of stores that simulated ranks make, to put another one in the place of one."""
+"""Counts the collective calls of simulated ranks, and replaces a planned one by another call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PlannedCalls", "guard_doors"]
 
 
 class PlannedCalls:
-    """What is planned for the calls of one run's stores, added to those faults that have ``struck``."""
+    """The planned calls of one run's stores; a fault that strikes is added to ``struck``."""
 
     def __init__(self, faults: Sequence[Fault], struck: list[Fault]) -> None:
         self._planned = {(fault.rank, fault.call): fault for fault in faults if isinstance(fault, Differ)}
@@ -23,7 +23,7 @@ class PlannedCalls:
         self._inside: set[int] = set()
 
     def make(self, rank: int, door: Callable[..., Any], store: KVStore, *call: Any) -> Any:
-        """Make a call of a rank, or what is planned in its place; count it, but not again inside of one."""
+        """Make a rank's call, or the planned one instead. Nested calls are not counted."""
         if rank in self._inside:
             return door(store, *call)
         made = self._made[rank] = self._made.get(rank, 0) + 1
@@ -38,8 +38,8 @@ class PlannedCalls:
 
 
 def guard_doors() -> Callable[[], None]:
-    """Have the calls of a simulated rank's stores made by what its run has planned; return what undoes this."""
-    # An asynchronous store's door leads through that of all stores.
+    """Route the calls of simulated ranks' stores through their runs' plans; return a function that undoes this."""
+    # An asynchronous store's collective calls go through the base class, too; PlannedCalls counts them once.
     kinds: list[Any] = [KVStore, AsyncKVStore]
     doors = [kind._collective for kind in kinds]
     for kind, door in zip(kinds, doors, strict=True):

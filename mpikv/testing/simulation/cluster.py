@@ -44,17 +44,17 @@ class Cluster:
         return f"cluster({self.size}, hosts={self.hosts}, seed={self.seed}{faults})"
 
     def run(self, program: Program) -> list[Any]:
-        """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed,
-        or that has left by ``sys.exit()``. A program with a parameter named ``seed`` is called with the cluster's seed.
+        """Call ``program(comm)`` on every rank; return the results in rank order. The result is None for a rank that
+        was killed, or has left by ``sys.exit()``. A parameter named ``seed`` receives the cluster's seed.
 
         Warns:
-            Missed: the ranks have ended before a fault of the plan could strike, so that the run says nothing of it.
+            Missed: the ranks have ended before a planned fault could strike; the run does not test it.
 
         Raises:
-            TypeError: the program is none: not to be called, ``async def``, or a generator.
-            Deadlock, Hung: ranks wait for each other for ever, or one never comes to a scheduling point.
+            TypeError: the program is not callable, or is ``async def`` or a generator.
+            Deadlock, Hung: ranks wait for each other for ever, or one never reaches a scheduling point.
             SimulatedError: a simulated rank calls this.
-            Exception: what the first rank to fail has raised, with what the others did last as its notes.
+            Exception: the exception of the first failing rank, with the others' last points as notes.
         """
         if (world := runtime.present().world) is not None:
             raise SimulatedError(f"{self!r}.run: {world!r} is simulated, and runs no cluster; run it in a real thread")
@@ -62,14 +62,14 @@ class Cluster:
         if _takes_seed(program):
             program = partial(program, seed=self.seed)
         run = _Run(self, program)
-        # Where the failure is raised inside of it, a context manager sets its traceback, which an error may forbid.
+        # Raise outside of the context managers: they set an exception's traceback, and some exceptions forbid that.
         with simulated_system(), one_core():
             run.carry_out()
         return run.results()
 
 
 def check_program(program: Program) -> None:
-    """Raise TypeError where a call of a program would run none of its code."""
+    """Raise TypeError if a call of the program would run none of its code."""
     if not callable(program):
         raise TypeError(f"the program is {program!r}, which cannot be called; pass a function, program(comm)")
     kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction
@@ -107,7 +107,7 @@ class _Run:
         self._comms = make_world(self._scheduler, hosts, cluster.faults)
 
     def carry_out(self) -> None:
-        """Have every rank run the program."""
+        """Run the program on every rank."""
         for rank, comm in enumerate(self._comms):
             Task(self._scheduler, Process(rank, comm), partial(self._run, rank), f"rank {rank}", leads=True).start()
         try:
@@ -116,7 +116,7 @@ class _Run:
             self._ended = error
 
     def results(self) -> list[Any]:
-        """Return what the ranks have returned, or raise the first failure."""
+        """Return the ranks' results, or raise the first failure."""
         first = self._failures[0][1] if self._failures else self._ended
         if first is not None:
             raise self._explained(first)
@@ -125,7 +125,7 @@ class _Run:
         return self._results
 
     def _missed(self) -> str:
-        """Return what is said of faults that have not struck, nothing where all have."""
+        """Return a text about faults that have not struck; empty if all have."""
         missed = [
             each for each in self._cluster.faults if isinstance(each, Timed | Differ) and each not in self._struck
         ]
@@ -142,10 +142,10 @@ class _Run:
             pass
         except SystemExit as error:
             failure = error if error.code else None
-        except BaseException as error:  # also what pytest's fail() raises
+        except BaseException as error:  # also the exception of pytest.fail()
             failure = error
         if task.ending:
-            return  # it was killed, whatever its program has made of that
+            return  # it was killed, whatever its program did with that
         self._results[rank] = result
         if failure is not None:
             self._failures.append((rank, failure))
@@ -177,7 +177,7 @@ class _Run:
             self._scheduler.full.add(task.host)
 
     def _explained(self, error: BaseException) -> BaseException:
-        """Add how to have a failure again, the other failures, and what the ranks did last."""
+        """Add notes: how to repeat the run, the other failures, and the ranks' last points."""
         noted(error, f"in {self._cluster!r}")
         for rank, other in self._failures:
             if other is not error:
@@ -194,17 +194,18 @@ class _Run:
 
 
 def cluster(size: int, *, hosts: int = 1, seed: int = 0, faults: Sequence[Fault] = ()) -> Cluster:
-    """Return ``size`` simulated ranks on so many hosts, whose order of events the seed draws.
+    """Return ``size`` simulated ranks on ``hosts`` hosts; the seed draws the order of events.
 
-    Ranks are threads of this process, of which one runs at a time. :func:`mpikv.create` takes the communicator that
-    each is given, or none, and makes a store of the same code as on real ranks: shared memory inside of a host, and
-    messages between them. Time is simulated: a wait of a minute takes none.
+    Ranks are threads of this process, and one runs at a time. :func:`mpikv.create` takes a rank's communicator, or
+    none. The store runs the same code as on real ranks: shared memory inside of a host, and messages between hosts.
+    Time is simulated: a wait of a minute takes none.
 
     Args:
         size: the number of ranks.
         hosts: the number of hosts, over which ranks are spread evenly, neighbours together.
-        seed: draws who goes on at each scheduling point, and how long messages take. The same seed gives the same run.
-        faults: what goes wrong: :class:`Kill`, :class:`Pause`, :class:`Raise`, :class:`Leave`, :class:`Differ`,
+        seed: draws the next rank at each scheduling point, and the travel times of messages. Equal seeds give equal
+            runs.
+        faults: the plan of faults: :class:`Kill`, :class:`Pause`, :class:`Raise`, :class:`Leave`, :class:`Differ`,
             :class:`FullDisk`, :class:`Delay`, :class:`Cut`.
 
     Example:

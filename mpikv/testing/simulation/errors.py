@@ -1,4 +1,4 @@
-"""What a simulation raises of itself."""
+"""The simulation's own exceptions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Deadlock", "Ended", "Hung", "Planted", "SimulatedError"]
 
 
 class SimulatedError(RuntimeError):
-    """What MPI would raise, or should."""
+    """An error that MPI raises, or should raise."""
 
 
 class Deadlock(RuntimeError):
@@ -14,12 +14,12 @@ class Deadlock(RuntimeError):
 
 
 class Hung(RuntimeError):
-    """A task computes for long without a scheduling point, so that no other can go on."""
+    """A task computes for long without a scheduling point, so no other task can run."""
 
 
 class Planted(RuntimeError):
-    """What the fault :class:`~mpikv.testing.simulation.faults.Raise` raises in a rank."""
+    """The exception of the fault :class:`~mpikv.testing.simulation.faults.Raise`."""
 
 
 class Ended(BaseException):
-    """Raised in a task that has to end. Programs must let it pass."""
+    """Ends a task. Programs must let it pass."""

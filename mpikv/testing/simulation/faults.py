@@ -1,4 +1,4 @@
-"""What may go wrong in a simulated cluster: a plan that a seed can draw, and that the scheduler carries out."""
+"""Faults of a simulated cluster: a seed can draw them, and the scheduler carries them out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank ends as by SIGKILL, at its scheduling point of this number; none of its code runs any more."""
+    """A rank ends as by SIGKILL, at its ``at``-th scheduling point; none of its code runs any more."""
 
     rank: int
     at: int
@@ -36,7 +36,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Pause:
-    """A rank does nothing for so many seconds, from its scheduling point of this number on: stopped, or late."""
+    """A rank does nothing for some seconds, from its ``at``-th scheduling point on: stopped, or late."""
 
     rank: int
     at: int
@@ -45,8 +45,8 @@ class Pause:
 
 @dataclass(frozen=True)
 class Raise:
-    """A rank's program meets an error at its scheduling point of this number, or at the next where that is of another
-    thread of the rank. The error, :class:`Planted`, is no failure of the run where the program lets it pass.
+    """A rank's program meets an error at its ``at``-th scheduling point, or at the next one if another thread of the
+    rank is there. A program may catch the error, :class:`Planted`; then it is no failure of the run.
     """
 
     rank: int
@@ -55,8 +55,8 @@ class Raise:
 
 @dataclass(frozen=True)
 class Leave:
-    """A rank's program calls ``sys.exit()`` at its scheduling point of this number, or at the next as for
-    :class:`Raise`: it leaves while the others go on.
+    """A rank's program calls ``sys.exit()`` at its ``at``-th scheduling point, or at the next one as for
+    :class:`Raise`. It leaves while the others continue.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Differ:
-    """A rank calls ``barrier()`` in place of its collective call of this number, from 1 on, of a store."""
+    """A rank calls ``barrier()`` instead of a store's collective call of this number, from 1."""
 
     rank: int
     call: int
@@ -73,9 +73,8 @@ class Differ:
 
 @dataclass(frozen=True)
 class FullDisk:
-    """The disk of a rank's host is full, from the rank's scheduling point of this number on: ``os.pwrite``,
-    ``os.pwritev``, ``os.rename`` and ``os.replace`` fail there, and so do checkpoints. Python's own file objects still
-    write.
+    """The disk of a rank's host is full, from the rank's ``at``-th scheduling point on. ``os.pwrite``, ``os.pwritev``,
+    ``os.rename`` and ``os.replace`` fail there, and so do checkpoints. Python's own file objects still write.
     """
 
     rank: int
@@ -84,7 +83,7 @@ class FullDisk:
 
 @dataclass(frozen=True)
 class Delay:
-    """All that one host sends another takes so many seconds more, in messages and in collective operations."""
+    """Everything from one host to another takes some seconds longer: messages and collective operations."""
 
     source: int
     target: int
@@ -93,8 +92,8 @@ class Delay:
 
 @dataclass(frozen=True)
 class Cut:
-    """Nothing passes between some hosts and the others, from one second on to another. What was to arrive meanwhile
-    arrives afterwards: messages, and what ranks give to a collective operation.
+    """Nothing passes between some hosts and the others, from one second to another. Messages and parts of collective
+    operations arrive afterwards.
     """
 
     hosts: tuple[int, ...]
@@ -107,16 +106,16 @@ class Cut:
 
 
 Timed: TypeAlias = Kill | Pause | Raise | Leave | FullDisk
-"""What happens at a scheduling point of a rank."""
+"""The faults that strike at a scheduling point of a rank."""
 Fault: TypeAlias = Timed | Differ | Delay | Cut
 
 
 class Missed(UserWarning):
-    """A run has ended before a fault of its plan came to strike."""
+    """A run has ended before a planned fault could strike."""
 
 
 def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[Fault, ...]:
-    """Return one fault that a seed draws for a cluster, at a scheduling point up to ``most``.
+    """Draw one fault for a cluster, at a scheduling point up to ``most``.
 
     >>> draw_faults(1, size=4)
     (Kill(rank=0, at=64),)
@@ -132,7 +131,7 @@ def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[
 
 
 def check_fault(fault: Fault, size: int, hosts: int) -> None:
-    """Refuse a fault that can strike no cluster of so many ranks and hosts.
+    """Refuse a fault that cannot strike a cluster with these ranks and hosts.
 
     Raises:
         TypeError: it is no fault.
@@ -158,7 +157,7 @@ def check_fault(fault: Fault, size: int, hosts: int) -> None:
 
 
 def arrival(faults: Sequence[Fault], source: int, target: int, moment: float) -> float:
-    """Return when a message arrives that would arrive at a moment if nothing went wrong."""
+    """Return the arrival of a message under the faults; ``moment`` is its arrival without them."""
     for fault in faults:
         if isinstance(fault, Delay) and (fault.source, fault.target) == (source, target):
             moment += fault.seconds

@@ -15,14 +15,14 @@ __all__ = ["Condition", "Event", "Lock"]
 
 
 class Lock:
-    """A lock. A task that finds it taken gives up its turn."""
+    """A lock. A task that finds it taken yields its turn."""
 
     def __init__(self) -> None:
         self._held = False
         self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock; return whether it could be had in so many seconds, where -1 is for ever."""
+        """Take the lock; return whether it was free within ``timeout`` seconds, where -1 is for ever."""
         task: Any = runtime.present()
         if self._held and task.scheduler.choosing:
             raise RuntimeError("a condition that is looked at would wait for a lock")
@@ -53,14 +53,14 @@ class Lock:
 
 
 class Condition(Lock):
-    """A lock, and a wait for something that is changed under it."""
+    """A lock, and a wait for a change made under it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._told: list[Task] = []
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        """Wait, without the lock, until ``predicate()`` is true or the time is over; return what it is."""
+        """Release the lock, and wait until ``predicate()`` is true or the time is over; return its value."""
         task: Any = runtime.present()
         deadline = math.inf if timeout is None else task.now() + timeout
         while not (result := predicate()) and task.now() < deadline:
@@ -72,7 +72,7 @@ class Condition(Lock):
         return result
 
     def notify_all(self) -> None:
-        """Let those that wait look again."""
+        """Wake all waiting tasks."""
         _recall(self._told)
 
 

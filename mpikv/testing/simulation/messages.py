@@ -1,8 +1,8 @@
-"""A message-passing library between the tasks of one process, with the part of mpi4py's interface that mpikv uses.
+"""A message-passing library between tasks of one process, with the part of mpi4py's interface that mpikv uses.
 
-Messages of one rank to another on one communicator do not overtake each other; all else may come in any order that the
-seed draws. A collective operation is complete when all its ranks have called it, and a rank that calls another one, or
-with other counts, is an error on all of them, where MPI would give a wrong sum, or wait for ever.
+Messages from one rank to another on one communicator keep their order; the seed draws the order of all else. A
+collective operation ends when all its ranks have called it. If a rank calls another operation, or with other counts,
+all ranks raise; MPI would give a wrong sum, or wait for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Communicator", "Library", "make_world"]
 
 Array = Any
 T = TypeVar("T")
-# Seconds that a message travels: inside a host, and between hosts.
+# Travel times of messages in seconds, least and most: inside a host, and between hosts.
 _NEAR, _FAR = (1e-6, 5e-6), (2e-5, 1e-4)
 
 
@@ -47,13 +47,13 @@ class Status:
 
 
 class Request:
-    """An operation that was started."""
+    """A started operation."""
 
     def __init__(self, test: Callable[[], bool]) -> None:
         self._test, self._done = test, False
 
     def is_complete(self) -> bool:
-        """Return whether it is, as a condition that a rank waits for."""
+        """Return whether it is complete. Also a condition of waiting ranks."""
         self._done = self._done or self._test()
         return self._done
 
@@ -68,7 +68,7 @@ class Request:
 
     @staticmethod
     def Testall(requests: Sequence[Request]) -> bool:
-        # Each is tested, so that all go on.
+        # Test each one: a test is what moves an operation on.
         return _looked(sum(request.is_complete() for request in requests) == len(requests))
 
     @staticmethod
@@ -78,7 +78,7 @@ class Request:
 
 
 class Window:
-    """Memory that the ranks of a communicator share."""
+    """Memory shared by the ranks of a communicator."""
 
     def __init__(self, memory: Array) -> None:
         self._memory: Array | None = memory
@@ -112,7 +112,7 @@ class Window:
 
 
 class Library:
-    """What ``mpi4py.MPI`` is to a real communicator, for one rank."""
+    """The counterpart of ``mpi4py.MPI`` for one simulated rank."""
 
     COMM_WORLD: Communicator
     COMM_SELF: Communicator
@@ -124,7 +124,7 @@ class Library:
     THREAD_MULTIPLE = 3
 
     def __init__(self, scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> None:
-        """``hosts`` has the number of each rank's host."""
+        """``hosts`` lists the host of each rank."""
         self.scheduler, self.hosts, self.faults = scheduler, tuple(hosts), faults
 
     def Is_finalized(self) -> bool:
@@ -160,12 +160,12 @@ class _Joined(Request):
     """A rank's part in a collective operation."""
 
     def __init__(self, operation: _Operation, rank: int) -> None:
-        # Not a method of this object: memory of a cycle is not freed while ranks run.
+        # Pass no method of this object: it would make a cycle, and cycles are not collected while ranks run.
         super().__init__(operation.is_complete)
         self._operation, self._rank = operation, rank
 
     def result(self) -> Any:
-        """Return the rank's result of the operation, which is complete."""
+        """Return the rank's result of a complete operation."""
         assert self._operation.results is not None
         return self._operation.results[self._rank]
 
@@ -177,17 +177,17 @@ class _Message:
 
 
 class _Shared:
-    """What the ranks of a communicator have in common."""
+    """The common state of a communicator's ranks."""
 
     def __init__(self, members: Sequence[int], hosts: Sequence[int]) -> None:
-        """``hosts`` has the number of the host of each rank of the world."""
+        """``hosts`` lists the host of each rank of the world."""
         self.members, self.hosts = tuple(members), {hosts[member] for member in members}
         self.operations: dict[int, _Operation] = {}
         self.inboxes: list[list[_Message]] = [[] for _ in members]
         self.latest: dict[tuple[int, int], float] = {}
 
     def tell(self, scheduler: Scheduler) -> None:
-        """Say that an operation of all these ranks is complete, or has failed."""
+        """Wake the ranks: an operation of all of them is complete, or has failed."""
         scheduler.informed(self.members)
         scheduler.changed(*self.hosts)
 
@@ -215,8 +215,8 @@ class Communicator:
         return self.size
 
     def _check(self, call: str) -> None:
-        """Refuse a call that is not made by this rank: nothing would let it go on."""
-        # A condition is asked in the thread of another rank.
+        """Refuse a call from another rank's thread: nothing would wake it."""
+        # The scheduler tests conditions in the thread of another rank.
         if self._scheduler.choosing or (here := runtime.present().world) is self.library.COMM_WORLD:
             return
         whose = f"of {here!r}" if here is not None else "no simulated rank, or its run has ended"
@@ -231,8 +231,8 @@ class Communicator:
     # --- Collective operations
 
     def _join(self, name: tuple[Any, ...], given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
-        """Take part in the next operation; ``combine`` makes the ranks' results of what they have given. The name says
-        all that must be the same on them.
+        """Take part in the next operation. ``combine`` makes the ranks' results from their inputs. ``name`` holds
+        everything that must be equal on all ranks.
         """
         self._check(name[0])
         number, shared = self._called, self._shared
@@ -255,7 +255,7 @@ class Communicator:
         return _Joined(operation, self.rank)
 
     def _complete(self, operation: _Operation, combine: Callable[[list[Any]], list[Any]]) -> None:
-        """Give all ranks their results, once what they have given has passed between all their hosts."""
+        """Give all ranks their results, after their inputs have travelled between all their hosts."""
         shared, scheduler, faults = self._shared, self._scheduler, self.library.faults
         ways = itertools.permutations(shared.hosts, 2) if faults else ()
         moment = max((arrival(faults, *way, scheduler.now) for way in ways), default=scheduler.now)
@@ -273,8 +273,8 @@ class Communicator:
             scheduler.at(moment, finish)
 
     def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]], *same: Any) -> Any:
-        """Take part in an operation, wait until all have, and return this rank's result. What follows the name must be
-        the ``same`` on all ranks, too.
+        """Take part in an operation, wait for all ranks, and return this rank's result. The arguments ``same`` must be
+        equal on all ranks, as the name must.
         """
         request = self._join((name, *same), given, combine)
         request.Wait()
@@ -358,7 +358,7 @@ class Communicator:
         whole: Callable[[list[Any]], Array],
         ends: Sequence[int] | None = None,
     ) -> Request:
-        """Start an operation that fills ranks' memory with the whole of what they have given, or each with its part."""
+        """Start an operation that fills ranks' memory with the combined inputs, or with each rank's part of them."""
 
         def combine(every: list[Any]) -> list[Any]:
             result = whole([sent for sent, _ in every]).reshape(-1)
@@ -419,7 +419,7 @@ class Communicator:
         source, target = self.library.hosts[self._world_rank], self.library.hosts[shared.members[rank]]
         moment = scheduler.now + scheduler.random.uniform(*(_NEAR if source == target else _FAR))
         moment = arrival(self.library.faults, source, target, moment)
-        # One that was sent before on this way comes before.
+        # An earlier message on this way must arrive first.
         moment = shared.latest[self.rank, rank] = max(moment, shared.latest.get((self.rank, rank), 0.0))
 
         def arrive() -> None:
@@ -430,7 +430,7 @@ class Communicator:
 
         if math.isfinite(moment):
             scheduler.at(moment, arrive)
-        # A long message is complete when it has arrived, a short one at once.
+        # As in MPI, a long send completes at its arrival, a short one at once.
         return Request(lambda: message.arrived if len(body) > 4096 else True)
 
     def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
@@ -487,7 +487,7 @@ class Communicator:
 
 
 class _Found:
-    """A message that was probed, and is this caller's to receive."""
+    """A probed message; only this caller may receive it."""
 
     def __init__(self, message: _Message) -> None:
         self._message = message
@@ -502,7 +502,7 @@ class _Found:
 
 
 def _looked(found: T) -> T:
-    """Tell the scheduler of a rank that has looked for something in vain; return what it has found."""
+    """Report a rank's test without success to the scheduler; return the result of the test."""
     if not found:
         here: Any = runtime.present()
         if here.world is not None:
@@ -511,17 +511,17 @@ def _looked(found: T) -> T:
 
 
 def wait(ready: Callable[[], bool]) -> None:
-    """Return when something is ready: as MPI's blocking calls, without a deadline."""
+    """Wait for a condition without a deadline, as MPI's blocking calls do."""
     here = runtime.present()
     if here.world is None:
         raise SimulatedError("Wait: this thread is no simulated rank, or its run has ended: nobody would complete it")
     if ready():
-        here.give_way()  # the last to come need not be the first to go on
+        here.give_way()  # the last rank to arrive need not be the first to continue
     while not ready() and not here.nap(0, ready=OfMessages(ready)):
         pass
 
 
-# What ranks may have in common, as nobody can change it.
+# Immutable types, which ranks may share; other objects are copied by pickle.
 _PLAIN = (bool, bytes, float, int, str, type(None))
 
 
@@ -550,7 +550,7 @@ def _bytes(buffer: Any) -> memoryview:
         memory, nbytes, _ = buffer
         return memoryview(memory).cast("B")[:nbytes]
     view = memoryview(buffer)
-    # A view with a zero in its shape cannot be cast.
+    # memoryview cannot cast a view with a zero in its shape.
     return memoryview(bytearray()) if view.nbytes == 0 else view.cast("B")
 
 

@@ -1,10 +1,9 @@
-"""Tasks of which exactly one runs: who goes on is drawn from a seed, and time passes only when all of them wait.
+"""A scheduler of tasks. Exactly one task runs; a seed draws the next one, and time passes only when all wait.
 
-A task is a thread that gives up its turn at *scheduling points* alone: a nap, a sleep, a lock that another task has, an
-operation of the message-passing library. There the scheduler draws the next task from those that can go on. A task that
-naps can go on when another has changed what it waits for, or when its deadline has come; when no task can, the clock
-jumps to the earliest deadline or event. So a stall of a minute takes no time, and the same seed gives the same order of
-everything.
+A task is a thread that yields its turn at *scheduling points* alone: a nap, a sleep, a taken lock, an operation of the
+message-passing library. There the scheduler draws the next task from those that can run. A napping task can run after
+another task has changed the awaited state, or at its deadline. If no task can run, the clock jumps to the earliest
+deadline or event. So a stall of a minute takes no time, and equal seeds give equal orders of all events.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .warned import Warned
 
 __all__ = ["Scheduler"]
 
-# Added to a moment that all wait for, so that what was to happen then is due.
+# Added to the next moment, so that its events are due.
 _INSTANT = 1e-9
 
 
@@ -31,30 +30,30 @@ class Scheduler:
     """Gives tasks their turns."""
 
     patience = 20.0
-    """Seconds of the real clock in which a task may compute without a scheduling point."""
+    """Seconds of the real clock that a task may compute without a scheduling point."""
     longest = 1e6
-    """Seconds of the simulated clock in which a run must end: ranks that poll would poll for ever."""
+    """Seconds of the simulated clock for a run: polling ranks would poll for ever."""
 
     def __init__(self, seed: int, ranks: int, hosts: int, at_point: Callable[[Task], None] | None = None) -> None:
-        """``at_point`` is called at each scheduling point, by the task that has come to it."""
+        """The task at a scheduling point calls ``at_point`` each time."""
         self.random = random.Random(seed)
         self.now = 0.0
         self.candidates: list[Task] = []
-        """Tasks that may be able to go on, of which the next is drawn."""
+        """Tasks that may be able to run; the next one is drawn from them."""
         self.waiting = _queues(hosts)
-        """Those that cannot before anything changes on their host, for each host: of others it sees messages alone."""
+        """For each host, tasks that wait for a change on it. Changes on other hosts reach it by messages alone."""
         self.expecting = _queues(ranks)
-        """Those that cannot before a message comes, or an operation is complete, for each rank."""
+        """For each rank, tasks that wait for a message or the end of an operation."""
         self.asleep: list[Task] = []
-        """Those that cannot before a moment comes."""
+        """Tasks that wait for a moment."""
         self.choosing = False
-        """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
+        """Whether the scheduler tests conditions of waiting tasks; a condition must not wait."""
         self.ended: dict[str, Task] = {}
-        """Tasks that have ended, the last of each name."""
+        """Ended tasks, the last of each name."""
         self.full: set[str] = set()
         """The hosts whose disk is full."""
         self.planned: PlannedCalls | None = None
-        """What is planned for the calls of stores."""
+        """The planned calls of stores."""
         self._at_point = at_point
         self._tasks: list[Task] = []
         self._parked: list[Task] = []
@@ -62,7 +61,7 @@ class Scheduler:
         self._count = self._turns = 0
         self._failure: BaseException | None = None
         self._over = threading.Event()
-        # Whose state of warnings is in place; that of the caller is put back.
+        # The installed state of warnings, and the caller's, restored at the end.
         self._inside = self._outside = Warned()
         self._given_up = False
 
@@ -70,8 +69,8 @@ class Scheduler:
         """Run all tasks to their ends.
 
         Raises:
-            Deadlock: those that are left wait for each other for ever.
-            Hung: one computes for long without a scheduling point.
+            Deadlock: the remaining tasks wait for each other for ever.
+            Hung: a task computes for long without a scheduling point.
         """
         if self._tasks:
             self._choose().take_turn()
@@ -86,38 +85,38 @@ class Scheduler:
             raise self._failure
 
     def changed(self, *hosts: int) -> None:
-        """Say that something has changed on some hosts for which a task may wait."""
+        """Wake tasks that wait for a change on some hosts."""
         for host in hosts:
             self.recall(self.waiting[host])
 
     def informed(self, ranks: Iterable[int]) -> None:
-        """Say that the message-passing library has something for some ranks."""
+        """Wake tasks that wait for the message-passing library on some ranks."""
         for rank in ranks:
             self.recall(self.expecting[rank])
 
     def recall(self, queue: list[Task]) -> None:
-        """Let the tasks of a queue see whether they can go on."""
+        """Let the tasks of a queue test whether they can run."""
         if queue:
             self.candidates += queue
             queue.clear()
 
     def at(self, moment: float, act: Callable[[], None]) -> None:
-        """Have something done at a moment."""
+        """Call ``act`` at a moment."""
         self._count += 1
         heapq.heappush(self._events, (moment, self._count, act))
 
     def add(self, task: Task) -> None:
-        """Let a task have turns."""
+        """Add a task to the candidates for turns."""
         self._tasks.append(task)
         self.candidates.append(task)
 
     def choose_after(self, task: Task, queue: list[Task]) -> Task:
-        """Return the task whose turn it is after one that is at a scheduling point, and waits in a queue from now on.
+        """Return the next task to run, after one at a scheduling point; that one waits in ``queue`` from now on.
 
-        It has the turn again where its plan is to raise at this point.
+        A task planned to raise at this point gets the turn again.
         """
         if self._given_up:
-            threading.Event().wait()  # for ever: none of a rank's code may run beside what comes next in the process
+            threading.Event().wait()  # for ever: a rank's code must not run beside the process's next work
         self._turns += 1
         task.queue = queue
         queue.append(task)
@@ -130,7 +129,7 @@ class Scheduler:
         return self._choose()
 
     def enter(self, task: Task) -> None:
-        """Put in place what a task's process has of its own, now that it is its turn."""
+        """Install the state of a task's process at the begin of its turn."""
         inside = task.of.warned
         if inside is not self._inside and not self._given_up:
             self._inside.pass_to(inside)
@@ -142,7 +141,7 @@ class Scheduler:
             self._inside = self._outside
 
     def leave(self, task: Task) -> None:
-        """End a task, from its thread."""
+        """End a task; called in its thread."""
         if self._given_up:
             return
         self._turns += 1
@@ -157,30 +156,30 @@ class Scheduler:
             self._over.set()
 
     def _end_rest(self) -> None:
-        """End what no program is left for: the threads of ranks that ended, then the ranks that were killed."""
+        """End the threads of ended ranks first, then the killed ranks: no program is left for them."""
         if not self._tasks:
             self._tasks, self._parked = self._parked, []
             self._end(self._tasks)
         elif not any(task.leads for task in self._tasks):
-            self._end(self._tasks)  # as the daemon threads of a process that ends
+            self._end(self._tasks)  # like daemon threads at the end of a process
 
     def _end(self, tasks: Sequence[Task]) -> None:
-        """Have tasks, none of which has the turn, unwind at their next one."""
+        """Make tasks without the turn unwind, one after the other."""
         self._remove(tasks)
         for task in tasks:
             task.ending = True
         self.candidates += tasks
 
     def _remove(self, tasks: Sequence[Task]) -> None:
-        """Take tasks out of the lists of those that wait for a turn."""
+        """Remove tasks from the queues of waiting tasks."""
         for task in tasks:
             for queue in (self.candidates, task.queue):
                 if task in queue:
                     queue.remove(task)
 
     def park(self, rank: int) -> None:
-        """Take the turns of a rank away, as if its process were killed: none of its code runs any more, but to unwind
-        when all others have ended.
+        """Take a rank's turns away, as if its process were killed. Its code runs no more; its threads unwind when all
+        others have ended.
         """
         dead = [task for task in self._tasks if task.rank == rank]
         self._tasks = [task for task in self._tasks if task.rank != rank]
@@ -189,17 +188,17 @@ class Scheduler:
         self._end_rest()
 
     def delay(self, rank: int, seconds: float) -> None:
-        """Let a rank do nothing for so long."""
+        """Let a rank do nothing for some seconds."""
         late = [task for task in self._tasks if task.rank == rank]
         self._remove(late)
         for task in late:
-            # A sleep that is longer goes on.
+            # A longer sleep keeps its end.
             task.due = max(self.now + seconds, task.due if task.queue is self.asleep else 0.0)
             task.queue = self.asleep
         self.asleep += late
 
     def tasks_of(self, rank: int) -> list[Task]:
-        """Return the tasks of a rank that have not ended, its program's first."""
+        """Return the tasks of a rank that have not ended, its program first."""
         tasks = [task for task in self._tasks if task.rank == rank]
         return sorted(tasks, key=lambda task: not task.leads)
 
@@ -213,7 +212,7 @@ class Scheduler:
             self.choosing = False
 
     def _draw(self) -> Task | None:
-        """Return one of the tasks that can go on, each as likely as the others; None if there is none."""
+        """Draw one of the runnable tasks, with equal chances; None if there is none."""
         candidates, draw, now = self.candidates, self.random.random, self.now
         while candidates:
             place = int(draw() * len(candidates))
@@ -226,7 +225,7 @@ class Scheduler:
         return None
 
     def _forward(self) -> None:
-        """Move the clock to where something happens next."""
+        """Move the clock to the next event."""
         moment = min([task.due for task in self._tasks], default=math.inf)
         if self._events and self._events[0][0] <= moment:
             self.now, _, act = heapq.heappop(self._events)
@@ -243,7 +242,7 @@ class Scheduler:
             self.candidates += due
 
     def _watch(self) -> None:
-        """Wait until all tasks have ended, or one does not come to a scheduling point."""
+        """Wait until all tasks have ended, or one takes too long to reach a scheduling point."""
         turns = -1
         while not self._over.wait(self.patience):
             if turns == self._turns:

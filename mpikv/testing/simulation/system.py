@@ -1,7 +1,7 @@
-"""What a simulated rank's thread is given for functions that are the process's: of time, files, and MPI itself.
+"""Simulated counterparts of functions of the process: time, files, and MPI.
 
-They are put in their places once, while any cluster runs, and ask :func:`mpikv.cluster.runtime.present` who calls: a
-real thread still reaches the real ones.
+They are installed once, while any cluster runs. Each asks :func:`mpikv.cluster.runtime.present` for the caller: a real
+thread still reaches the real function.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NO_MPI = "a simulated rank has no MPI: use the communicator that the program is
 
 
 class _Dispatched:
-    """A function that does something else for a simulated rank. Not a Python function, which a class that is made
-    meanwhile would take for its method.
+    """A function with a different behaviour for simulated ranks. It is an object, since a class made meanwhile would
+    turn a Python function into its method.
     """
 
     def __init__(self, real: Callable[..., Any], simulated: Callable[..., Any]) -> None:
@@ -62,12 +62,12 @@ def _clock_ns(start: int = 0) -> Callable[[Any], int]:
 
 
 def _is_of_another_library(frame: FrameType) -> bool:
-    """Return whether it may hold a lock of its own, for which the next rank would wait: none would go on."""
+    """Return whether a frame's code may hold a lock of its own library: the next rank would wait for it for ever."""
     return frame.f_code.co_filename.startswith(_LIBRARIES) and not frame.f_globals["__name__"].startswith("mpikv.")
 
 
 def _on_disk(real: Callable[..., Any], grows: bool = True) -> Callable[..., Any]:
-    """Return a function of files that is a scheduling point, and needs room on the disk where it ``grows``."""
+    """Return a file function that is a scheduling point, and needs room on the disk if it ``grows``."""
 
     def simulated(here: Any, *arguments: Any, **options: Any) -> Any:
         if _is_of_another_library(sys._getframe(2)):
@@ -100,13 +100,13 @@ def _world(mpi: ModuleType) -> Any:
 
 
 class _Guarded(ModuleType):
-    """``mpi4py.MPI`` where it is loaded already: it has no world for a simulated rank."""
+    """``mpi4py.MPI``, if it is loaded already, without a world for simulated ranks."""
 
     COMM_WORLD = property(_world)
 
 
 class _NoMPI:
-    """Lets no simulated rank load ``mpi4py.MPI``, which would start MPI in this process."""
+    """Keeps simulated ranks from loading ``mpi4py.MPI``: that would start MPI in this process."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name == "mpi4py.MPI" and runtime.present().world is not None:
@@ -115,7 +115,7 @@ class _NoMPI:
 
 
 class _Changes:
-    """What was changed in this process, to be put back."""
+    """The changes in this process, to undo them."""
 
     def __init__(self) -> None:
         self._real = list[tuple[ModuleType, str, Any]]()
@@ -128,7 +128,7 @@ class _Changes:
         self._mpi = sys.modules.get("mpi4py.MPI")
         if self._mpi is not None:
             self._mpi.__class__ = _Guarded
-        # It would run the finalizers of one rank in the thread of another, at moments that no seed decides.
+        # It would run one rank's finalizers in another rank's thread, at moments outside of the seed's control.
         self._collects = gc.isenabled()
         gc.disable()
 
@@ -148,7 +148,7 @@ _lock, _running, _changes = threading.Lock(), 0, list[_Changes]()
 
 @contextmanager
 def simulated_system() -> Iterator[None]:
-    """Give simulated ranks their time, files and MPI in a block. Blocks of several threads may overlap."""
+    """Install the ranks' time, files and MPI inside of a block. Blocks of several threads may overlap."""
     global _running
     with _lock:
         _running += 1
@@ -165,9 +165,9 @@ def simulated_system() -> Iterator[None]:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this thread, and those that it starts, on the core where it is, in a block.
+    """Keep this thread, and threads it starts, on their current core inside of a block.
 
-    Of a run's threads one runs at a time, and to wake one on another core takes longer than its turn.
+    One thread of a run is active at a time, and waking one on another core takes longer than its turn.
     """
     cores, policy, priority = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
     # A sandbox may forbid both.

@@ -1,4 +1,4 @@
-"""A task: a thread of a simulated rank, and what that rank's system is to it."""
+"""A task: a thread of a simulated rank, and its runtime."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["Process", "Task"]
 
 _FOLDER = str(Path(__file__).parent)
-# The last scheduling points of a task that a failure shows.
+# Scheduling points of a task shown after a failure.
 _SHOWN = 8
-# So often a task may look for something in vain before it passes its turn on.
+# Fruitless tests of a task before it yields its turn.
 _LOOKS = 16
-# Modules whose frames say nothing of what a task was about.
+# Modules whose frames do not show what a task was doing.
 _INNER = (
     "mpikv.testing.simulation.",
     "mpikv.cluster.waiting",
@@ -42,7 +42,7 @@ _INNER = (
 
 @dataclass
 class Process:
-    """What the tasks of one rank have in common."""
+    """The common state of one rank's tasks."""
 
     rank: int
     world: Any
@@ -53,13 +53,13 @@ class Process:
 class Task:
     """A thread of a simulated rank, and the :class:`~mpikv.cluster.runtime.Runtime` of that thread."""
 
-    # A wait that finds nothing naps at once: its condition is asked without a turn.
+    # No polling before a nap: the scheduler tests the condition without giving a turn.
     polls = 0
 
     def __init__(
         self, scheduler: Scheduler, of: Process, run: Callable[[], None], name: str, leads: bool = False
     ) -> None:
-        """``leads`` tells that it is the rank's program, and not a thread that it has started."""
+        """``leads`` marks the rank's program, as opposed to a thread it has started."""
         self.scheduler, self.of, self.name, self.leads = scheduler, of, name, leads
         self.rank, self.world, self.owned = of.rank, of.world, of.owned
         self.site = of.world.library.hosts[of.rank]
@@ -73,12 +73,12 @@ class Task:
         self._turn = threading.Lock()
         self._turn.acquire()
         self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
-        # What it waits for: that this is true, by what those of the queue are told of, or this moment.
+        # The task waits for this condition, tested when its queue is woken, or for the moment ``due``.
         self._ready: Callable[[], bool] | None = None
         self._found = False
         self.queue: list[Task] = []
         self.due = 0.0
-        # How often it has looked for something in vain, since when, and done nothing else.
+        # Number and begin of fruitless tests in a row.
         self._looks, self._looks_since = 0, 0.0
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Task:
     # --- As threading.Thread
 
     def start(self) -> None:
-        """Let the scheduler choose this task, too."""
+        """Add this task to the scheduler."""
         self.scheduler.add(self)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class Task:
 
     @property
     def number(self) -> int | None:
-        """The same as the system has it."""
+        """The system's number of the same thread."""
         return self._thread.native_id
 
     def _begin(self) -> None:
@@ -119,7 +119,7 @@ class Task:
             self.scheduler.leave(self)
 
     def abandon(self) -> None:
-        """End the task, from its thread, and never return."""
+        """End the task, in its thread, and never return."""
         self.alive = False
         self.scheduler.leave(self)
         threading.Event().wait()
@@ -145,14 +145,14 @@ class Task:
         self._pass(self.scheduler.asleep, None, self.scheduler.now + seconds)
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
-        # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
+        # A task that polls without a condition has changed nothing; two of them would wake each other for ever.
         if ready is not None:
             self.changed()
         of_messages = type(ready) is OfMessages
         return self._pass(self._expecting if of_messages else self._waiting, ready, until)
 
     def wait_in(self, queue: list[Task], until: float, ready: Callable[[], bool]) -> None:
-        """Return when ``ready()`` may be true, as those who make it so say by the queue, or at the time ``until``."""
+        """Return when ``ready()`` may be true, after the queue was woken, or at the time ``until``."""
         self.changed()
         self._pass(queue, ready, until)
 
@@ -169,8 +169,8 @@ class Task:
         return Event()
 
     def poll(self) -> None:
-        """Take note that it has looked in vain for what others may bring. A task that does nothing else waits until a
-        message comes, or for a while: longer, the longer it has looked.
+        """Count a fruitless test. A task that does nothing else waits for a message, or for a while: the longer, the
+        longer it has tested.
         """
         if self.scheduler.choosing:
             return
@@ -185,7 +185,7 @@ class Task:
     # --- Turns
 
     def _pass(self, queue: list[Task], ready: Callable[[], bool] | None, until: float) -> bool:
-        """Pass the turn on, to wait among the tasks of a queue; return, when it comes back, whether it is ready."""
+        """Yield the turn, and wait in a queue; return, at the next turn, whether the condition is true."""
         scheduler = self.scheduler
         if scheduler.choosing:
             raise RuntimeError("a condition that is looked at for another task would wait")
@@ -207,20 +207,20 @@ class Task:
         return Ended()
 
     def take_turn(self) -> None:
-        """Let it run, from another task."""
+        """Let this task run; called in another task's thread."""
         self._turn.release()
 
     def changed(self) -> None:
-        """Say that something has changed on this host for which a task may wait."""
+        """Wake tasks that wait for a change on this host."""
         self.scheduler.recall(self._waiting)
 
     def is_ready(self) -> bool:
-        """Return whether it has something to do at a turn, now that something has changed."""
-        # Asked in the thread of another task, so that those who wait in vain need no turn.
+        """Return whether the task needs a turn after a change."""
+        # Tested in another task's thread, so that fruitless waits cost no turn.
         try:
             self._found = self._ready is not None and self._ready()
         except Exception:
-            return True  # the task itself is to meet the error
+            return True  # the task itself must see the exception
         return self._found or self._ready is None
 
     # --- What it did last
@@ -229,9 +229,9 @@ class Task:
         frame = sys._getframe(2)
         while _is_inner[frame.f_globals.get("__name__", "")] and frame.f_back is not None:
             frame = frame.f_back
-        # Not the line: to find it takes longer than all else here.
+        # Not the line number: finding it would take longer than the rest of this method.
         points, code, instruction = self._points, frame.f_code, frame.f_lasti
-        # A wait comes here again and again.
+        # A wait comes to the same point again and again: keep it once.
         if not points or points[-1][1] is not code or points[-1][2] != instruction:
             points.append((self.scheduler.now, code, instruction))
 
@@ -244,15 +244,15 @@ class Task:
         return "\n".join([f"{self.name}:", *lines])
 
     def stack(self) -> traceback.StackSummary:
-        """Return what it is in now, the innermost frame last."""
+        """Return its current stack, the innermost frame last."""
         frame = sys._current_frames().get(self.ident or 0)
         return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
 
 
 class _Gone:
-    """The runtime of a task that has to end: all that its code asks of its system ends it again."""
+    """The runtime of a task that must end: every use of its system raises Ended again."""
 
-    # In vain so often, it catches that for ever.
+    # After so many raised in vain, the program catches Ended for ever.
     _most = 1000
 
     def __init__(self, task: Task) -> None:
@@ -267,7 +267,7 @@ class _Gone:
 
 
 class _Peer:
-    """What ranks see of another one. A :class:`~mpikv.cluster.runtime.Peer`."""
+    """Other ranks' view of a rank. A :class:`~mpikv.cluster.runtime.Peer`."""
 
     def __init__(self, scheduler: Scheduler, rank: int) -> None:
         self._scheduler, self._rank = scheduler, rank
@@ -279,13 +279,13 @@ class _Peer:
         tasks = self._scheduler.tasks_of(self._rank)
         task = next((task for task in tasks if task.number == thread), tasks[0] if tasks else None)
         stack: Iterator[traceback.FrameSummary] = reversed(task.stack() if task is not None else [])
-        # A rank that sleeps is in the code that sleeps, as a real one.
+        # Show a sleeping rank in its own code, not in the simulation's.
         called = dropwhile(lambda each: each.filename.startswith(_FOLDER), stack)
         return [(each.filename, str(each.lineno), each.name) for each in called]
 
 
 def _process_of(rank: int) -> int:
-    # No process has such a number, so that no signal can reach one.
+    # Negative: no process has this number, so no signal can reach one.
     return -rank - 1
 
 
@@ -294,7 +294,7 @@ def _line_of(code: CodeType, instruction: int) -> int | None:
 
 
 class _IsInner(dict[str, bool]):
-    """Whether modules are inner ones."""
+    """For each module, whether it is an inner one."""
 
     def __missing__(self, module: str) -> bool:
         inner = self[module] = module.startswith(_INNER)

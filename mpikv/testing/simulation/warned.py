@@ -1,6 +1,6 @@
-"""The state of :mod:`warnings`, of which each process has its own: filters, and where warnings are shown.
+"""The state of :mod:`warnings` of each simulated process: its filters, and its function that shows warnings.
 
-``pytest.warns`` and ``warnings.catch_warnings`` of one rank so neither see nor disturb those of another.
+So ``pytest.warns`` and ``warnings.catch_warnings`` of one rank neither see nor disturb those of another.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ __all__ = ["Warned"]
 
 
 class Warned:
-    """What :class:`warnings.catch_warnings` keeps and puts back, of one process; at first, of the caller's."""
+    """One process's state, as :class:`warnings.catch_warnings` keeps and restores it; at first the caller's."""
 
     def __init__(self) -> None:
         self._filters: list[Any] = list(warnings.filters)
         self._show, self._display = warnings.showwarning, _module._showwarnmsg_impl
 
     def pass_to(self, other: Warned) -> None:
-        """Keep what is in place now, and put another process's state there."""
+        """Keep the installed state, and install another process's."""
         self._filters, self._show, self._display = _module.filters, _module.showwarning, _module._showwarnmsg_impl
         _module.filters, _module.showwarning, _module._showwarnmsg_impl = other._filters, other._show, other._display
         if self._filters != other._filters:
-            # What was shown once is remembered until filters change, and to enter this block is to change them.
+            # warnings remembers shown warnings until filters change, and entering this block counts as a change.
             with warnings.catch_warnings():
                 pass
 
