@@ -948,50 +948,27 @@ def test_codecs_without_a_kernel():
     assert repr(CudaKernels().codec(codecs.create("fp16"))) == "ErrorFeedback(Float16())"
 
 
-class OnGpuContract(ElementwiseCodecContract):
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (TwoBit(0.5), TwoBit(0.25)),
+        (codecs.create("2bit"), codecs.create("1bit")),
+        (codecs.create("1bit"), OneBit(0.5)),
+        (codecs.Float16(), codecs.Bfloat16()),
+        (codecs.create("bf16"), codecs.create("fp16")),
+    ],
+    ids=repr,
+)
+class TestCodecs(ElementwiseCodecContract):
     @pytest.fixture(autouse=True)
-    def settle(self, launches):
-        self.launches = launches
+    def settle(self, launches, one, another):
+        self.one, self.another = one, another
 
-
-class TestTwoBits(OnGpuContract):
     def codec(self):
-        return OnEmulatedGpu(TwoBit(0.5))
+        return OnEmulatedGpu(self.one)
 
     def other(self):
-        return OnEmulatedGpu(TwoBit(0.25))
-
-
-class TestTwoBitsWithFeedback(OnGpuContract):
-    def codec(self):
-        return OnEmulatedGpu(codecs.create("2bit"))
-
-    def other(self):
-        return OnEmulatedGpu(codecs.create("1bit"))
-
-
-class TestOneBit(OnGpuContract):
-    def codec(self):
-        return OnEmulatedGpu(codecs.create("1bit"))
-
-    def other(self):
-        return OnEmulatedGpu(OneBit(0.5))
-
-
-class TestFloat16(OnGpuContract):
-    def codec(self):
-        return OnEmulatedGpu(codecs.Float16())
-
-    def other(self):
-        return OnEmulatedGpu(codecs.Bfloat16())
-
-
-class TestBfloat16(OnGpuContract):
-    def codec(self):
-        return OnEmulatedGpu(codecs.create("bf16"))
-
-    def other(self):
-        return OnEmulatedGpu(codecs.create("fp16"))
+        return OnEmulatedGpu(self.another)
 
 
 # --- Layout

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -388,18 +389,21 @@ def test_without_nccl_arrays_are_copied(here: Rank, kv: Any, caplog: pytest.LogC
 
 
 @SEVERAL
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
-def test_what_ends_sums_on_one_rank_is_told_to_the_others(here: Rank, comm: Any, transport: str) -> None:
-    kv = mpikv.create("horovod", comm=comm, timeout=20, transport=transport)
+@pytest.mark.parametrize(("transport", "status"), [("shm", 1), ("mpi", 1), ("shm", None)])
+def test_a_sum_that_fails_or_never_ends_on_one_rank_is_over_everywhere(
+    here: Rank, comm: Any, transport: str, status: int | None
+) -> None:
+    kv = mpikv.create("horovod", comm=comm, timeout=20 if status else 0.8, transport=transport)
     array = here.gpu.upload(np.ones(3))
     kv.pushpull("g", array)
     (nccl,) = here.made
     nccl.patience = 0.3
-    began = time.monotonic()
+    began, following = time.monotonic(), range(len(nccl.calls) + 1, len(nccl.calls) + 9)
     if kv.rank == 0:
-        nccl.fail_at[len(nccl.calls) + 1] = 1
-    with pytest.raises(TransportError, match="a CUDA call failed"):
-        again(lambda: kv.pushpull("g", array))
+        nccl.fail_at |= dict.fromkeys(following[:1], status) if status else {}
+        nccl.stick_at |= set() if status else set(following)
+    with pytest.raises((TransportError, Closed), match="a CUDA call failed" if status else None):
+        again(lambda: kv.pushpull("g", array), *[kv.barrier] * (status is None))
     assert time.monotonic() - began < 15
     with pytest.raises((Closed, TransportError)):
         kv.pushpull("g", np.ones(3))
@@ -414,32 +418,12 @@ def again(*calls: Callable[[], Any]) -> None:
 
 
 @SEVERAL
-def test_a_sum_that_never_ends_is_given_up(here: Rank, comm: Any) -> None:
-    kv = mpikv.create("horovod", comm=comm, timeout=0.8)
-    array = here.gpu.upload(np.ones(3))
-    kv.pushpull("g", array)
-    (nccl,) = here.made
-    nccl.patience = 0.3
-    if kv.rank == 0:
-        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
-    with pytest.raises((TransportError, Closed)):
-        again(lambda: kv.pushpull("g", array), kv.barrier)
-    assert nccl.communicators[0].state == "aborted"
-
-
-@SEVERAL
-def test_a_store_that_is_left_by_an_exception_ends_its_sums(here: Rank, comm: Any) -> None:
-    kv = mpikv.create("horovod", comm=comm, timeout=20)
-    kv.pushpull("g", here.gpu.upload(np.ones(3)))
-    with pytest.raises(ZeroDivisionError), kv:
-        raise ZeroDivisionError
-    assert here.made[0].communicators[0].state == "aborted"
-
-
-@SEVERAL
-def test_a_store_that_is_closed_ends_its_sums(here: Rank, comm: Any) -> None:
-    with mpikv.create("horovod", comm=comm, timeout=20) as kv:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_the_end_of_a_store_ends_its_sums(here: Rank, comm: Any, error: type[Exception] | None) -> None:
+    with pytest.raises(error) if error else nullcontext(), mpikv.create("horovod", comm=comm, timeout=20) as kv:
         kv.pushpull("g", here.gpu.upload(np.ones(3)))
-    assert here.made[0].communicators[0].state == "destroyed"
+        if error:
+            raise error
+    assert here.made[0].communicators[0].state == ("aborted" if error else "destroyed")
     with pytest.raises(Closed):
         kv.pushpull("g", here.gpu.upload(np.ones(3)))
