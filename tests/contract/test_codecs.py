@@ -103,19 +103,17 @@ def test_published_bits(codec, gradient, payload, values, left):
         np.testing.assert_array_equal(residual, np.array(left, F32))
 
 
-def test_every_byte_of_two_bits_decodes():
-    values = {0b11: 0.5, 0b10: -0.5, 0b01: 0.0, 0b00: 0.0}  # 01 is never written
-    payload = np.arange(256).astype(np.uint8)
-    expected = [values[byte >> shift & 3] for byte in range(256) for shift in (6, 4, 2, 0)]
-    for codec in both(codecs.TwoBit(0.5)):
-        assert decode(codec, payload, 1024).tolist() == expected
-
-
-def test_every_byte_of_one_bit_decodes():
-    payload = np.arange(256).astype(np.uint8)
-    expected = [1.0 if byte >> shift & 1 else -1.0 for byte in range(256) for shift in range(7, -1, -1)]
-    for codec in both(codecs.OneBit(0.5)):
-        assert decode(codec, payload, 2048).tolist() == expected
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    # 01 is never written
+    [(codecs.TwoBit, {0b11: 0.5, 0b10: -0.5, 0b01: 0.0, 0b00: 0.0}), (codecs.OneBit, {1: 1.0, 0: -1.0})],
+)
+def test_every_byte_decodes(kind, values):
+    payload, width = np.arange(256).astype(np.uint8), len(values) // 2
+    shifts = range(8 - width, -1, -width)
+    expected = [values[byte >> shift & len(values) - 1] for byte in range(256) for shift in shifts]
+    for codec in both(kind(0.5)):
+        assert decode(codec, payload, len(expected)).tolist() == expected
 
 
 @pytest.mark.parametrize(("kind", "rule"), RULES)
@@ -157,28 +155,22 @@ def test_bits_of_large_arrays(kind, rule):
 # --- Half precision
 
 
-@given(
-    st.lists(st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100), min_size=1, max_size=50)
-)
-def test_bfloat16_rounds_as_ml_dtypes(numbers):
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    gradient = np.array(numbers, F32)
-    payload = encode(codecs.Bfloat16(), gradient)
-    assert payload.tobytes() == gradient.astype(ml_dtypes.bfloat16).tobytes()
-    np.testing.assert_array_equal(
-        decode(codecs.Bfloat16(), payload, gradient.size), gradient.astype(ml_dtypes.bfloat16).astype(F32)
-    )
+def floats(most, **sizes):
+    return st.lists(st.floats(width=32, allow_nan=False, min_value=-most, max_value=most), **sizes)
 
 
-@given(
-    st.lists(
-        st.lists(
-            st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100), min_size=5, max_size=5
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
+@pytest.mark.parametrize(("codec", "dtype"), [(codecs.Bfloat16(), "bfloat16"), (codecs.Float16(), "float16")])
+@given(data=st.data())
+def test_halves_round_as_numpy_does(codec, dtype, data):
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.float16
+    most = 65504 if dtype is np.float16 else 2.0**100
+    gradient = np.array(data.draw(floats(most, min_size=1, max_size=50)), F32)
+    payload = encode(codec, gradient)
+    assert payload.tobytes() == gradient.astype(dtype).tobytes()
+    np.testing.assert_array_equal(decode(codec, payload, gradient.size), gradient.astype(dtype).astype(F32))
+
+
+@given(st.lists(floats(2.0**100, min_size=5, max_size=5), min_size=1, max_size=5))
 def test_compiled_bfloat16_has_the_bits_of_numpy(pushes):
     codecs_, residuals = both(codecs.Bfloat16()), np.zeros((2, 5), F32)
     for gradient in np.array(pushes, F32):
@@ -186,12 +178,6 @@ def test_compiled_bfloat16_has_the_bits_of_numpy(pushes):
         assert len({payload.tobytes() for payload in sent}) == 1
         assert len({decode(each, sent[0], 5).tobytes() for each in codecs_}) == 1
         assert len({left.tobytes() for left in residuals[: len(codecs_)]}) == 1
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, min_value=-65504, max_value=65504), min_size=1, max_size=50))
-def test_float16_rounds_as_numpy(numbers):
-    gradient = np.array(numbers, F32)
-    assert encode(codecs.Float16(), gradient).tobytes() == gradient.astype(np.float16).tobytes()
 
 
 def test_what_is_too_large_for_float16_comes_later():

@@ -121,15 +121,23 @@ def script_and_output() -> tuple[str, str]:
     return script, output
 
 
-def test_the_script_prints_what_is_shown(tmp_path: Path) -> None:
-    if reason := why_no_mpi():
+def run(folder: Path, script: str, ranks: int, name: str = "first.py") -> subprocess.CompletedProcess[str]:
+    """Run a script on several ranks, or without a launcher."""
+    if ranks > 1 and (reason := why_no_mpi()):
         pytest.skip(reason)
+    (folder / name).write_text(script)
+    launcher = ["-m", "mpikv", "run", "-n", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, name]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_script_prints_what_is_shown(tmp_path: Path) -> None:
     script, output = script_and_output()
     assert len(script.splitlines()) == 12
-    (tmp_path / "first.py").write_text(script)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "first.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (0, output), ran.stderr
+    several, one = (run(tmp_path, script, ranks) for ranks in (4, 1))
+    assert (several.returncode, several.stdout) == (0, output), several.stderr
+    assert (one.returncode, one.stderr) == (0, "")
+    assert one.stdout == "1 ranks: [1. 1. 1.], then w - 0.1 * [1. 1. 1.] = [0.9 0.9 0.9]\n"
 
 
 def test_the_lines_for_torch_are_those_of_its_page() -> None:
@@ -138,13 +146,6 @@ def test_the_lines_for_torch_are_those_of_its_page() -> None:
     code = [line.partition("  #")[0].strip() for line in lines.splitlines()]
     assert len(code) == 3
     assert all(line in page for line in code)
-
-
-def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
-    (tmp_path / "first.py").write_text(script_and_output()[0])
-    ran = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert ran.stdout == "1 ranks: [1. 1. 1.], then w - 0.1 * [1. 1. 1.] = [0.9 0.9 0.9]\n"
 
 
 @pytest.mark.skipif(bool(find_spec("cupy")), reason="the page shows a machine without CuPy")
@@ -222,16 +223,12 @@ except mpikv.MPIKVError as error:
 
 
 def test_the_messages_are_those_shown(tmp_path: Path) -> None:
-    if reason := why_no_mpi():
-        pytest.skip(reason)
-    (tmp_path / "train.py").write_text(DISAGREEING)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "train.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    printed = ran.stdout.replace(f"{tmp_path}/", "")
+    done = run(tmp_path, DISAGREEING, 4, "train.py")
+    printed = done.stdout.replace(f"{tmp_path}/", "")
     printed = re.sub(r"waited \d\.\d s", "waited 60.0 s", printed)
     assert printed.splitlines() == [
         line for block in blocks(read_tutorial("first-store"), "text") for line in block.splitlines()
-    ], ran.stderr
+    ], done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -261,6 +261,17 @@ class Run:
                 tree[self.external(name)] = value
         return tree
 
+    def drawn(self, name, seed, *salt):
+        """Return an array like the value of a key for each rank."""
+        value = self.model.cells[name].value
+        draws = [np.random.default_rng((seed, rank, *salt)) for rank in range(self.kv.size)]
+        return [numbers(draw, value.shape, value.dtype) for draw in draws]
+
+    def brought(self, seed, names):
+        """Return the arrays of each key and rank in a push."""
+        cells, ranks = self.model.cells, range(self.kv.size)
+        return {name: [inputs(seed, rank, name, cells[name]) for rank in ranks] for name in names}
+
     def fresh(self, random, seed, names):
         """Return a value for each key per rank, of a new shape and dtype."""
         options = FLOATS if self.model.rule not in (None, add_twice) else DTYPES
@@ -287,9 +298,7 @@ class Run:
         self.init(random, seed, names, overwrite=True)
 
     def push(self, random, seed, names, verb="push", **options):
-        everyone = {
-            name: [inputs(seed, rank, name, self.model.cells[name]) for rank in range(self.kv.size)] for name in names
-        }
+        everyone = self.brought(seed, names)
         mine = [everyone[name][self.kv.rank] for name in names]
         before = [[array.copy() for array in group] for group in mine]
         result = self.call(random, verb, names, mine, **options)
@@ -341,19 +350,10 @@ class Run:
             groups = self.outs(seed, names)
             out = [group if len(group) > 1 else group[0] for group in groups]
             keys = [self.external(name) for name in names]
-            everyone = {
-                name: [inputs(seed, rank, name, self.model.cells[name]) for rank in range(self.kv.size)]
-                for name in names
-            }
+            everyone = self.brought(seed, names)
             assert self.kv.pushpull(keys, [everyone[name][self.kv.rank] for name in names], out) is out
         else:
-            everyone = {
-                name: [
-                    [numbers(np.random.default_rng((seed, rank)), cell.value.shape, cell.value.dtype)]
-                    for rank in range(self.kv.size)
-                ]
-                for name, cell in ((name, self.model.cells[name]) for name in names)
-            }
+            everyone = {name: [[array] for array in self.drawn(name, seed)] for name in names}
             layouts = np.random.default_rng((seed, self.kv.rank, 2))
             groups = [[laid_out(layouts, everyone[name][self.kv.rank][0], writable=True)] for name in names]
             self.call(random, "pushpull", names, groups)
@@ -364,15 +364,7 @@ class Run:
     def broadcast(self, random, seed, names):
         values = {}
         for name, fresh in self.fresh(random, seed, names):
-            known = self.model.cells.get(name)
-            values[name] = (
-                fresh
-                if known is None
-                else [
-                    numbers(np.random.default_rng((seed, rank, 3)), known.value.shape, known.value.dtype)
-                    for rank in range(self.kv.size)
-                ]
-            )
+            values[name] = self.drawn(name, seed, 3) if name in self.model.cells else fresh
         groups = [[values[name][self.kv.rank].copy()] for name in names]
         result = self.kv.broadcast([self.external(name) for name in names], [array for (array,) in groups])
         for name in names:
@@ -384,12 +376,7 @@ class Run:
         self.compare(names, [[array] for array in result])
 
     def set(self, random, seed, names):
-        arrays = {}
-        for name in names:
-            shape, dtype = self.model.cells[name].value.shape, self.model.cells[name].value.dtype
-            arrays[name] = [
-                numbers(np.random.default_rng((seed, rank, 4)), shape, dtype) for rank in range(self.kv.size)
-            ]
+        arrays = {name: self.drawn(name, seed, 4) for name in names}
         layouts = np.random.default_rng((seed, self.kv.rank))
         self.call(random, "set", names, [[laid_out(layouts, arrays[name][self.kv.rank])] for name in names])
         for name in names:
@@ -414,9 +401,7 @@ class Run:
         keys = [self.external(name) for name in names]
         everyone = {}
         for name in names:
-            value = self.model.cells[name].value
-            draws = [np.random.default_rng((seed, rank, NAMES.index(name), 5)) for rank in range(self.kv.size)]
-            everyone[name] = [[numbers(draw, value.shape, value.dtype)] for draw in draws]
+            everyone[name] = [[array] for array in self.drawn(name, seed, NAMES.index(name), 5)]
             self.buffers[name][...] = everyone[name][self.kv.rank][0]
             self.model.push(name, everyone[name])
         views, outs = self.kv.view(keys), self.outs(seed, names)

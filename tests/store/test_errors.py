@@ -1073,54 +1073,36 @@ def test_what_is_no_communicator_without_mpi():
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_an_updater_calls_another_store(comm):
-    """It runs on the owner alone: the other ranks would never come."""
+@pytest.mark.parametrize("call", ["pull", "join", "create"])
+def test_an_updater_calls_other_stores(comm, call):
+    """It runs on the owner alone: the other ranks would never come. A store of one rank may be called."""
     with mpikv.create(comm=comm, timeout=10) as other, mpikv.create(comm=comm, timeout=10) as kv:
-        other.init("x", np.zeros(2))
-        kv.init("w", np.zeros(2))
-        kv.set_updater(lambda key, given, stored: other.pull("x"))
-        if kv.size == 1:
-            kv.push("w", np.ones(2))
-            return
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs only on the owner"):
-            kv.push("w", np.ones(2))
-        assert (kv.pull("w") == 0).all()
-        assert (other.pull("x") == 0).all()
-
-
-@pytest.mark.ranks(2, 3)
-def test_an_updater_calls_a_store_of_one_rank_and_another(comm):
-    """The first may be called, and has an updater of its own; the second still may not."""
-    with mpikv.create(comm=comm, timeout=10) as other, mpikv.create(comm=comm, timeout=10) as kv:
-        alone = mpikv.create(comm=comm.Split(comm.rank, 0), timeout=10)
-        alone.init("i", np.zeros(2))
-        alone.set_updater(lambda key, given, stored: stored.__iadd__(given))
-        kv.init("w", np.zeros(2))
+        alone = mpikv.create(comm=comm and comm.Split(comm.rank, 0), timeout=10)
+        calls = {
+            "pull": lambda: other.pull("x"),
+            "join": other.join().__enter__,
+            "create": lambda: mpikv.create(comm=comm).close(),
+        }
 
         def update(key, given, stored):
             alone.push("i", given)
-            with other.join():
-                pass
+            calls[call]()
 
+        for store, key in ((alone, "i"), (other, "x"), (kv, "w")):
+            store.init(key, np.zeros(2))
+        alone.set_updater(lambda key, given, stored: stored.__iadd__(given))
         kv.set_updater(update)
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs only on the owner"):
+        if kv.size > 1 or call == "create":
+            told = "create: an updater" if call == "create" else "an updater"
+            with pytest.raises(Unsupported if kv.is_root else PeerFailed, match=f"{told} runs only on the owner"):
+                kv.push("w", np.ones(2))
+            assert (kv.pull("w") == 0).all()
+            assert (other.pull("x") == 0).all()
+            assert (alone.pull("i") == (kv.size if kv.is_root else 0)).all()
+            kv.set_updater(lambda key, given, stored: stored.__iadd__(given))
             kv.push("w", np.ones(2))
-        assert (alone.pull("i") == (kv.size if kv.is_root else 0)).all()
+            assert (kv.pull("w") == kv.size).all()
         alone.close()
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_an_updater_creates_a_store(comm):
-    with mpikv.create(comm=comm, timeout=10) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(lambda key, given, stored: mpikv.create(comm=comm).close())
-        with pytest.raises(
-            Unsupported if kv.is_root else PeerFailed, match="create: an updater runs only on the owner"
-        ):
-            kv.push("w", np.ones(2))
-        kv.set_updater(lambda key, given, stored: stored.__iadd__(given))
-        kv.push("w", np.ones(2))
-        assert (kv.pull("w") == kv.size).all()
 
 
 @pytest.mark.ranks(1, 2, 3)

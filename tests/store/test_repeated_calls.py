@@ -89,40 +89,28 @@ def test_another_updater(kv):
     kv.set_optimizer("sgd", learning_rate=1.0)
 
 
-def test_an_array_whose_shape_was_changed(kv):
-    """The object is the one of the call before."""
-    mine, out, pair = np.zeros((4, 4), F32), np.zeros((4, 4), F32), new_pair()
-    for _ in range(2):
-        kv.push("w", mine)
-        kv.pull("w", out)
-        kv.pushpull(["a", "b"], pair)
+@pytest.mark.parametrize(
+    ("field", "made", "kind", "text"),
+    [
+        ("shape", (16,), ValueMismatch, r"of key 'w' has shape \(16,\)"),
+        ("dtype", np.int32, ValueMismatch, "of key 'w' has dtype int32"),
+        ("flags.writeable", False, TypeError, "cannot be written|read-only"),
+    ],
+)
+@pytest.mark.parametrize("in_list", [False, True], ids=["one", "list"])
+def test_an_array_that_was_changed(kv, field, made, kind, text, in_list):
+    """The object, and the list, are those of the call before."""
+    array, other = np.zeros((4, 4), F32), np.zeros(5, F32)
+    key, given = (["a", "w"], [other, array]) if in_list else ("w", array)
+    calls = [lambda: kv.push(key, given)] * (kind is not TypeError) + [lambda: kv.pull(key, given)]
+    for call in calls * 2:
+        call()
+    array[...] = 0
     if kv.rank == kv.size - 1:
-        mine.shape = out.shape = (16,)
-        pair[1].shape = (3, 2)
-    push, pull = (lambda: kv.push("w", mine)), (lambda: kv.pull("w", out))
-    fails_on_last(kv, ValueMismatch, r"value of key 'w' has shape \(16,\)", push, push)
-    fails_on_last(kv, ValueMismatch, r"out of key 'w' has shape \(16,\)", pull, pull)
-    both = lambda: kv.pushpull(["a", "b"], pair)  # noqa: E731
-    fails_on_last(kv, ValueMismatch, r"value of key 'b' has shape \(3, 2\)", both, both)
-
-
-def test_an_array_whose_dtype_was_changed(kv):
-    mine = np.zeros((4, 4), F32)
-    kv.push("w", mine)
-    if kv.rank == kv.size - 1:
-        mine.dtype = np.int32
-    push = lambda: kv.push("w", mine)  # noqa: E731
-    fails_on_last(kv, ValueMismatch, "value of key 'w' has dtype int32", push, push)
-
-
-def test_an_array_that_can_no_longer_be_written(kv):
-    out, pair = np.zeros((4, 4), F32), new_pair()
-    kv.pull("w", out)
-    kv.pull(["a", "b"], pair)
-    if kv.rank == kv.size - 1:
-        out.flags.writeable = pair[1].flags.writeable = False
-    for call in (lambda: kv.pull("w", out), lambda: kv.pull(["a", "b"], pair)):
-        fails_on_last(kv, TypeError, "cannot be written|read-only", call, call)
+        *inner, name = field.split(".")
+        setattr(array.flags if inner else array, name, made)
+    for call in calls:
+        fails_on_last(kv, kind, text, call, call)
 
 
 def test_a_list_of_which_one_array_is_another(kv):

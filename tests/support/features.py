@@ -232,10 +232,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("compression-other-dtypes", "other dtypes raise `Unsupported`"),
         _refused("compression-not-finite", "inf and nan raise, instead of staying in the residual for good"),
         _row("compression-threshold-exact", "the threshold is compared between ranks, not rounded"),
-        _row(
-            "compression-residuals-in-checkpoints",
-            "checkpoints keep residuals, not with `residuals=False`",
-        ),
+        _row("compression-residuals-in-checkpoints", "checkpoints keep residuals, not with `residuals=False`"),
     ),
     "Facts, control and faults": (
         _row(

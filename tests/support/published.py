@@ -50,13 +50,7 @@ BITS = [
     (codecs.OneBit(0), [0.0, -0.0, 1e-30, -1e-30], "20000000", [-1, -1, 1, -1], [1, 1, -1, 1]),
     (codecs.OneBit(-1), [-1, -0.5, -2], "40000000", [-1, 1, -1], [0, -1.5, -1]),
     # the masks of the eight places of a byte
-    (
-        codecs.OneBit(0),
-        one_in_each_byte(1, -1, 8),
-        "8040201008040201",
-        one_in_each_byte(1, -1, 8),
-        [0] * 64,
-    ),
+    (codecs.OneBit(0), one_in_each_byte(1, -1, 8), "8040201008040201", one_in_each_byte(1, -1, 8), [0] * 64),
     # zeros behind the last element
     (codecs.OneBit(0), [1] * 33, "ffffffff80000000", [1] * 33, [0] * 33),
 ]

@@ -10,7 +10,7 @@ import pytest
 from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable, flatten, parse
 from mpikv.engine.spans import Spans
-from mpikv.errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
+from mpikv.errors import KeyNotInitialized, ValueMismatch
 from mpikv.transports.local import LocalTransport
 
 A, B, C = (np.full(2, number) for number in (1, 2, 3))
@@ -177,12 +177,6 @@ def test_an_unknown_key_lists_near_ones():
         table()["w"]
     with pytest.raises(KeyNotInitialized, match=r"nearest known keys: 'a'"):
         table("a")["zzzzzz"]
-
-
-def test_known_keys():
-    with pytest.raises(KeyAlreadyInitialized, match=r"key 'b' was initialized before, with shape \(2, 3\)"):
-        table("a", "b").check_new(["c", "b"])
-    table("a").check_new(["c"])
 
 
 def test_keys_of_one_type():
