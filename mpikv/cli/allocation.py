@@ -1,4 +1,4 @@
-"""What Slurm has set aside for a job, from which ``mpikv run`` and ``mpikv info`` learn how many ranks there may be."""
+"""Slurm's allocation of a job; ``mpikv run`` and ``mpikv info`` derive the number of ranks from it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["Allocation", "find_allocation", "find_kill_wait", "parse_counts"]
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm has set aside for a job."""
+    """Slurm's allocation of a job."""
 
     tasks: tuple[int, ...]
-    """How many tasks each node takes."""
+    """The number of tasks on each node."""
     cpus: tuple[int, ...]
-    """How many CPUs the job has on each node."""
+    """The job's number of CPUs on each node."""
     size: int
     """The tasks of the job."""
     here: bool
@@ -28,19 +28,19 @@ class Allocation:
 
     @property
     def cores(self) -> int:
-        """The CPUs of the tasks of a node, where each task has as many as the one that has fewest."""
+        """The CPUs of a node's tasks; each task counts as many as the task with the fewest."""
         each = (cpus // max(1, tasks) for cpus, tasks in zip(self.cpus, self.tasks, strict=False))
         return max(self.tasks) * min(each, default=1)
 
 
 def parse_counts(variable: str, text: str) -> tuple[int, ...]:
-    """Return the numbers, one for each node, that Slurm writes in short.
+    """Return the numbers in Slurm's short form, one for each node.
 
     >>> parse_counts("SLURM_TASKS_PER_NODE", "2(x3),1")
     (2, 2, 2, 1)
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text does not have this form.
     """
     runs = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part) for part in text.split(",")]
     if not all(runs):
@@ -49,13 +49,13 @@ def parse_counts(variable: str, text: str) -> tuple[int, ...]:
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """Return what Slurm has set aside for the job of this process, or None outside of a job.
+    """Return the allocation of this process's job, or None outside of a job.
 
     >>> find_allocation({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2,1"}).size
     3
 
     Raises:
-        ConfigError: the job is a heterogeneous one, or a variable has not Slurm's form.
+        ConfigError: the job is a heterogeneous one, or a variable does not have Slurm's form.
     """
     if "SLURM_JOB_ID" not in environ:
         return None
@@ -73,7 +73,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def find_kill_wait(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds that Slurm leaves a job between SIGTERM and SIGKILL; None where no Slurm says so."""
+    """Return the seconds between Slurm's SIGTERM and SIGKILL; None if Slurm does not say."""
     if "SLURM_JOB_ID" not in environ:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What of a store on GPUs there is here, for reports."""
+"""The parts of a GPU store on this machine, for reports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Found", "survey"]
 
 
 class Found(NamedTuple):
-    """What of a GPU store there is here."""
+    """The parts of a GPU store that this process found."""
 
     cupy: str | None
     nccl: str | None
     devices: list[str]
     problems: list[str]
-    """What is missing, each as its error would say."""
+    """The error of each missing part."""
     warnings: list[str]
-    """What is known to be wrong with what is there, each with what to do."""
+    """The known faults of present parts, each with advice."""
 
 
 def survey(visible: str | None = None) -> Found:
-    """Return the versions of CuPy and NCCL, the names of the GPUs, and what is missing. Makes nothing on a GPU."""
+    """Return the versions of CuPy and NCCL, the names of the GPUs, and missing parts. It makes nothing on a GPU."""
     try:
         cupy = find_cupy()
     except TransportUnavailable as error:

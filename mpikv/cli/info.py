@@ -1,6 +1,6 @@
-"""``mpikv info``: what a bug report needs, on one screen. It starts MPI only where a launcher started several ranks.
+"""``mpikv info``: the facts for a bug report, on one screen. It starts MPI only if a launcher started several ranks.
 
-``mpikv info PATH``: what is in a checkpoint.
+``mpikv info PATH``: the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Report = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report, on rank 0 only, and return 0: a missing part is a finding and no failure.
 
-    Of a checkpoint that cannot be read it tells why, and returns 1.
+    If a checkpoint cannot be read, it prints the reason, and returns 1.
     """
     parser = argparse.ArgumentParser(
         prog="mpikv info",
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch = launch_of()
     if options.path is not None:
         return _show_checkpoint(options.path, options.json) if launch is None or launch.rank == 0 else 0
-    # Before MPI starts in this process: some MPI libraries do not like child processes afterwards.
+    # Before MPI starts in this process: some MPI libraries fail with child processes afterwards.
     report = _describe_process(launch) if launch is None or launch.rank == 0 else {}
     ranks = _describe_ranks(launch)
     if report:
@@ -120,7 +120,7 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    r"""Escape what a terminal would obey: a checkpoint may come from anywhere.
+    r"""Escape control characters for a terminal: a checkpoint may come from anywhere.
 
     >>> print(_printable("\x1b[2Jmöre"))
     \x1b[2Jmöre
@@ -186,7 +186,7 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
 
 
 def _settings() -> tuple[Config, list[str], bool]:
-    """Return the settings, what is wrong with their variables, and whether these were usable."""
+    """Return the settings, the faults of their variables, and whether the variables were usable."""
     try:
         return Config.read(), unknown_variables(), True
     except MPIKVError as error:
@@ -199,7 +199,7 @@ def _describe_transport(name: str, mpi: Report) -> Report:
 
 
 def _describe_ranks(launch: Launch | None) -> Report:
-    """Return the chosen transport and where the ranks are. Collective over the ranks of the launch."""
+    """Return the chosen transport and the places of the ranks. Collective over the ranks of the launch."""
     config, _, _ = _settings()
     try:
         group = connect(None, config) if launch is not None and launch.size > 1 else ProcessGroup()

@@ -1,7 +1,7 @@
-"""A running job: its launcher process, the signals passed on to it, and how it ended.
+"""A running job: its launcher process, the signals passed on to it, and the cause of its end.
 
-Launchers put each rank in a process group of its own, and Open MPI's leaves its ranks behind when it is killed. So this
-process becomes the parent of all that its descendants leave behind (Linux), and ends them when the job failed.
+Launchers put each rank in a process group of its own, and a killed launcher of Open MPI leaves its ranks behind. So
+this process becomes the parent of all orphaned descendants (Linux), and ends them if the job failed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .watch import PREFIX, Death, Watch
 __all__ = ["GRACE", "NOT_LISTENING", "Job", "run_job"]
 
 GRACE = 30.0
-"""Seconds that ranks have between SIGTERM and the end of the job; Slurm's own KillWait, if nobody changes it."""
+"""Seconds between SIGTERM and the end of the job; equal to Slurm's default KillWait."""
 
 NOT_LISTENING = 213
-"""The status of Open MPI's launcher where the thread that listens to ranks did not start, before any rank did."""
+"""The exit status of Open MPI's launcher if its thread that listens to ranks did not start; then no rank has begun."""
 
-# Seconds between other signals that ask the job to end and the next, harder one.
+# Seconds to the next, harder signal, after Ctrl-C and after each harder one.
 _HARDER = 4.0
 
-# In nanoseconds: how much later the first death may be seen than those that followed from it, and how far apart two
-# that look alike must be for their order to be believed.
+# In nanoseconds. A first death may be seen that much later than the deaths it caused. Two deaths closer than the second
+# have an unknown order.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
-# Seconds after the end of a rank without MPI until the user is told.
+# Seconds between the end of a rank without MPI and the message to the user.
 _PATIENCE = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,13 +57,13 @@ def run_job(
     tell: Callable[[str], None],
     grace: float = GRACE,
 ) -> tuple[int, str]:
-    """Run the launcher's command line to its end; return the exit status and, where it is not 0, the reason.
+    """Run the launcher's command line to its end; return the exit status, and the reason if it is not 0.
 
-    ``tell`` is given what the user should know while the job runs. ``one_host``: all ranks are on this one. A launcher
-    that fails to start, as Open MPI's seldom does on a busy machine, is started once more.
+    ``tell`` receives messages for the user while the job runs. ``one_host``: all ranks are on this one. A launcher that
+    fails to start, as Open MPI's seldom does on a busy machine, is started once more.
 
-    The status is that of the rank that failed first; 1 where a rank left before the end of its script although the
-    launcher reports success; 128 + s where this process received the signal s; else the launcher's own.
+    The status is that of the first failing rank. It is 1 if a rank left before the end of its script although the
+    launcher reports success, 128 + s if this process received the signal s, else the launcher's own.
     """
     status, reason, begun = _run_once(command, environ, size, one_host, tell, grace)
     if status == NOT_LISTENING and not begun:
@@ -80,7 +80,7 @@ def _run_once(
     tell: Callable[[str], None],
     grace: float,
 ) -> tuple[int, str, bool]:
-    """Return the exit status, the reason, and whether the script of a rank may have begun."""
+    """Return the exit status, the reason, and whether a rank's script may have begun."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-run-")))
         environ = {**environ, "MPIKV_RUN": str(directory)}
@@ -92,15 +92,15 @@ def _run_once(
         senders.append(watch.send)
 
         def send(number: int) -> bool:
-            # A launcher that has only just been started would die of a signal that it passes on later.
+            # A launcher that has just started has no handlers yet: it would die of a signal it could pass on later.
             ignored = number in _FREE and not any(directory.glob(PREFIX + "*"))
             return sum(one(number) for one in senders) > 0 or ignored
 
         job, told = Job(command, environ, send, grace), set[int]()
 
         def bereft() -> None:
-            # Open MPI's launcher waits for hosts that it cannot reach any more, and MPICH's may overlook a rank that
-            # leaves in silence, for which the others then wait.
+            # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without
+            # a message, and the other ranks wait for it.
             if aborts(environ) and _failures(_recorded(directory), watch.deaths):
                 job.end_soon()
             if absent := _without_mpi(directory) - told:
@@ -112,7 +112,7 @@ def _run_once(
                 )
 
         status = watch.wait(job.process, bereft)
-        # After a failure, hosts may be cut off and keep their connections.
+        # Only after success: after a failure a host may be cut off, and its connection stays open.
         if not one_host and status == 0:
             reports.wait()
         if job.received is None:
@@ -122,7 +122,7 @@ def _run_once(
         job.finish(failed=code != 0)
         if not _descendants():
             watch.remove_files(orphans=code != 0)
-        # Each rank says so before its script begins. Those of this host that had not have been ended.
+        # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
         return code, reason, job.received is not None or any(directory.glob(PREFIX + "*"))
 
 
@@ -143,20 +143,20 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -
 
 
 def _recorded(directory: Path) -> dict[int, Death]:
-    """Return the ends that ranks themselves have written down."""
+    """Return the ends recorded by the ranks themselves."""
     files = [path for path in directory.iterdir() if path.name.isdigit()]
     ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text() or "1")) for path in files]
     return {end.rank: end for end in ends}
 
 
 def _without_mpi(directory: Path) -> set[int]:
-    """Return the ranks whose scripts have ended well, a while ago, without starting MPI."""
+    """Return the ranks with scripts that ended well, a while ago, without starting MPI."""
     before = time.time() - _PATIENCE
     return {int(path.suffix[1:]) for path in directory.glob(UNSTARTED + "*") if path.stat().st_mtime < before}
 
 
 def _given_up(directory: Path, failures: Sequence[Death]) -> str:
-    """Return why a rank has ended the job before any rank failed, as one that others had waited for in vain."""
+    """Return why a rank ended the job before any failure: others had waited for it in vain."""
     file = directory / GIVEN_UP
     if not file.exists() or any(failure.time_ns < file.stat().st_mtime_ns for failure in failures):
         return ""
@@ -165,18 +165,19 @@ def _given_up(directory: Path, failures: Sequence[Death]) -> str:
 
 def _failures(recorded: Mapping[int, Death], seen: Sequence[Death]) -> list[Death]:
     failures = [end for end in recorded.values() if end.status]
-    # After its record of success a rank still has to end MPI, during which it may be killed.
+    # After its record of success a rank still finalizes MPI, and may be killed in it.
     return failures + [death for death in seen if death.status or death.rank not in recorded]
 
 
 def _first(failures: Sequence[Death]) -> list[Death]:
-    """Return what ended the job: several where it cannot be told which was first.
+    """Return the deaths that ended the job; several if their order is unknown.
 
-    MPICH's launcher may learn of a death, and kill the other ranks, before the dying process is seen to have ended. So
-    of those within a moment, what it does not do to ranks came first.
+    MPICH's launcher may learn of a death and kill the other ranks before this process sees the first one end. So among
+    deaths within a moment, those that the launcher does not cause came first.
     """
     begin = min(failure.time_ns for failure in failures)
     near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
+    # Launchers kill the other ranks by SIGKILL.
     others = [failure for failure in near if failure.status != -signal.SIGKILL]
     if others:
         return [min(others, key=lambda failure: failure.time_ns)]
@@ -184,7 +185,7 @@ def _first(failures: Sequence[Death]) -> list[Death]:
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
-    """Return the exit status of a job, and the reason, by the ranks that ended it."""
+    """Return a job's exit status and the reason, from the ranks that ended it."""
     ranks = ", ".join(str(one.rank) for one in sorted(first))
     who = f"rank {ranks}" if len(first) == 1 else f"one of the ranks {ranks}"
     so = ", so the job was stopped" if size > 1 else ""
@@ -205,15 +206,16 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
 
 
 class Job:
-    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder after a while or at one more SIGINT.
+    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder after a while or at a second SIGINT.
 
-    These, SIGUSR1 and SIGUSR2 go to the ranks, and not to the launcher: Open MPI's would kill them within a second.
+    These, SIGUSR1 and SIGUSR2 go to the ranks, and not to the launcher: Open MPI's would kill the ranks within a
+    second.
     """
 
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], bool], grace: float
     ) -> None:
-        """Start it. ``send`` sends a signal to all ranks and returns whether that is all there is to do.
+        """Start it. ``send`` sends a signal to all ranks, and returns whether nothing else is to be done.
 
         Only the main thread may start one, since it installs signal handlers.
         """
@@ -222,14 +224,14 @@ class Job:
         self._harder_signals: list[int] = []
         self._early: list[int] = []
         self._started = self._ending = False
-        # One that is ignored stays ignored: nohup, and shells for their background jobs, ask for that.
+        # An ignored signal stays ignored: nohup, and shells with background jobs, rely on that.
         numbers = [number for number in (*_ENDING, *_FREE) if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
         for number in numbers:
             signal.signal(number, self._pass_on)
         signal.signal(signal.SIGALRM, self._harder)
         _process_control(_PR_SET_CHILD_SUBREAPER, 1)()
-        # In a session of its own, it gets what is passed on and not the terminal's Ctrl-C besides.
+        # A session of its own: it must get only passed-on signals, and not the terminal's Ctrl-C as well.
         self.process = subprocess.Popen(
             command,
             env=environ,
@@ -245,14 +247,14 @@ class Job:
             self._pass_on(early, None)
 
     def end_soon(self) -> None:
-        """Give the launcher a little time to end by itself, then tell it to."""
+        """Give the launcher a little time to end by itself, then signal it."""
         if self.received is None and not self._ending:
             self._ending = True
             self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
             signal.setitimer(signal.ITIMER_REAL, _HARDER, _HARDER)
 
     def finish(self, failed: bool) -> None:
-        """Once the launcher has ended: end what it left behind, if the job failed, and handle signals as before."""
+        """Clean up after the launcher's end: if the job failed, end its descendants. Restore the signal handlers."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         if failed:
             _end_descendants()
@@ -267,12 +269,12 @@ class Job:
             self._send_job(number)
             return
         if self.received is not None:
-            # Others than a terminal may signal a whole group, of which a shell passes it on once more.
+            # Shells and others may signal the whole group, and the same signal arrives twice: ignore the second.
             if number == signal.SIGINT:
                 self._send(signal.SIGKILL)
             return
         self.received = number
-        # A rank that waits inside MPI sees no signal that its script handles.
+        # A rank waiting inside MPI runs no Python signal handler, so harder signals must follow.
         self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
         self._send_job(number)
         signal.setitimer(signal.ITIMER_REAL, _HARDER if number == signal.SIGINT else self._grace, _HARDER)
@@ -282,7 +284,7 @@ class Job:
             self._send(self._harder_signals.pop(0))
 
     def _send_job(self, number: int) -> None:
-        # Where no rank has begun, there is nothing to save.
+        # If no rank has begun, there is nothing to save: signal the launcher itself.
         if not self._send_ranks(number):
             self._send(number)
 
@@ -293,7 +295,7 @@ class Job:
 
 
 def _stdin() -> int | None:
-    """Return what the launcher reads: our input, or a pipe where that is a terminal, which only this session reads."""
+    """Return the launcher's input: our own; or a pipe if that is a terminal, since only our session can read it."""
     if not os.isatty(0):
         return None
     try:

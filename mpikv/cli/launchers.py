@@ -1,7 +1,7 @@
-"""Which MPI library Python loads, which launcher belongs to it, and how that launcher is called.
+"""Python's MPI library, the launcher that belongs to it, and the launcher's command line.
 
-MPI is never started here: a launcher that called ``MPI_Init`` would be a rank itself, and could not start others. The
-library is asked in a child process, under a deadline, since loading a broken one may hang.
+This module never starts MPI: a launcher that had called ``MPI_Init`` would be a rank itself, and could not start
+others. A child process asks the library, with a deadline, since loading a broken library may hang.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 OPENMPI, MPICH = "Open MPI", "MPICH"
 
 DEADLINE = 30.0
-"""Seconds that a library or a launcher has to tell its version."""
+"""Seconds for a library or a launcher to report its version."""
 
 # The second line is the path, printed by mpi4py's own command.
 _PROBE = """
@@ -53,7 +53,7 @@ sys.argv = ["mpi4py", "--mpi-library"]
 main()
 """
 
-# What a launcher tells its ranks. A launcher that is started by a rank and sees them takes itself for one.
+# Variables of a launcher for its ranks. A launcher started by a rank would take itself for this rank.
 _OUTER_LAUNCH = re.compile(
     r"(PMI_|PMIX_(?!MCA_)|HYDI_|OMPI_COMM_|OMPI_WORLD_|OMPI_UNIVERSE_SIZE$|OMPI_MCA_(num_procs|initial_wdir)$"
     r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_RUN(_AT)?$)"
@@ -65,13 +65,13 @@ class Library:
     """The MPI library that mpi4py loads."""
 
     kind: str
-    """``Open MPI``, or ``MPICH`` for it and those that speak its launch protocol, as Intel MPI does."""
+    """``Open MPI``; or ``MPICH``, also for libraries with its launch protocol, such as Intel MPI."""
     version: str
     path: Path
 
     @property
     def major(self) -> int:
-        """The first number of the version, 0 where there is none."""
+        """The first number of the version; 0 if there is none."""
         found = re.search(r"\d+", self.version)
         return int(found.group()) if found else 0
 
@@ -86,7 +86,7 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a job is started: a command line, and variables that are set because they were unset."""
+    """A job's command line, and the variables to set for it: only those that were unset."""
 
     command: tuple[str, ...]
     variables: Mapping[str, str]
@@ -98,7 +98,7 @@ def environment() -> dict[str, str]:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without what an outer launcher told this process.
+    """Return the environment without an outer launcher's variables for this process.
 
     >>> clean({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_btl": "self,tcp"})
     {'OMPI_MCA_btl': 'self,tcp'}
@@ -159,10 +159,10 @@ def _library_kind(version: str) -> str:
 
 
 def find_launcher(library: Library, environ: Mapping[str, str], chosen: str | None = None) -> Launcher:
-    """Return the launcher that belongs to the library: beside it, else in PATH by its special name, else ``mpiexec``.
+    """Return the library's launcher: beside the library, else in PATH by its special name, else ``mpiexec``.
 
-    ``chosen`` names one instead. A launcher of the wrong kind is refused: under it, ranks would not find each other,
-    and with some pairs each would run alone and report success.
+    ``chosen`` names one instead. A launcher of another kind is refused: its ranks would not find each other, and with
+    some pairs each would run alone and report success.
 
     Raises:
         ConfigError: launchers were found, but of another kind, or ``chosen`` cannot be run.
@@ -202,10 +202,10 @@ def _candidates(library: Library, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _without_links(path: Path) -> Path:
-    """Return the same file by a path whose directories are no links.
+    """Return a path to the same file without links in its directories.
 
-    Open MPI takes the directory above that of its launcher for its own: above ``/bin``, a link to ``usr/bin``, it is
-    the root. The file's own name stays, since a launcher may heed it.
+    Open MPI takes the directory above its launcher's for its own. Above ``/bin``, a link to ``usr/bin``, this is the
+    root. The file's own name stays, since a launcher may depend on it.
     """
     return path.parent.resolve() / path.name
 
@@ -239,9 +239,9 @@ _SHIELD = "env --block-signal=TERM,USR1,USR2"
 
 
 def can_shield(environ: Mapping[str, str]) -> bool:
-    """Return whether Open MPI's daemons can be shielded from signals that Slurm sends to all processes that it started.
+    """Return whether Open MPI's daemons can be shielded from Slurm's signals to all its processes.
 
-    They would die of them and take the ranks along, before these have saved. That needs coreutils 8.31.
+    The signals would kill the daemons, and these the ranks, before the ranks have saved. It needs coreutils 8.31.
     """
     return _ask([*_SHIELD.split(), "true"], environ).returncode == 0
 
@@ -263,9 +263,9 @@ def plan(
 ) -> Plan:
     """Return the command line that starts ``command`` on ``size`` ranks, and the variables to set for it. Pure.
 
-    ``hosts`` maps each host to the number of its ranks; None is this host, or where Slurm has set aside ``tasks``, one
-    number for each of its nodes, which the launcher finds itself. ``cores`` counts those of one host. ``forwarded``
-    names variables for all hosts. ``shield``: see :func:`can_shield`.
+    ``hosts`` maps each host to its number of ranks. None means this host; or, with ``tasks``, Slurm's nodes, found by
+    the launcher itself: ``tasks`` has one number for each node. ``cores`` counts those of one host. ``forwarded`` names
+    variables for all hosts. ``shield``: see :func:`can_shield`.
     """
     shares = tuple(hosts.values()) if hosts else tuple(tasks) or (size,)
     local_size = min(size, max(*shares, math.ceil(size / len(shares))))
@@ -289,23 +289,23 @@ def plan(
 
 
 def direct(command: Sequence[str], cores: int, environ: Mapping[str, str]) -> Plan:
-    """Return the plan of one rank that needs no launcher. Pure."""
+    """Return the plan for one rank, without a launcher. Pure."""
     wanted = _common_variables(cores)
     return Plan(tuple(command), {name: value for name, value in wanted.items() if name not in environ})
 
 
 def _common_variables(threads: int) -> dict[str, str]:
-    # Every rank's BLAS would start a thread per core otherwise.
+    # Otherwise the BLAS of every rank would start a thread per core.
     return {"OMP_NUM_THREADS": str(max(1, threads)), "PYTHONFAULTHANDLER": "1"}
 
 
 def _openmpi_variables(major: int, *, several: bool, crowded: bool, bound: bool, root: bool) -> dict[str, str]:
-    """Return settings for Open MPI; each removes a failure or a delay that was measured.
+    """Return settings for Open MPI; each removes a measured failure or delay.
 
-    One host: looking for fast networks takes a second of every start. These settings must not reach several hosts,
-    which they would cut off from those networks. Crowded: more ranks than cores are refused unless allowed, and then
-    waiting ranks must give way. Bound: a rank would keep all of its threads on the core that it is bound to, and Slurm
-    may count each thread of the hardware as a core.
+    One host: the search for fast networks takes a second of every start. These settings must not reach several hosts:
+    they would cut them off from these networks. Crowded: Open MPI refuses more ranks than cores unless it is allowed;
+    waiting ranks must then yield. Bound: a rank would keep all its threads on the core it is bound to, and Slurm may
+    count each hardware thread as a core.
     """
     variables = {"OMPI_MCA_osc": "^ucx"}
     if not several:
@@ -335,7 +335,7 @@ def _tag_option(library: Library) -> list[str]:
 
 
 def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]:
-    """Return the names that Open MPI does not pass to other hosts by itself."""
+    """Return the names of variables that Open MPI does not pass to other hosts by itself."""
     found = {
         name
         for name in environ
@@ -343,5 +343,5 @@ def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]
         or name.startswith(("MPIKV_", "MPI4PY_"))
         or name == "PYTHONPATH"
     }
-    # The launcher is told only when it starts.
+    # MPIKV_RUN_AT is set later, when the launcher starts.
     return sorted({*found, "MPIKV_RUN_AT"})

@@ -1,4 +1,4 @@
-"""Versions of NCCL with faults that others have found, and what to do about each."""
+"""Versions of NCCL with known faults, and advice for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["faults_of"]
 
 
 class _Fault(NamedTuple):
-    """What is wrong with versions, as NCCL counts them."""
+    """A fault of some versions, in NCCL's numbering."""
 
     first: int
     last: int
@@ -39,7 +39,7 @@ _FAULTS = (
 
 
 def faults_of(version: int, cuda: int) -> list[str]:
-    """Return what is known to be wrong with a version of NCCL, each with the line that installs one without, for this
+    """Return the known faults of a version of NCCL, each with the line that installs a version without it for this
     version of CUDA.
 
     >>> faults_of(22707, 13), len(faults_of(22808, 12)), len(faults_of(22809, 12))

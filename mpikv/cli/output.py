@@ -1,4 +1,4 @@
-"""Where the commands print to: a pipe may lose its reader, as in ``mpikv info | head -1``."""
+"""The commands' output: a pipe may lose its reader, as in ``mpikv info | head -1``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 __all__ = ["UNREAD", "has_lost_reader", "until_unread"]
 
 UNREAD = 128 + signal.SIGPIPE
-"""The status of a command whose output nobody reads any more, as the shell has it of one that SIGPIPE ended."""
+"""The exit status if the output has lost its reader: the shell's status of a process ended by SIGPIPE."""
 
 
 def until_unread(command: Callable[[], int]) -> int:
-    """Run a command and return its status, or without a word :data:`UNREAD`."""
+    """Run a command and return its status; return :data:`UNREAD`, without a message, if the reader is gone."""
     try:
         try:
             return command()
@@ -25,16 +25,16 @@ def until_unread(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         if not has_lost_reader():
             raise
-        # Python flushes it once more at the end, and would tell of the same error.
+        # Python flushes stdout again at exit, and would print the same error: give it a working file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
 
 
 def has_lost_reader() -> bool:
-    """Return whether the standard output is a pipe that nobody reads any more."""
+    """Return whether the standard output is a pipe without a reader."""
     try:
         number = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # it is closed, or none of the system's
+    except (AttributeError, OSError, ValueError):  # it is closed, or is no file of the system
         return False
     poll = select.poll()
     poll.register(number, 0)

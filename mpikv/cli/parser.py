@@ -1,4 +1,4 @@
-"""How the commands read their arguments."""
+"""The commands' argument parser."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Parser"]
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells misuse in one line, without the usage, and ends with status 2."""
+    """Reports misuse in one line, without the usage, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

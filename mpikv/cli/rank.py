@@ -1,9 +1,8 @@
-"""What ``mpikv run`` starts on each rank, with the arguments ``(SCRIPT | -m MODULE) ARGUMENTS``.
+"""The process that ``mpikv run`` starts on each rank, with the arguments ``(SCRIPT | -m MODULE) ARGUMENTS``.
 
-The script runs as plain Python would run it. What differs is its end: where one rank fails, the others would wait for
-it in their next collective call for ever, so an uncaught exception or a nonzero exit ends the whole job, after its
-traceback was shown. Each rank reports how it ended to ``mpikv run``, since an mpiexec may report success for a rank
-that left early.
+The script runs as under plain Python; only its end differs. If one rank fails, the others would wait for it in their
+next collective call for ever. So an uncaught exception or a nonzero exit prints its traceback, and ends the whole job.
+Each rank reports its end to ``mpikv run``, since an mpiexec may report success for a rank that left early.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def main() -> None:
     rank, size = (launch.rank, launch.size) if launch else (0, 1)
     prefix = f"[rank {rank}/{size}] " if size > 1 else ""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The launcher reads a pipe. Whole lines keep the output of ranks apart, which PYTHONUNBUFFERED does not: it
-        # sends each argument of a print by itself. And a rank that is killed loses none.
+        # The launcher reads a pipe. Line buffering keeps the lines of ranks whole; PYTHONUNBUFFERED would send each
+        # argument of a print by itself. And a killed rank loses no finished line.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
     report = open_report(os.environ)
-    # Not right after the script: its threads may outlive its last line.
+    # At exit, not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, report, rank, 0, process)
     status = 1
     try:
@@ -61,11 +60,11 @@ def main() -> None:
 
 
 def _fail(report: Report, status: int, rank: int, size: int, process: int) -> None:
-    """Record a failure, and end all ranks. Returns where nobody can be told but by this process's own exit status."""
-    with suppress(OSError):  # the job is to end also where there is no room to say why
+    """Record a failure, and end all ranks. It returns if only this process's exit status can tell of the failure."""
+    with suppress(OSError):  # a full disk must not keep the job alive
         _record(report, rank, status, process)
     flush_output()
-    # A child that the script forked comes here too, but it is no rank.
+    # A child forked by the script comes here, too, but it is no rank.
     if size > 1 and os.getpid() == process and aborts():
         try:
             tell_unseen()
@@ -107,7 +106,7 @@ def _run_script(arguments: Sequence[str]) -> None:
         return
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
-    # Not runpy: it takes the module away after the script's last line, when threads and exit functions still need it.
+    # Not runpy: it removes the module after the script's last line, but threads and exit functions still need it.
     module = types.ModuleType("__main__")
     loader = SourceFileLoader("__main__", script)
     vars(module).update(__file__=script, __builtins__=builtins, __cached__=None, __loader__=loader)
@@ -127,12 +126,12 @@ def _exit_status(error: SystemExit, prefix: str) -> int:
 
 
 def _show(error: BaseException, prefix: str, rank: int) -> None:
-    """Print a traceback once, without the frames of this module, or let the script's own hook do it."""
+    """Print a traceback once, without the frames of this module; or call the script's own hook."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
     hook = sys.excepthook
-    # The store's own hook would end the job before this rank's status is recorded.
+    # The store's own hook would end the job before this rank has recorded its status.
     if hook is not sys.__excepthook__ and not getattr(hook, "ends_the_job", False):
         hook(type(error), error, trace)
     else:
@@ -164,8 +163,7 @@ def _abort(status: int) -> None:
             mpi.COMM_WORLD.Abort(status)
     elif "MPIKV_RUN" in os.environ and "PMI_FD" in os.environ:
         # Starting MPI only to abort would wait for all ranks to start it. MPICH's launcher ignores the exit status of a
-        # rank that never did, but takes the line of its protocol (PMI 1.1) that MPI_Abort sends. Open MPI's heeds the
-        # status.
+        # rank without MPI, but accepts MPI_Abort's line of its protocol (PMI 1.1). Open MPI's uses the exit status.
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
 
 

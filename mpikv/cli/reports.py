@@ -1,7 +1,7 @@
-"""How ranks tell ``mpikv run`` of their start and their end, and how it sends them signals.
+"""Reports of ranks to ``mpikv run`` about their start and end, and signals back to them.
 
-A rank of its host writes files into the directory that MPIKV_RUN names, and has a process id that means something
-there. A rank of another host keeps a connection, at what MPIKV_RUN_AT says, for both.
+A rank on the same host writes files into the directory MPIKV_RUN, and ``mpikv run`` can signal its process id. A rank
+on another host uses a connection to the address in MPIKV_RUN_AT for both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PATIENCE = 5.0
 
 
 class Reports:
-    """The connections of ranks on other hosts. What they report becomes a file, as if they were on this one."""
+    """The connections of ranks on other hosts. Each report becomes a file, as if the rank were on this host."""
 
     def __init__(self, directory: Path) -> None:
         token, lines = os.urandom(16).hex(), set[socket.socket]()
@@ -51,29 +51,29 @@ class Reports:
                     for line in self.rfile:
                         name, text = json.loads(line)
                         if re.fullmatch(r"[a-z]*\.?\d+", name):
-                            # Its process id means nothing here, even if the hosts have the same name.
+                            # A process id of another host means nothing here, even if the hosts have the same name.
                             (directory / name).write_text("" if name.startswith(PREFIX) else text)
                 finally:
                     lines.discard(self.connection)
 
         self._lines = lines
-        # A rank of another host takes one.
+        # Each rank on another host takes one file descriptor.
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
         self._server = socketserver.ThreadingTCPServer(("", 0), Line)
         self._server.daemon_threads, self._server.block_on_close = True, False
         threading.Thread(target=self._server.serve_forever, args=[0.1], daemon=True).start()
-        # The ranks' host first: its name leads there in most clusters, and not all of its networks do.
+        # The host's name first: in most clusters it is reachable, while not all of the host's networks are.
         self.address = ",".join(map(str, [token, self._server.server_address[1], platform.node(), *_addresses()]))
 
     def send(self, number: int) -> int:
-        """Send a signal to all of these ranks, and return how many they are."""
+        """Send a signal to all these ranks, and return their number."""
         for line in (lines := list(self._lines)):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 line.sendall(f"{number}\n".encode())
         return len(lines)
 
     def wait(self) -> None:
-        """Take what ranks that have ended still have on the way."""
+        """Receive the last reports of ranks that have ended."""
         limit = time.monotonic() + _PATIENCE
         while self._lines and time.monotonic() < limit:
             time.sleep(0.01)
@@ -94,9 +94,9 @@ def _addresses() -> list[str]:
 
 
 def open_report(environ: Mapping[str, str]) -> Report:
-    """Return how this rank reports to ``mpikv run``; it does nothing where another launcher started it.
+    """Return this rank's function to report to ``mpikv run``; it does nothing under another launcher.
 
-    Called once by each rank, before its script. From then on signals come from other hosts, too.
+    Each rank calls this once, before its script. From then on it also takes signals from other hosts.
     """
     token, port, *places = (environ.get("MPIKV_RUN_AT") or ",").split(",")
     directory = run_directory(environ)
@@ -108,7 +108,7 @@ def open_report(environ: Mapping[str, str]) -> Report:
         with contextlib.suppress(OSError):
             line = socket.create_connection((place, int(port)), _PATIENCE)
             line.sendall(f"{token}\n".encode())
-            # Another program may listen there, on a host that this one takes for that of mpikv run.
+            # Another program may listen there, on a host that this one mistakes for that of mpikv run.
             if line.recv(2) == b"0\n":
                 line.settimeout(None)
                 threading.Thread(target=_take_signals, args=[line], daemon=True).start()

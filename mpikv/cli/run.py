@@ -1,4 +1,4 @@
-"""``mpikv run``: start a script on several ranks, with the launcher and the settings that fit Python's MPI library."""
+"""``mpikv run``: start a script on several ranks, with the launcher and settings for Python's MPI library."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _seconds(text: str) -> float:
 
 
 def parse_hosts(text: str) -> dict[str, int]:
-    """Return the ranks that each host may take, 0 where the text does not say.
+    """Return the number of ranks for each host; 0 if the text does not say.
 
     >>> parse_hosts("a:2,b")
     {'a': 2, 'b': 0}
@@ -142,7 +142,7 @@ def parse_hosts(text: str) -> dict[str, int]:
 
 
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
-    """Return the arguments of the rank's entry; what cannot run is refused here, once, and not by every rank."""
+    """Return the arguments for the rank's process. Errors that every rank would print are reported here once."""
     if options.module is not None:
         return _module(parser, options.module)
     script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
@@ -167,7 +167,7 @@ def _module(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
 
 def _has_module(name: str) -> bool:
     top = name.partition(".")[0]
-    # The ranks look in the current directory first, as python -m does.
+    # Like python -m, the ranks look in the current directory first.
     here = PathFinder.find_spec(top, [os.getcwd(), *sys.path])
     return here is not None or top in sys.builtin_module_names or find_spec(top) is not None
 
@@ -186,14 +186,14 @@ _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 
 
 def _is_python(word: str) -> bool:
-    """Return whether a word is meant as the interpreter, as an mpiexec wants one before the script."""
+    """Return whether a word names the interpreter, which an mpiexec needs before the script."""
     return _PYTHON.fullmatch(os.path.basename(word)) is not None and (os.sep in word or not os.path.isfile(word))
 
 
 def _check_python(parser: argparse.ArgumentParser, script: list[str]) -> None:
-    """Refuse another interpreter than this one, which all ranks have, and options for it."""
+    """Refuse another interpreter than this one, and options for it: all ranks run this one."""
     given = os.path.abspath(script[0])
-    # Not the interpreter's own links, by which environments differ.
+    # Compare folders with links resolved, but not the interpreter's own link: by it environments differ.
     folder, ours = (os.path.realpath(os.path.dirname(path)) for path in (given, sys.executable))
     if os.sep in script[0] and folder != ours:
         parser.error(
@@ -210,7 +210,7 @@ def _check_python(parser: argparse.ArgumentParser, script: list[str]) -> None:
         parser.error(f"ranks run with {sys.executable} without the option {script[1]}; leave it out")
 
 
-# Not -m, which would look for this package, and for numpy, in the current directory first.
+# Not -m: it would import this package, and numpy, from the current directory first.
 _ENTRY = "import sys; sys.path[0] or sys.path.pop(0); from mpikv.cli.rank import main; main()"
 
 
@@ -271,7 +271,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         tell=_note,
         grace=options.grace or find_kill_wait(environ) or GRACE,
     )
-    # Launchers then kill the ranks: MPICH's by the one signal, Open MPI's by the other.
+    # The launcher has killed the ranks after a closed pipe: MPICH's by SIGKILL, Open MPI's by SIGTERM.
     if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():
         return UNREAD
     if reason:
@@ -280,7 +280,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def _fill(hosts: dict[str, int], size: int) -> dict[str, int]:
-    """Return how many ranks each host takes, each filled before the next."""
+    """Return the number of ranks for each host, filling one host before the next."""
     share = math.ceil(size / len(hosts))
     filled: dict[str, int] = {}
     for host, room in hosts.items():

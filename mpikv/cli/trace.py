@@ -1,4 +1,4 @@
-"""``mpikv trace DIR``: the calls that the ranks of a job wrote down, in one file that a browser shows."""
+"""``mpikv trace DIR``: joins the ranks' records of calls into one file for a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Put the files of a directory together; return 1 where there is none."""
+    """Join the files of a directory; return 1 if there is none."""
     parser: argparse.ArgumentParser = Parser(
         prog="mpikv trace",
         description=(
@@ -46,20 +46,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def merged(directory: Path) -> list[Event]:
-    """Return the events of all ranks, on one clock that begins at 0, in the order of time.
+    """Return the events of all ranks in order of time, on one clock that begins at 0.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are no events.
     """
     files = sorted(directory.glob(f"*{SUFFIX}"))
     if not files:
         raise ConfigError(f"{str(directory)!r} has no file *{SUFFIX}; run the job with MPIKV_TRACE={directory}")
-    ahead: dict[str, int] = {}  # of each host, by the first of its processes: their clocks are one
+    ahead: dict[str, int] = {}  # per host, from its first process: processes of a host share a clock
     events: list[Event] = []
     titles: dict[int, str] = {}
     for file in files:
         lines = list(_lines(file))
-        if not lines:  # of a process that never came to have a store
+        if not lines:  # a process that never had a store
             continue
         head, *rest = lines
         rank, host = head["rank"], head["host"]
@@ -75,7 +75,7 @@ def merged(directory: Path) -> list[Event]:
     first = min((event["ts"] for event in events), default=0)
     for event in events:
         event["ts"] = (event["ts"] - first) / 1000  # from nanoseconds
-    events.sort(key=lambda event: event["ts"])  # stable: what one thread wrote at one time stays in its order
+    events.sort(key=lambda event: event["ts"])  # stable: events of one thread at one time keep their order
     names = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": titles[rank]}} for rank in sorted(titles)
     ]
@@ -83,7 +83,7 @@ def merged(directory: Path) -> list[Event]:
 
 
 def _lines(file: Path) -> Iterator[Event]:
-    """Yield the events of a file up to the first that is not whole, as the last of a process that was killed."""
+    """Yield the events of a file up to the first incomplete line, e.g. the last one of a killed process."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             yield json.loads(line)

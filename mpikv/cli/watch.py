@@ -1,9 +1,9 @@
-"""The ranks of a running job as the launcher's side sees them: which died first, of what, and the files they share.
+"""The ranks of a running job, seen from the launcher's side: the first death, its cause, and shared files.
 
-A rank that is killed leaves no word, and a launcher then ends the other ranks without telling which was the first. A
-job that was killed also leaves its files in shared memory, which no other job ever takes away.
+A killed rank reports nothing, and a launcher ends the other ranks without naming the first. A killed job also leaves
+files in shared memory, and no other job removes them.
 
-All of this needs Linux (5.3 to see who died). Elsewhere nothing is seen, and nothing is removed.
+All of this needs Linux (5.3 to see deaths). Elsewhere it sees nothing and removes nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from ..config import FILES
 __all__ = ["PREFIX", "Death", "Watch", "remove_leftovers", "shared_files"]
 
 PREFIX = "rank."
-"""Begins the name of the file in which a rank writes its process id and its host when it starts."""
+"""Prefix of a rank's file with its process id and host, written at its start."""
 
 _TICK = 0.05
-# Who makes a file in shared memory maps it soon after; others of the job a little later.
+# Seconds in which a shared file is mapped: first by its maker, a little later by others of the job.
 _FRESH = 0.5
-# Seconds after which the ranks of a job have opened what it made; to remove a file does not hurt who has it open.
+# Seconds after which a job's ranks have opened its files. Removing a file does not hurt a process that has it open.
 _OLD = 600.0
 _SHARED = Path("/dev/shm")
-# What MPI libraries, and a store that MPI makes no window, call their files. A rank may map others, which are no
-# business of ours.
+# Names of files made by MPI libraries, and by a store without an MPI window. Ranks map other files, too; leave these.
 _FILES = re.compile(
     rf"{_SHARED}/(?:mpich_|mpikv-\d|sm_segment\.|vader_segment\.|osc_(?:sm|rdma)\.)\S*(?!.*\(deleted\))"
 )
@@ -52,13 +51,13 @@ class Death(NamedTuple):
 
     rank: int
     time_ns: int
-    """The same for several that were seen at once."""
+    """When it was seen; equal for deaths seen at once."""
     status: int | None
-    """As :func:`os.waitstatus_to_exitcode` has it: negative after a signal. None: it could not be learned."""
+    """As in :func:`os.waitstatus_to_exitcode`: negative after a signal. None: unknown."""
 
 
 class Watch:
-    """Waits for a launcher and meanwhile looks at its ranks, which write their process ids to a directory."""
+    """Waits for a launcher and watches its ranks; these write their process ids into a directory."""
 
     def __init__(self, directory: Path) -> None:
         self.deaths: list[Death] = []
@@ -70,7 +69,9 @@ class Watch:
         self._before = set(map(str, _SHARED.glob("*")))
 
     def wait(self, launcher: subprocess.Popen[bytes], bereft: Callable[[], None]) -> int:
-        """Return the launcher's exit status. ``bereft`` is called while it runs and some ranks have ended."""
+        """Return the launcher's exit status. While it runs and some ranks have ended, ``bereft`` is called again and
+        again.
+        """
         try:
             own = _open(launcher.pid)
         except OSError:
@@ -80,7 +81,7 @@ class Watch:
             self._look(_TICK)
             if self.deaths:
                 bereft()
-        # It may end before the ranks that it has ended.
+        # The launcher may end before the ranks it has killed: look for their deaths, too.
         self._poll.unregister(own)
         self._look(_TICK if launcher.returncode and self._alive else 0)
         for handle in (own, *self._alive):
@@ -88,7 +89,7 @@ class Watch:
         return launcher.returncode
 
     def send(self, number: int) -> int:
-        """Send a signal to the ranks that are alive, as far as they are met, and return how many they are."""
+        """Send a signal to the living ranks it knows, and return their number."""
         handles = list(self._alive)
         for handle in handles:
             with contextlib.suppress(OSError):  # it ended meanwhile
@@ -96,17 +97,17 @@ class Watch:
         return len(handles)
 
     def remove_files(self, orphans: bool) -> None:
-        """Remove what the ranks shared, and after a failure orphans. Only after the last of them ended."""
+        """Remove the ranks' shared files, and after a failure orphans. Call it after the last rank has ended."""
         told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
         for file in {*self._files, *filter(_FILES.match, told.split()), *(self._orphans() if orphans else ())}:
-            # A job that ends in peace removes its files itself.
+            # A job that ends normally removes its files itself.
             with contextlib.suppress(OSError):
                 os.unlink(file)
 
     def _orphans(self) -> set[str]:
-        """Return new files that no process has: whoever made them was killed before it was seen to have them."""
+        """Return new files without a process: their makers were killed before this one saw their maps."""
         new = {str(file) for file in _SHARED.glob("*") if not self._knows(file) and _ours(file)}
-        # After the list: what another job makes at this moment is in its maker's maps by now.
+        # Read maps after the list: then the maker of a brand-new file already has it in its maps.
         for process in Path("/proc").glob("[0-9]*") if new else ():
             new -= shared_files(int(process.name))
         return new
@@ -116,7 +117,7 @@ class Watch:
         self._meet_ranks()
         for pid in self._to_ask():
             self._files |= shared_files(pid)
-            # That took a millisecond, in which another death may follow the first.
+            # Reading the maps takes a millisecond; in that time a second death may follow the first.
             self._see_deaths(0)
 
     def _see_deaths(self, seconds: float) -> None:
@@ -131,7 +132,7 @@ class Watch:
     def _meet_ranks(self) -> None:
         for path in self._directory.glob(PREFIX + "*"):
             rank, (pid, _, host) = int(path.suffix[1:]), path.read_text().partition(" ")
-            # Not yet written, or, in a directory that several hosts share, of another host.
+            # The file is not yet written; or, in a directory shared by several hosts, another host's rank wrote it.
             if rank in self._met or host != platform.node():
                 continue
             self._met.add(rank)
@@ -144,7 +145,7 @@ class Watch:
             self._poll.register(handle, select.POLLIN)
 
     def _to_ask(self) -> list[int]:
-        """Return the ranks that may have made the newest shared files, which can be seen only while they live."""
+        """Return the ranks that may have made the newest shared files; their maps are readable only while they live."""
         try:
             fresh = time.time() - _SHARED.stat().st_mtime < _FRESH
             unknown = fresh and any(_FILES.match(str(file)) for file in _SHARED.iterdir() if not self._knows(file))
@@ -157,7 +158,7 @@ class Watch:
 
 
 def shared_files(pid: int) -> set[str]:
-    """Return the shared files of an MPI library that a process has; none if it has ended."""
+    """Return a process's shared files of an MPI library; none if it has ended."""
     try:
         return set(_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
@@ -165,7 +166,7 @@ def shared_files(pid: int) -> set[str]:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the shared files of this user's jobs that were killed whole, a while ago; return their names."""
+    """Remove shared files of this user's jobs that were killed as a whole a while ago; return their names."""
     old: dict[tuple[int, int], str] = {}
     for file in filter(_ours, _SHARED.glob("*")):
         with contextlib.suppress(OSError):  # it was removed meanwhile
@@ -182,9 +183,9 @@ def remove_leftovers() -> list[str]:
 
 
 def _held(process: Path) -> set[tuple[int, int]]:
-    """Return device and number of the files that a process has open, or in memory, if it may be asked."""
+    """Return device and inode of a process's open and mapped files, as far as they are readable."""
     held = set()
-    # Files that are open first: whoever opens one has it in memory before it closes it.
+    # Open files first: a process maps a file before it closes it, so the file is in one of the two lists.
     with contextlib.suppress(OSError):
         for descriptor in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
@@ -204,11 +205,11 @@ def _ours(file: Path) -> bool:
 
 
 def _open(pid: int) -> int:
-    """Return a handle on a process.
+    """Return a handle (pidfd) on a process.
 
     Raises:
         ProcessLookupError: it has ended.
-        OSError: this system has no such handles.
+        OSError: the system has no such handles.
     """
     if not hasattr(os, "pidfd_open"):
         raise OSError("no pidfd_open")
@@ -216,7 +217,7 @@ def _open(pid: int) -> int:
 
 
 def _exit_status(handle: int, pid: int) -> int | None:
-    """Return the status of a process that has ended and may be somebody else's child."""
+    """Return the status of an ended process, which may be another's child; None if unknown."""
     with contextlib.suppress(OSError, IndexError):  # its parent was faster
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         if fields[0] == "Z":

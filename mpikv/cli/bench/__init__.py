@@ -1,6 +1,6 @@
-"""``mpikv bench``: how fast the store is here, beside mpi4py, memcpy and PyTorch, with every result checked.
+"""``mpikv bench``: the store's speed on this machine, beside mpi4py, memcpy and PyTorch; every result is checked.
 
-It starts the ranks by ``mpikv run``, unless a launcher has started this process as one already.
+It starts the ranks by ``mpikv run``, unless a launcher has already started this process as a rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SCRIPT = "import sys; from mpikv.cli.bench import main; sys.exit(main())"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 1 where a result was wrong, 2 where nothing could be measured."""
+    """Run the command and return its exit status: 1 if a result was wrong, 2 if nothing could be measured."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     launch = launch_of()
     options = parse(arguments, launched=max(1, launch.size) if launch else None)
@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(arguments: Sequence[str], options: Options) -> tuple[list[dict[str, Any]], int]:
-    """Run a job for each number of ranks; return their reports, and the status of the first that made none."""
+    """Run a job for each number of ranks; return the reports, and the status of the first job without a report."""
     jobs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mpikv-bench-") as folder:
-        # No -m, which would let the ranks import what lies in the current directory.
+        # Not -m: it would let the ranks import modules of the current directory.
         script = Path(folder) / "bench.py"
         script.write_text(_SCRIPT)
         for size in options.sizes:
@@ -65,7 +65,7 @@ def _start(arguments: Sequence[str], options: Options) -> tuple[list[dict[str, A
 
 
 def _columns() -> int:
-    """Return the width of the terminal where a live table can be shown, else 0."""
+    """Return the width of the terminal; 0 if it cannot show a live table."""
     return shutil.get_terminal_size().columns if sys.stderr.isatty() and find_spec("rich") else 0
 
 

@@ -1,4 +1,4 @@
-"""Groups of cases that do the same work, the arrays they start from, and the ratios that are wanted of them."""
+"""Groups of cases with the same work, their initial arrays, and the wanted ratios of their times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .rules import Rule
 __all__ = ["Comparison", "Factory", "Group", "Inputs", "Skipped", "unless"]
 
 Factory = Callable[[], Callable[[], Contender]]
-"""Looks whether a case can be had and makes its arrays; returns what makes the contender, which may be collective. So
-what fails on one rank alone, as memory that is short, fails before any rank waits for it."""
+"""Checks whether a case can run here, and makes its arrays; returns a function that makes the contender, perhaps
+collectively. So an error of one rank alone, such as lack of memory, comes before any rank waits for it."""
 
 
 class Skipped(Exception):
-    """A case cannot be had here; the message says why."""
+    """A case cannot run here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Comparison:
     ours: str
     peer: str
     bound: float | None = None
-    """The ratio that is wanted at most, where this project has set itself one for these circumstances."""
+    """The highest wanted ratio; None if the project has no aim for these circumstances."""
     beyond: str | None = None
-    """A case whose work both do, too, where the times beyond its time are compared."""
+    """A case with work common to both: only the times beyond its time are compared."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Group:
     """Cases that do the same work on the same keys."""
 
     name: str
-    """The part before a slash is what ``--only`` selects."""
+    """``--only`` selects by the part before a slash."""
     title: str
     keys: KeySet
     rule: Rule | None
@@ -51,21 +51,21 @@ class Group:
     """By the names of the cases, in the order of their making. They may raise :class:`Skipped`."""
     comparisons: Sequence[Comparison] = ()
     floors: Mapping[str, int] = field(default_factory=dict)
-    """Bytes per element that a case must move, over all ranks, where that is known."""
+    """Bytes per element that a case must move, over all ranks, if known."""
     inputs: Inputs | None = None
-    """Given where the memory of the ranks is to be measured."""
+    """The ranks' inputs, if their memory is to be measured."""
     needed_bytes: int = 0
-    """About how much memory all cases take on this host."""
+    """Approximate memory of all cases on this host."""
     collectives: Mapping[str, str] = field(default_factory=dict)
-    """Which of NCCL's collectives a case makes of all bytes, where it is on GPUs: names, with commas."""
+    """For a case on GPUs, the names of NCCL's collectives over all bytes, with commas."""
     summed: int = 0
-    """Of how many ranks the sums are; 0: of all."""
+    """Number of ranks in the sums; 0: all."""
     tiles: int = 1
-    """How often the arrays repeat what the keys have: the oracle need not be as fast as what is measured."""
+    """How often the arrays repeat the keys' content: the oracle computes one repetition only."""
 
 
 class Inputs:
-    """A rank's private gradients and outputs, made when they are first asked for."""
+    """A rank's private gradients and outputs, made at first use."""
 
     def __init__(self, rank: int, keys: KeySet) -> None:
         self._rank, self._keys = rank, keys
@@ -89,12 +89,12 @@ class Inputs:
         self._gradients, self._outs = self.gradients, self.outs
 
     def new_outs(self) -> list[Array]:
-        """Return more arrays for all values, written once, as the first touch of memory is slow."""
+        """Return more arrays for all values, filled once, since the first touch of memory is slow."""
         return [np.ones(shape, np.float32) for shape in self._keys.shapes]
 
 
 def unless(problem: Callable[[], str], factory: Factory) -> Factory:
-    """Return a factory that raises :class:`Skipped` where there is a problem."""
+    """Return a factory that raises :class:`Skipped` if there is a problem."""
 
     def prepare() -> Callable[[], Contender]:
         if why := problem():

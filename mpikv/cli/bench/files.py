@@ -26,10 +26,10 @@ __all__ = ["one_file"]
 
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
-# What plain calls write and read at a time: what a rank has read is in its cache when it reads the next.
+# Bytes per plain call: a piece stays in the rank's cache while it reads the next.
 _PIECE = 1 << 20
 
-# A load over known keys reads twice, and sums once, before it changes anything: no bound, as plain reads do neither.
+# A load over known keys reads twice, and sums once, before it changes anything. It has no bound: plain reads do less.
 _GOALS = {
     ("save, wait=False", "memcpy"): ("save with wait=False until it returns / memcpy", 2.0),
     ("save", "write"): ("save / plain writes", None),
@@ -39,7 +39,7 @@ _GOALS = {
 
 
 def one_file(comm: Any, options: Options, name: str) -> Group:
-    """Return the group of that name: of few large keys, or of many small ones. Local."""
+    """Return the group with that name: few large keys, or many small ones. Local."""
     if name == "large-file":
         nbytes = 1 << (16 if options.quick else 26)
         keys = KeySet(f"4 keys of {shown(nbytes)}", ((nbytes // 4,),) * 4)
@@ -57,9 +57,9 @@ def one_file(comm: Any, options: Options, name: str) -> Group:
             Comparison(f"{keys.title}: {goal}", ours, peer, bound if bounded else None)
             for (ours, peer), (goal, bound) in _GOALS.items()
         ],
-        # What is read and what is written, of each element.
+        # Bytes read and written per element.
         dict.fromkeys((*(ours for ours, _ in _GOALS), *(peer for _, peer in _GOALS)), 8),
-        # On each rank gradients and results. Once: four stores, a copy of one, and what peers have.
+        # Per rank: gradients and results. Once: four stores, a copy of one, and the peers' memory.
         needed_bytes=keys.nbytes * (2 * comm.size + 10),
     )
 
@@ -90,7 +90,7 @@ def _contenders(comm: Any, settings: Mapping[str, Any], keys: KeySet) -> dict[st
 
 
 class _Checkpoint:
-    """A store of sums, and its file in a folder that all ranks see."""
+    """A store of sums, and its file in a folder visible to all ranks."""
 
     exact = False
 
@@ -109,7 +109,7 @@ class _Checkpoint:
             self._path.unlink(missing_ok=True)
 
     def results(self) -> list[Array]:
-        """Return what a store has that has loaded the file."""
+        """Return the values of a new store after it has loaded the file."""
         other = self._open()
         other.load(self._path)
         values: list[Array] = other.pull(self._keys.keys)
@@ -131,7 +131,7 @@ class _Save(_Checkpoint):
 
 
 class _SaveAside(_Checkpoint):
-    """A save until it returns; its end is not timed."""
+    """The part of a save before it returns; the rest is not timed."""
 
     _work: SaveWork | None = None
 
@@ -165,7 +165,7 @@ class _Load(_Checkpoint):
 
 
 class _LoadNew(_Load):
-    """A load into a store without keys, which is made before."""
+    """A load into a store without keys; making the store is not timed."""
 
     def prepare(self) -> None:
         self._kv.close()
@@ -177,7 +177,7 @@ class _LoadNew(_Load):
 
 
 class _Write:
-    """Each rank writes its part of the bytes to a file of its own, and waits until it is on the disk."""
+    """Each rank writes its part of the bytes to a file of its own, and waits for the disk."""
 
     exact = None
 
@@ -202,7 +202,7 @@ class _Write:
 
 
 class _Read(_Write):
-    """The same bytes are read, from the page cache, into the memory that they came from or into ``new`` memory."""
+    """Reads the same bytes from the page cache, into the memory they came from or into ``new`` memory."""
 
     def __init__(self, memory: Array, new: bool = False) -> None:
         super().__init__(memory)

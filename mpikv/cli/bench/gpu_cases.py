@@ -1,4 +1,4 @@
-"""What is timed on GPUs: the store on their arrays, NCCL and kernels by themselves, and copies as a yardstick."""
+"""Contenders on GPUs: the store on GPU arrays, NCCL and kernels by themselves, and copies as a yardstick."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 COLLECTIVES = ("allReduce", "reduce,broadcast", "reduceScatter", "allGather", "reduce", "broadcast")
-"""What of NCCL is timed by itself."""
+"""The collectives of NCCL that are timed by themselves."""
 
 
 def bus_factor(collectives: str, size: int) -> float:
-    """Return by what bytes/time is multiplied for the bandwidth of the bus, as nccl-tests defines it; of several
-    collectives in turn, the sum.
+    """Return the factor from bytes/time to the bus bandwidth, as nccl-tests defines it; for several collectives in
+    turn, the sum of their factors.
 
     >>> bus_factor("allReduce", 4), bus_factor("reduceScatter", 4), bus_factor("reduce,broadcast", 4)
     (1.5, 0.75, 2.0)
@@ -40,7 +40,7 @@ def bus_factor(collectives: str, size: int) -> float:
 
 
 class OnGpu:
-    """A contender whose results are on the GPU."""
+    """A contender with results on the GPU."""
 
     def __init__(self, own: RankGpu, contender: Contender) -> None:
         self.exact, self.step, self.close = contender.exact, contender.step, contender.close
@@ -51,10 +51,10 @@ class OnGpu:
 
 
 class Copy:
-    """A copy on the GPU, by CUDA's own: how fast it moves bytes once."""
+    """CUDA's own copy on the GPU: the time to move the bytes once."""
 
     def __init__(self, own: RankGpu, source: Array, *, checked: bool = False) -> None:
-        """``checked``: the source is what the oracle expects."""
+        """``checked``: the source equals the oracle's result."""
         self.exact = True if checked else None
         self._own, self._source, self._out = own, source, own.filled(source.shape, np.nan)
 
@@ -69,7 +69,7 @@ class Copy:
 
 
 class Pack(Copy):
-    """The same in so many parts by one launch, as arrays of keys are packed for a message."""
+    """A copy in many parts by one launch, as a message packs the arrays of keys."""
 
     def __init__(self, own: RankGpu, source: Array, parts: int) -> None:
         super().__init__(own, source, checked=True)
@@ -81,15 +81,15 @@ class Pack(Copy):
 
 
 class Nccl:
-    """One of :data:`COLLECTIVES` on one array, called as nccl-tests does: the buffers are there, out of place where it
-    has two. Whatever it leaves to be done for a sum on every rank is done before, or after, and not timed.
+    """One of :data:`COLLECTIVES` on one array, called as in nccl-tests: with existing buffers, out of place if it has
+    two. Missing steps to a sum on every rank run before or after, and are not timed.
     """
 
     exact = False
 
     def __init__(self, own: RankGpu, collectives: str, value: Array) -> None:
         """Collective. The number of elements is a multiple of the number of ranks."""
-        self.out = own.filled(value.shape, np.nan)  # what nobody writes to must not look like a sum
+        self.out = own.filled(value.shape, np.nan)  # NaN: an unwritten element must not look like a sum
         nccl, comm, stream = own.find_nccl(), own.communicator(), own.stream.handle
         count, part = value.size, value.size // own.size
         send, recv = own.gpu.address(value), own.gpu.address(self.out)
@@ -125,10 +125,10 @@ _AFTER = {"reduce": ("broadcast",), "reduceScatter": ("allGather",)}
 
 
 class Update:
-    """The kernel of an optimizer on one array of weights, which are one at first."""
+    """The kernel of an optimizer on one array of weights, all ones at first."""
 
     def __init__(self, own: RankGpu, rule: Rule, total: Array) -> None:
-        """``total`` is what every update is given.
+        """``total`` is the gradient of every update.
 
         Raises:
             Unsupported: the optimizer has no kernel.
@@ -153,14 +153,14 @@ class Update:
 
 
 class FlatUpdate:
-    """The least there is: all gradients lie in one array, an allReduce adds them up, and one kernel updates weights
-    that lie in one array.
+    """The least work there is: one allReduce sums all gradients in one array, and one kernel updates all weights in one
+    array.
     """
 
     exact = False
 
     def __init__(self, own: RankGpu, keys: KeySet, rule: Rule, gradients: Array) -> None:
-        """Collective. The number of elements is any."""
+        """Collective. Any number of elements is allowed."""
         self._reduce = Nccl(own, "allReduce", gradients)
         self._update, self._keys = Update(own, rule, self._reduce.out), keys
 
@@ -179,7 +179,7 @@ class FlatUpdate:
 
 
 class Tiled:
-    """A contender on an array that repeats the same part so often, of which the oracle knows the part alone."""
+    """A contender on an array of equal tiles; the oracle knows one tile."""
 
     def __init__(self, contender: Contender, tiles: int) -> None:
         self.exact, self.step, self.close = contender.exact, contender.step, contender.close
@@ -191,7 +191,7 @@ class Tiled:
 
 
 def common_part(whole: Array, tiles: int) -> Array:
-    """Return what all parts of an array are, with NaN where two differ.
+    """Return the common content of all parts of an array, with NaN where two differ.
 
     >>> common_part(np.array([1.0, 2.0, 1.0, 3.0]), 2)
     array([ 1., nan])

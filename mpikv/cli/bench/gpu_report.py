@@ -1,4 +1,4 @@
-"""What a report says of GPUs: bandwidths as nccl-tests define them, the host's part of a call, and a copy's."""
+"""The part of a report about GPUs: bandwidths as nccl-tests defines them, the host's part of a call, and a copy's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["NOTES", "SHARED", "bandwidths", "gpu_head", "of_the_copy", "on_gpu",
 Report = dict[str, Any]
 
 SHARED = "functional only: ranks share a GPU"
-"""The label of figures that say nothing of how fast anything is."""
+"""The label of figures that say nothing about speed."""
 
 NOTES = """
 Times are those of the GPU's clock, of the slowest rank; "returned" is the host's time until the work was queued.
@@ -26,7 +26,7 @@ ranks 2 (n - 1) / n of an allReduce, (n - 1) / n of a reduceScatter or an allGat
 
 
 def bandwidths(nbytes: int, seconds: float, collectives: str, size: int) -> tuple[float, float | None]:
-    """Return algbw and busbw in GB/s; no busbw where there is no collective.
+    """Return algbw and busbw in GB/s; busbw is None without a collective.
 
     >>> bandwidths(8_000_000, 0.001, "allReduce", 4)
     (8.0, 12.0)
@@ -36,7 +36,7 @@ def bandwidths(nbytes: int, seconds: float, collectives: str, size: int) -> tupl
 
 
 def on_gpu(case: Case, group: Group, size: int) -> Report:
-    """Return what a report of a case has besides, if it was timed on GPUs."""
+    """Return the further fields of a case timed on GPUs."""
     collectives = group.collectives.get(case.name, "")
     median = float(np.median(case.seconds))
     found: Report = {"returned": float(np.median(case.returned)), "returned_seconds": case.returned}
@@ -68,7 +68,7 @@ def size_rows(sizes: Sequence[Report]) -> Iterator[tuple[str, ...]]:
 
 
 def of_the_copy(case: Report, group: Report) -> str:
-    """Return at what part of a copy's bandwidth a case moves its bytes, or nothing where that is not known."""
+    """Return the case's share of a copy's bandwidth; empty if it is unknown."""
     copies = [one for one in group["cases"] if one["name"] == "copy" and one["floor"]]
     if not copies or not case["floor"] or "returned" not in case:
         return ""

@@ -24,16 +24,16 @@ __all__ = ["gpu_groups"]
 
 _ROUNDS, _SET_ROUNDS, _QUICK_ROUNDS = 41, 15, 2
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(12)), (64, 1 << 16, 1 << 20)
-# An array that no cache holds, of equal parts, since the oracle is slower than a GPU.
+# An array larger than any cache, of equal tiles, since the oracle is slower than a GPU.
 _TILE, _TILES, _QUICK_TILE, _QUICK_TILES = 1 << 20, 64, 1000, 4
 _PARTS = 160
-# Sums stay on every rank, so that a push is an allReduce, and a pull a copy.
+# Sums stay on every rank: a push is an allReduce, and a pull a copy.
 _REPLICATED = {"placement": "replicated"}
 _VERBS = {"push": "allReduce", "pull": "", "pushpull": "allReduce"}
 
 
 def gpu_groups(comm: Any, options: Options, own: RankGpu) -> Iterator[Group]:
-    """Yield the chosen groups, each of which makes its arrays when its cases are made. Local."""
+    """Yield the chosen groups; each makes its arrays with its cases. Local."""
     for name in options.groups:
         if name == "sizes":
             for nbytes in _QUICK_SIZES if options.quick else _SIZES:
@@ -48,7 +48,7 @@ def gpu_groups(comm: Any, options: Options, own: RankGpu) -> Iterator[Group]:
 
 
 class _Arrays:
-    """A rank's gradients and outputs on its GPU, made when they are first asked for."""
+    """A rank's gradients and outputs on its GPU, made at first use."""
 
     def __init__(self, own: RankGpu, keys: KeySet) -> None:
         self._own, self._keys = own, keys
@@ -70,7 +70,7 @@ class _Arrays:
 
 def _sum(options: Options, own: RankGpu, nbytes: int) -> Group:
     """Return push, pull and pushpull of one array without an updater, beside NCCL by itself, and a copy."""
-    # As nccl-tests, which divide it among the ranks.
+    # A multiple of the ranks, as in nccl-tests.
     keys = KeySet(shown(nbytes), ((max(1, nbytes // 4 // own.size) * own.size,),))
     arrays = _Arrays(own, keys)
     shared = SharedStore(keys, None, {**options.settings, **_REPLICATED}, own.ones)
@@ -135,7 +135,7 @@ def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Group:
 
 
 def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule) -> Group:
-    """Return one pushpull of all keys with an optimizer, beside what is least, PyTorch, and a copy of the bytes."""
+    """Return one pushpull of all keys with an optimizer, beside the least work, PyTorch, and a copy of the bytes."""
     keys = key_set(name, quick=options.quick)
     arrays = _Arrays(own, keys)
     title = f"{keys.title}, {rule.title}"
@@ -176,7 +176,7 @@ _PEERS: Mapping[str, str] = {
 
 
 def _no_kernel(rule: Rule) -> str:
-    """Return why an update is not one kernel over any part of a value, or nothing."""
+    """Return why an update is not one kernel over any part of a value; empty if it is."""
     return "the rate of LAMB is that of a whole value, and takes more than one kernel" if rule.name == "lamb" else ""
 
 

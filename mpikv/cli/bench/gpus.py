@@ -1,6 +1,6 @@
 """The GPU of a rank in a measurement: its arrays, its clock, and NCCL by itself.
 
-Everything is queued on one stream, that of the measurement: the default stream would wait for others.
+Everything is queued on the stream of the measurement: the default stream would wait for other streams.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FLOAT = np.dtype(np.float32)
 
 
 def open_gpu(comm: Any, mpi: Any) -> RankGpu:
-    """Return the GPU that a store on GPUs gives to this rank. Collective."""
+    """Return this rank's GPU, the one that a GPU store would use. Collective."""
     host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     place = place_on_host() or (host.rank, host.size)
     host.Free()
@@ -29,14 +29,14 @@ def open_gpu(comm: Any, mpi: Any) -> RankGpu:
 
 
 class RankGpu:
-    """A GPU, what computes on it, and the stream of the measurement. As a context manager, that is the present one."""
+    """A GPU, its kernels, and the stream of the measurement. As a context manager it makes this stream current."""
 
     def __init__(self, comm: Any, gpu: Any, kernels: Kernels) -> None:
-        """Collective. ``gpu`` is a :class:`~mpikv.protocols.Gpu` whose ``mark()`` returns points of known time."""
+        """Collective. ``gpu`` is a :class:`~mpikv.protocols.Gpu`; its ``mark()`` must return points with a time."""
         self.rank, self.size = comm.rank, comm.size
         self.gpu, self.kernels, self.stream = gpu, kernels, gpu.stream()
         self.shared = len(set(comm.allgather(gpu.uuid))) < comm.size
-        """Whether ranks have one GPU together, so that no time says how fast anything is."""
+        """Whether ranks share a GPU; then times say nothing about speed."""
         self._ranks = comm
         self._nccl: Any = None
         self._communicator: Any = None
@@ -49,12 +49,12 @@ class RankGpu:
         self.stream.__exit__(*failure)
 
     def upload(self, array: Array) -> Array:
-        """Return an array of the GPU with the content of one of the host."""
+        """Copy a host array to the GPU."""
         there: Array = self.gpu.upload(array)
         return there
 
     def download(self, array: Array) -> Array:
-        """Return an array of the host with the content of one of the GPU."""
+        """Copy a GPU array to the host."""
         out = np.empty(array.shape, array.dtype)
         self.gpu.download(array, out)
         return out
@@ -95,9 +95,9 @@ class RankGpu:
 
 
 class GpuClock:
-    """Times work by marks that the GPU passes. The host's part is the time until the work is queued.
+    """Times work by marks in the GPU's stream. The host's part is the time until the work is queued.
 
-    Both begin on an idle GPU. What it waits for, because the host queues more slowly than it works, counts.
+    Both begin on an idle GPU. If the host queues more slowly than the GPU works, the waiting counts.
     """
 
     def __init__(self, own: RankGpu, now: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""The keys that are measured: shapes of well known networks by formula, and gradients that any rank can make again."""
+"""The measured keys: shapes of well known networks by formula, and gradients that any rank can make again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["KeySet", "bert_base", "gradients", "key_set", "many_small", "resnet5
 
 Shape = tuple[int, ...]
 
-# What --quick divides the widths of networks, and the number of small keys, by.
+# Divisors of --quick: for the widths of networks, and for the number of small keys.
 _NARROW, _FEW = 8, 50
 _SEED = 20
 
@@ -77,7 +77,7 @@ def bert_base(narrow: int = 1) -> list[Shape]:
 
 
 def many_small(count: int = 10_000) -> list[Shape]:
-    """Return so many vectors of 1 to 100 floats, the same at every call."""
+    """Return ``count`` vectors of 1 to 100 floats, the same at every call."""
     return [(int(size),) for size in np.random.default_rng(_SEED).integers(1, 101, count)]
 
 
@@ -106,8 +106,8 @@ _NETWORKS: dict[str, tuple[Callable[[int], list[Shape]], str, tuple[int, int]]] 
 def gradients(rank: int, shapes: Sequence[Shape]) -> Iterator[Array]:
     """Yield a rank's gradients, float32 in [0.5, 1.5), the same at every call.
 
-    All are positive: sums that nearly cancel would turn the rounding of another order of summation into large
-    differences, where an optimizer divides by the gradient's own size.
+    All are positive. Sums that nearly cancel would turn another order's rounding into large differences, where an
+    optimizer divides by the gradient's own size.
     """
     random = np.random.default_rng([_SEED, rank])
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""The machine that measures: what it is, whether it is idle, and its cores."""
+"""The measuring machine: its facts, its idle time, and its cores."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _cpu_model() -> str:
 
 
 def idle_share(seconds: float) -> float | None:
-    """Return the share of all cores' time that was idle, in [0, 1], over so many seconds; None where it is not told.
+    """Return the idle share of all cores' time, in [0, 1], over some seconds; None if the system does not tell.
 
-    To be called while the ranks sleep: one that waits in MPI is not idle.
+    Call it while the ranks sleep: a rank waiting in MPI is not idle.
     """
     try:
         before = _cpu_times()
@@ -45,7 +45,7 @@ def idle_share(seconds: float) -> float | None:
     except OSError:
         return None
     spent = [late - early for early, late in zip(before, after, strict=True)]
-    # The fourth and the fifth: idle, and idle with a disk at work. The last two are in the first two as well.
+    # Fields 4 and 5: idle, and idle with a disk at work. Fields 9 and 10 are counted in the first two already.
     return sum(spent[3:5]) / max(1, sum(spent[:8]))
 
 
@@ -54,7 +54,7 @@ def _cpu_times() -> list[int]:
 
 
 def one_per_core(processors: Collection[int]) -> list[int]:
-    """Return the first of the processors of each physical core."""
+    """Return the first processor of each physical core."""
     topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     first: dict[str, int] = {}
     for cpu in sorted(processors):

@@ -1,4 +1,4 @@
-"""What a rank holds in memory, as Linux counts it."""
+"""A rank's memory, as Linux counts it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ __all__ = ["Memory", "forget_peak", "free_bytes", "release_freed"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident memory of this process, in bytes; zeros where the system does not tell."""
+    """Resident memory of this process in bytes; zeros if the system does not tell."""
 
     peak: int
-    """The most that was resident at one time (VmHWM) since the start or since :func:`forget_peak`."""
+    """The most resident bytes at one time (VmHWM) since the start or since :func:`forget_peak`."""
     resident: int
     private: int
-    """Of it, what is this process's own (RssAnon)."""
+    """This process's own part of it (RssAnon)."""
     shared: int
-    """Of it, pages of shared memory (RssShmem), which every rank that has touched them counts."""
+    """Its pages of shared memory (RssShmem); every rank that has touched a page counts it."""
     proportional: int
-    """Resident, where a page that k processes share counts 1/k in each (Pss): the sum over ranks is what the job
-    holds."""
+    """Resident bytes, with 1/k of a page shared by k processes (Pss): the sum over ranks is the job's memory."""
 
     @classmethod
     def now(cls) -> Memory:
-        """Return what is resident at this moment."""
+        """Return the memory at this moment."""
         found = _fields("status") | _fields("smaps_rollup")
         peak, resident, private, shared, proportional = (
             found.get(name, 0) for name in ("VmHWM", "VmRSS", "RssAnon", "RssShmem", "Pss")
@@ -37,14 +36,14 @@ class Memory:
 
 
 def forget_peak() -> None:
-    """Let the peak begin anew, where the system allows it."""
+    """Start the peak anew, if the system allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def release_freed() -> None:
-    """Give back to the system the arrays of earlier cases, and what the allocator keeps of them (glibc), which would
-    hide new ones.
+    """Return freed memory to the system: arrays of earlier cases, and the allocator's reserve (glibc). Otherwise new
+    arrays would reuse it, and not show.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -53,7 +52,7 @@ def release_freed() -> None:
 
 
 def free_bytes() -> int:
-    """Return the bytes that new arrays may take before the host swaps or kills; without bound if it does not tell."""
+    """Return the bytes for new arrays before the host swaps or kills; 2**62 if it does not tell."""
     with contextlib.suppress(OSError, KeyError):
         return _read(Path("/proc/meminfo"))["MemAvailable"]
     return 1 << 62
@@ -67,6 +66,6 @@ def _fields(name: str) -> dict[str, int]:
 
 
 def _read(path: Path) -> dict[str, int]:
-    """Return the fields of a file that are in kB, in bytes."""
+    """Return a file's fields in kB, converted to bytes."""
     rows = [line.split() for line in path.read_text().splitlines() if line.endswith(" kB")]
     return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}

@@ -81,27 +81,27 @@ exit status: 0; 1 where a result was wrong; 2 for misuse, or where nothing could
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, and where to write it."""
+    """The measurement's choices, and the places of its output."""
 
     device: str
     """``host``, or ``gpu``."""
     groups: tuple[str, ...]
     sizes: tuple[int, ...]
-    """The numbers of ranks, of which each is a job of its own; empty for those that a launcher has started."""
+    """The numbers of ranks, one job for each; empty in a job started by a launcher."""
     rounds: int
-    """0: as many as the group usually has."""
+    """0: the usual number of the group."""
     optimizers: tuple[str, ...]
-    """Those of the sets, each of which is measured with every one."""
+    """The optimizers for the key sets; each set is measured with each."""
     settings: Mapping[str, Any]
-    """Arguments of :func:`mpikv.create`, which makes ``dist_sync`` where there is no name."""
+    """Arguments of :func:`mpikv.create`; without a name it makes ``dist_sync``."""
     quick: bool
     pin: bool
     json: Path | None
     plot: Path | None
     report: Path | None
-    """Where ranks that this command has started leave their report for it."""
+    """Where the ranks started by this command leave their report for it."""
     live: int
-    """The columns of the terminal on which rank 0 shows a live table; 0: it prints lines."""
+    """Columns of the terminal for rank 0's live table; 0: it prints lines."""
 
 
 def parse(arguments: Sequence[str], *, launched: int | None) -> Options:
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str], *, launched: int | None) -> Options:
 
     Args:
         arguments: those after ``mpikv bench``.
-        launched: the number of ranks that a launcher has started; None outside of one.
+        launched: the number of ranks under a launcher; None without one.
     """
     parser = _parser()
     given = parser.parse_args(arguments)
@@ -142,7 +142,7 @@ _OPTIMIZERS = {"host": "sgd", "gpu": "sgd,adam"}
 
 
 def _usual_ranks(device: str) -> int:
-    """Return two on hosts; on GPUs one for each that is here."""
+    """Return two for hosts; for GPUs the number of GPUs here, at least one."""
     return 2 if device == "host" else max(1, len(survey(visible_gpus()).devices))
 
 
@@ -215,7 +215,7 @@ def _chosen(
     known: Sequence[str],
     hints: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the known names that a list names, in their own order. An error has the hint of an unknown name."""
+    """Return the known names in a list, in their own order. The error for an unknown name has its hint."""
     wanted = text.split(",")
     for name in wanted:
         if name not in known:
@@ -224,7 +224,7 @@ def _chosen(
 
 
 def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace, groups: Sequence[str]) -> None:
-    """Refuse before a long measurement what would fail after it."""
+    """Refuse impossible output files now, and not after a long measurement."""
     for path in (given.json, given.plot):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             parser.error(f"the file {str(path)!r} cannot be written")

@@ -1,4 +1,4 @@
-"""The right results, computed on each rank alone: sums in rank order, then the rule, as often as a case stepped."""
+"""The correct results, computed on each rank alone: sums in rank order, then the rule, once per step of a case."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["mismatches"]
 
 
 class _Trajectory:
-    """The value of one key after any number of steps, asked for in ascending order."""
+    """The value of one key after any number of steps; callers ask in ascending order."""
 
     def __init__(self, total: Array, size: int, rule: Rule | None) -> None:
         self._total, self._size, self._rule, self._count = total, size, rule, 0
@@ -24,7 +24,7 @@ class _Trajectory:
         self._largest = float(np.max(np.abs(total)))
 
     def at(self, steps: int) -> tuple[Array, float]:
-        """Return the value, and how far another order of summing may be from it."""
+        """Return the value, and the tolerance for another order of summing."""
         if self._rule is None:
             return self._total, self._size * EPSILON * self._largest
         while self._count < steps:
@@ -35,10 +35,10 @@ class _Trajectory:
 
 
 def mismatches(cases: Sequence[Case], keys: KeySet, size: int, rule: Rule | None) -> dict[str, str]:
-    """Return what is wrong with the results of cases, by their names; nothing for those that are right.
+    """Return the error in each case's results, by name; correct cases are left out.
 
-    Every rank compares all keys, also after a mismatch: reading a result may be collective. ``rule`` None means that
-    values are sums. An exact case has the bits of the oracle; others may differ by rounding.
+    Every rank compares all keys, also after a mismatch: reading a result may be collective. Without a ``rule`` the
+    values are sums. An exact case must have the oracle's bits; others may differ by rounding.
     """
     found: dict[str, str] = {}
     checked = sorted((case for case in cases if case.contender.exact is not None), key=lambda case: case.steps)
@@ -61,8 +61,8 @@ def _sums(keys: KeySet, size: int) -> Iterator[Array]:
 
 
 def _difference(result: Array, expected: Array, allowed: float) -> str:
-    """Return the worst difference above what is allowed, or nothing."""
-    # Not the opposite comparison, which is false for nan.
+    """Return the worst difference above the tolerance; empty if there is none."""
+    # Not the opposite comparison: it is false for nan.
     good = np.abs(result - expected) <= allowed
     if good.all():
         return ""

@@ -1,4 +1,4 @@
-"""What stands beside the store: the same work with mpi4py and numpy alone, and the yardstick of the machine."""
+"""Contenders beside the store: the same work with mpi4py and numpy alone, and the yardstick of the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Allreduce", "AllreduceLoop", "Memcpy", "ReducePerKey"]
 
 
 class Memcpy:
-    """Every rank copies its gradients to its outputs: how fast this machine moves the bytes once."""
+    """Every rank copies its gradients to its outputs: the time to move the bytes once."""
 
     exact = None
 

@@ -18,7 +18,7 @@ def draw(job: dict[str, Any], path: Path) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: its name has an ending that matplotlib does not know.
+        ValueError: matplotlib does not know the ending of its name.
     """
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()

@@ -1,6 +1,6 @@
-"""What rank 0 tells while it measures, on stderr: a live table on a terminal, else a line per group.
+"""Rank 0's messages during a measurement, on stderr: a live table on a terminal, else a line per group.
 
-It speaks between rounds only, while the other ranks wait for it, so that it disturbs no measurement.
+It prints between rounds only, while the other ranks wait for it; so it disturbs no measurement.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _REFRESH = 0.25
 
 
 class Progress(Protocol):
-    """Is told how a measurement goes."""
+    """Shows the progress of a measurement."""
 
     def begin(self, group: Group) -> None:
         """A group begins."""
         ...
 
     def after_round(self, done: int, cases: Sequence[Case]) -> None:
-        """So many rounds of the group are done."""
+        """The group has completed ``done`` rounds."""
         ...
 
     def end(self) -> None:
-        """The group was measured and checked."""
+        """The group has been measured and checked."""
         ...
 
 
 @contextmanager
 def open_progress(rank: int, columns: int) -> Iterator[Progress]:
-    """Return what shows the progress: nothing on ranks but 0, lines where there are no columns of a terminal."""
+    """Return the display of progress: none on ranks but 0, lines without a terminal."""
     if rank:
         yield Silent()
     elif not columns:
@@ -51,7 +51,7 @@ def open_progress(rank: int, columns: int) -> Iterator[Progress]:
 
 
 class Silent:
-    """Says nothing."""
+    """Shows nothing."""
 
     def begin(self, group: Group) -> None:
         pass
@@ -78,14 +78,14 @@ class Lines:
 
 @contextmanager
 def _live(columns: int) -> Iterator[Progress]:
-    # What rank 0 writes goes through the launcher, so that it cannot see the terminal itself.
+    # Rank 0 writes through the launcher, and cannot see the terminal itself.
     console = import_module("rich.console").Console(stderr=True, force_terminal=True, width=columns)
     with import_module("rich.live").Live(console=console, auto_refresh=False, transient=True) as live:
         yield Table(live)
 
 
 class Table:
-    """A table of the medians so far, which is replaced as rounds are done."""
+    """A live table of the medians so far."""
 
     def __init__(self, live: Any) -> None:
         self._live, self._shown = live, 0.0

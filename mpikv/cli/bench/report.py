@@ -1,4 +1,4 @@
-"""The text of a report: what measured, the ratios, then everything else."""
+"""The text of a report: the machine, the ratios, then all details."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ is what the job really held."""
 
 
 def errors(document: Report) -> list[str]:
-    """Return a line for each thing that must not be: a job without results, and results that are wrong."""
+    """Return a line for each failure: a job without results, or a wrong result."""
     found = []
     for job in document["jobs"]:
         if "error" in job:
@@ -82,7 +82,7 @@ def _head(document: Report, job: Report) -> Iterator[str]:
 
 
 def _label(job: Report, *, several: bool) -> str:
-    """Return what stands behind the title of a table."""
+    """Return the suffix of a table's title."""
     shared = job.get("functional_only", "")
     told = [_ranks(job)] * several + [shared] * bool(shared)
     return f" ({', '.join(told)})" if told else ""
@@ -185,7 +185,7 @@ def _memory(group: Report) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows with the first column to the left and the others to the right."""
+    """Yield the rows, with the first column aligned to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for first, *others in rows:
         cells = [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]

@@ -1,4 +1,4 @@
-"""How cases are timed: in turns within one run, so that what the machine does meanwhile meets all of them alike."""
+"""The timing of cases: in turns within one run, so that the machine's other work meets all cases alike."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...protocols import Array
 __all__ = ["Case", "Clock", "Contender", "HostClock", "Prepared", "measure"]
 
 SHORT, TURN = 150e-6, 300e-6
-"""A case that takes less than the first, in seconds, is repeated within a turn until that takes at least the second."""
+"""In seconds: a case shorter than the first is repeated within a turn, until the turn takes at least the second."""
 
-# Beyond that many times SHORT one look at a case is enough to know that it needs no repetition.
+# A case longer than this many times SHORT needs no repetition; one test is enough to know.
 _SURELY_LONG = 100
 
 
 class Contender(Protocol):
-    """Something that does the work of a case. Its constructor may be collective."""
+    """Does the work of a case. Its constructor may be collective."""
 
     @property
     def exact(self) -> bool | None:
-        """Whether its results have the bits of the oracle, or only its values; None where there is nothing to check."""
+        """Whether its results have the oracle's bits, or only close values; None if nothing is checked."""
         ...
 
     def step(self) -> object:
@@ -42,23 +42,23 @@ class Contender(Protocol):
 
 @runtime_checkable
 class Prepared(Contender, Protocol):
-    """A contender that has something to do before each turn, which is not timed."""
+    """A contender with untimed work before each turn."""
 
     def prepare(self) -> None:
-        """Do it. May be collective."""
+        """Do this work. May be collective."""
         ...
 
 
 class Clock(Protocol):
-    """What times the work of a rank."""
+    """Times the work of a rank."""
 
     def time(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Do the work, wait until it is done, and return the seconds that it took, and those until it had returned."""
+        """Do the work and wait for its end; return the seconds to the end, and the seconds to its return."""
         ...
 
 
 class HostClock:
-    """The clock of work that is done when it returns."""
+    """The clock of work that ends before it returns."""
 
     def time(self, work: Callable[[], object]) -> tuple[float, float]:
         began = time.perf_counter()
@@ -69,33 +69,33 @@ class HostClock:
 
 @dataclass
 class Case:
-    """A contender and what was measured of it."""
+    """A contender and its measurements."""
 
     name: str
     contender: Contender
     repeats: int = 1
-    """How often a turn does the work."""
+    """Steps per turn."""
     steps: int = 0
-    """How often the work was done in all."""
+    """All steps so far."""
     seconds: list[float] = field(default_factory=list)
-    """Of each round, per step: those of the slowest rank."""
+    """The slowest rank's seconds per step, for each round."""
     returned: list[float] = field(default_factory=list)
-    """The same until the calls had returned, which is sooner where work is only queued."""
+    """The same until the calls returned; that is sooner if work is only queued."""
 
     def run(self) -> None:
-        """Do the work of one turn."""
+        """Run the steps of one turn."""
         step = self.contender.step
         for _ in range(self.repeats):
             step()
         self.steps += self.repeats
 
     def prepare(self) -> None:
-        """Do what comes before a turn and is not timed."""
+        """Do the untimed work before a turn."""
         if isinstance(self.contender, Prepared):
             self.contender.prepare()
 
     def run_once(self) -> None:
-        """Do the work once, outside of the turns."""
+        """Run one step, outside of the turns."""
         self.prepare()
         self.contender.step()
         self.steps += 1
@@ -104,10 +104,10 @@ class Case:
 def measure(
     comm: Any, cases: Sequence[Case], rounds: int, after_round: Callable[[int], None], clock: Clock | None = None
 ) -> None:
-    """Time every case once a round, each round beginning with another one. Collective.
+    """Time every case once per round; each round begins with another case. Collective.
 
-    A case that follows one which left its data in the cache would win falsely, hence the rotation. The cases must have
-    been run once, as a warm-up. ``after_round`` is given the number of rounds done. ``clock`` is the host's by default.
+    The rotation is fair: a case right after one that left its data in the cache would win falsely. Run each case once
+    before, as a warm-up. ``after_round`` receives the number of rounds done. ``clock`` is the host's by default.
     """
     clock = clock or HostClock()
     for case in cases:
@@ -122,19 +122,19 @@ def measure(
 
 
 def _calibrate(comm: Any, case: Case, clock: Clock) -> None:
-    """Find how often a short case must be repeated. The ranks agree, since all know the time of the slowest."""
+    """Choose the repetitions of a short case. All ranks choose alike, since all know the slowest rank's time."""
     took, _ = _timed(comm, case, clock)
     while took < _SURELY_LONG * SHORT:
         took = min(took, _timed(comm, case, clock)[0], _timed(comm, case, clock)[0])
         if took >= (SHORT if case.repeats == 1 else TURN):
             return
-        # A little more than what seems enough, as turns differ; at least twice, to come to an end.
+        # A margin of 30 %, since turns differ; and at least twice as many, so that the loop ends.
         case.repeats = max(2 * case.repeats, math.ceil(1.3 * case.repeats * TURN / max(took, 1e-9)))
         took, _ = _timed(comm, case, clock)
 
 
 def _timed(comm: Any, case: Case, clock: Clock) -> tuple[float, float]:
-    """Return the seconds that the slowest rank takes for a turn, and until its calls have returned."""
+    """Return the slowest rank's seconds for a turn, and until its calls have returned."""
     case.prepare()
     comm.Barrier()
     of_ranks = comm.allgather(clock.time(case.run))

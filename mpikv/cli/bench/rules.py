@@ -1,8 +1,8 @@
-"""Update rules as one writes them with numpy by hand, for peers and for the oracle, and what each must move.
+"""Update rules written by hand with numpy, for peers and for the oracle, and the bytes that each must move.
 
-**Bytes that must move** per float32 element, over all n ranks, when values do not fit the caches and nothing is
-written to memory twice. An owner reads the gradients of all ranks, 4n, and reads and writes the weight and each of
-its states once, 8 each:
+**Bytes that must move** per float32 element, over all n ranks, if values do not fit the caches and nothing is written
+to memory twice. An owner reads the gradients of all ranks, 4n. It reads and writes the weight and each of its states
+once, 8 each:
 
 =============  =================  ================================================================================
 rule           zero copy          because
@@ -35,7 +35,7 @@ from ...protocols import Array
 __all__ = ["BLOCK", "EPSILON", "RULES", "Rule"]
 
 BLOCK = 1 << 16
-"""Elements per block, which all passes of a rule but the first find in the cache."""
+"""Elements per block: all passes of a rule but the first find the block in the cache."""
 
 EPSILON = 2.0**-23
 """The distance from 1 to the next float32."""
@@ -49,9 +49,9 @@ class Rule:
     title: str
     options: Mapping[str, float]
     states: int
-    """How many arrays of state a value has, all zero at first."""
+    """Number of state arrays per value, all zero at first."""
     apply: Callable[[int, Array, Array, Sequence[Array]], None]
-    """``apply(count, total, weight, states)`` changes flat float32 weight and states in place, ``count`` being 1 at the
+    """``apply(count, total, weight, states)`` changes flat float32 weight and states in place; ``count`` is 1 in the
     first update. It may overwrite ``total``."""
     note: str = ""
 
@@ -60,11 +60,11 @@ class Rule:
         return 4 * size + 8 * (1 + self.states) + (4 * size if private else 0)
 
     def tolerance(self, steps: int, total: float, weight: float) -> float:
-        """Return how far results of other orders of summing and rounding may lie apart, absolutely.
+        """Return the absolute tolerance between results of other orders of summing and rounding.
 
         ``total`` and ``weight`` are the largest magnitudes of the sum and of the weights. The momentum of SGD tends to
-        rate / (1 - momentum) = 0.1 times the sum, with the rounding of some ten operations. A step of the others is at
-        most about the rate times the weight or 1, of which a thousandth is allowed.
+        rate / (1 - momentum) = 0.1 times the sum, with the rounding of some ten operations. A step of the other rules
+        is at most about the rate times the weight or 1; a thousandth of it is allowed.
         """
         if self.name == "sgd":
             return steps * EPSILON * (weight + 8 * total)
@@ -72,7 +72,7 @@ class Rule:
 
 
 def _blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Yield parts of at most a block of flat arrays, and scratch of that size."""
+    """Yield parts of flat arrays, each of at most one block, and scratch memory of the part's size."""
     for start in range(0, arrays[0].size, BLOCK):
         parts = [array[start : start + BLOCK] for array in arrays]
         yield (*parts, _scratch()[: parts[0].size])
@@ -84,7 +84,7 @@ def _scratch() -> Array:
 
 
 _SGD = {"learning_rate": 0.01, "momentum": 0.9}
-# With an epsilon that nearly vanishes Adam makes the same of all multiples of a gradient: a mean would pass for a sum.
+# With a tiny epsilon Adam gives the same result for all multiples of a gradient: a mean would pass for a sum.
 _ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 0.1}
 _LAMB = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-6}
 
@@ -127,7 +127,7 @@ def _lamb(count: int, total: Array, weight: Array, states: Sequence[Array]) -> N
     weights = directions = 0.0
     for g, w, mean, variance, spare in _blocks(total, weight, *states):
         _averages(g, mean, variance, spare, _LAMB)
-        # In the place of the gradient, until its norm is known.
+        # The direction takes the gradient's memory, until its norm is known.
         _direction(count, mean, variance, g, _LAMB)
         weights += float(np.dot(w, w))
         directions += float(np.dot(g, g))

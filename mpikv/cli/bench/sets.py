@@ -45,7 +45,7 @@ _BOUNDS = {
 
 
 def whole_set(comm: Any, options: Options, name: str, rule: Rule) -> Group:
-    """Return the group of the key set of that name with an optimizer: the store, the yardstick and peers."""
+    """Return the group of a key set with an optimizer: the store, the yardstick and peers."""
     keys = key_set(name, quick=options.quick)
     inputs = Inputs(comm.rank, keys)
     bounded = name != "many" and (rule.name, comm.size, options.quick) == ("sgd", 2, False)
@@ -59,8 +59,8 @@ def whole_set(comm: Any, options: Options, name: str, rule: Rule) -> Group:
         _comparisons(f"{keys.title}, {rule.title}", _BOUNDS if bounded else {}),
         _floors(rule, comm.size),
         inputs,
-        # Each rank: gradients, outputs and buffers (twice), weights of a peer, and PyTorch's buckets, weights, states
-        # and what gloo needs. Once: four stores, and the root's sums and states.
+        # Per rank: gradients, outputs and buffers (twice), weights of a peer; PyTorch's buckets, weights, states and
+        # gloo's buffers. Once: four stores, and the root's sums and states.
         keys.nbytes * (comm.size * (9 + rule.states) + 5 * (1 + rule.states)),
     )
 
@@ -79,7 +79,7 @@ def _contenders(comm: Any, options: Options, keys: KeySet, rule: Rule, inputs: I
         "store numba": unless(lambda: kernels_problem("numba"), private(numba, inputs.new_outs)),
         "zero copy": zero_copy(options.settings),
         "zero copy numba": unless(lambda: kernels_problem("numba"), zero_copy(numba)),
-        # Into the outputs of the store, which are checked after one more step of the store.
+        # Into the store's outputs: the store makes one more step before these are checked.
         "memcpy": lambda: partial(Memcpy, inputs.gradients, inputs.outs),
         "Reduce per key": lambda: partial(ReducePerKey, comm, inputs.gradients, rule),
         "torch DDP": unless(

@@ -39,16 +39,16 @@ def one_large_array(comm: Any, options: Options) -> Group:
 
 
 def one_key(comm: Any, options: Options) -> Group:
-    """Return the group of a single key of 64 B with SGD-momentum, beside what one writes with mpi4py."""
+    """Return the group of a single key of 64 B with SGD-momentum, beside a loop with mpi4py."""
     keys, rule = KeySet("1 key of 64 B", ((16,),)), RULES["sgd"]
     inputs = Inputs(comm.rank, keys)
-    # A store each: together they would step the same weight.
+    # A store for each verb: two verbs on one store would step the same weight.
     ours = {verb: _verb(SharedStore(keys, rule, options.settings), inputs, verb) for verb in ("push, pull", "pushpull")}
     return _beside_the_loop(comm, options, "push-pull/1 key", inputs, keys, ours, 1.8)
 
 
 def hundred_keys(comm: Any, options: Options) -> Group:
-    """Return the group of a list of 100 keys of 64 B with SGD-momentum, beside what one writes with mpi4py."""
+    """Return the group of a list of 100 keys of 64 B with SGD-momentum, beside a loop with mpi4py."""
     keys = KeySet("100 keys of 64 B", ((16,),) * 100)
     inputs = Inputs(comm.rank, keys)
 
@@ -92,7 +92,7 @@ def _verb(shared: SharedStore, inputs: Inputs, verb: str) -> Factory:
 
 
 def _bound(comm: Any, options: Options, bound: float) -> float | None:
-    """Return the bound where it holds, which is for two ranks and the full measurement."""
+    """Return the bound; None unless it holds: for two ranks and the full measurement."""
     return bound if comm.size == 2 and not options.quick else None
 
 

@@ -17,9 +17,9 @@ from .rules import Rule
 __all__ = ["Ones", "PrivateArrays", "SharedStore", "Verb", "ZeroCopy", "host_ones", "kernels_problem", "open_store"]
 
 Settings = Mapping[str, Any]
-"""Arguments of :func:`mpikv.create`, its name included where that is not ``dist_sync``."""
+"""Arguments of :func:`mpikv.create`, with its name unless that is ``dist_sync``."""
 Ones = Callable[[tuple[int, ...]], Array]
-"""Returns ones of a shape, where the store's arrays are."""
+"""Returns ones of a shape, on the device of the store's arrays."""
 
 
 def host_ones(shape: tuple[int, ...]) -> Array:
@@ -28,13 +28,13 @@ def host_ones(shape: tuple[int, ...]) -> Array:
 
 
 def kernels_problem(kernels: str) -> str:
-    """Return why the store cannot compute with these kernels, or nothing."""
+    """Return why the store cannot use these kernels; empty if it can."""
     return "" if find_spec(kernels) else f"{kernels} is not installed"
 
 
 def open_store(keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> KVStore:
     """Return a store of ones under the keys, with the optimizer if there is one. Collective."""
-    # Whatever the environment says: the oracle adds from left to right, and cases name their kernels.
+    # Override the environment: the oracle sums from left to right, and cases name their kernels.
     kv = create(**{"name": "dist_sync", "deterministic": False, "kernels": "numpy", **settings})
     try:
         kv.init(keys.keys, [ones(shape) for shape in keys.shapes])
@@ -52,20 +52,20 @@ def _is_exact(kv: KVStore, rule: Rule | None) -> bool:
 
 
 class SharedStore:
-    """A store that several contenders use, made when it is first asked for."""
+    """A store for several contenders, made at first use."""
 
     def __init__(self, keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> None:
         self.rule, self._arguments = rule, (keys, rule, settings, ones)
         self._kv: KVStore | None = None
 
     def store(self) -> KVStore:
-        """Return the store. Collective at the first call."""
+        """Return the store. The first call is collective."""
         self._kv = self._kv or open_store(*self._arguments)
         return self._kv
 
 
 class Verb:
-    """One or two calls for a single key of a store that others use, too."""
+    """One or two calls for a single key of a shared store."""
 
     def __init__(self, kv: KVStore, rule: Rule | None, verb: str, value: Array, out: Array) -> None:
         """``verb`` is ``push``, ``pull``, ``pushpull`` or ``push, pull``."""
@@ -118,9 +118,7 @@ class PrivateArrays:
 
 
 class ZeroCopy:
-    """One pushpull of all keys whose gradients were written into the store's memory, and whose values are read
-    there.
-    """
+    """One pushpull of all keys; gradients are written into the store's memory, and values are read there."""
 
     def __init__(self, keys: KeySet, rule: Rule, settings: Settings, gradients: Sequence[Array]) -> None:
         self._kv, self._keys = open_store(keys, rule, settings), keys.keys

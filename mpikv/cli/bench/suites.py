@@ -1,4 +1,4 @@
-"""Which groups the names of the command line mean."""
+"""The groups behind the names of the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["groups"]
 
 
 def groups(comm: Any, options: Options) -> Iterator[Group]:
-    """Yield the chosen groups, each of which makes its arrays when its cases are made. Local."""
+    """Yield the chosen groups; each makes its arrays with its cases. Local."""
     for name in options.groups:
         if name == "push-pull":
             yield one_key(comm, options)

@@ -1,8 +1,8 @@
-"""The exchange of PyTorch's DistributedDataParallel, and a fused update, without the rest of a training step: on gloo,
-or on NCCL where the arrays are on GPUs.
+"""The exchange of PyTorch's DistributedDataParallel and a fused update, without the rest of a training step. It runs on
+gloo, or on NCCL for arrays on GPUs.
 
-PyTorch is never needed: where it is missing the case is left out. What is timed leaves out what makes DDP fast in a
-real step, which hides the exchange behind the backward pass.
+PyTorch is optional: without it the case is left out. The timing misses DDP's strength in a real step: it hides the
+exchange behind the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
 def gloo_problem(comm: Any) -> str:
-    """Return why ranks cannot be connected by PyTorch's gloo, or nothing. Collective."""
+    """Return why PyTorch's gloo cannot connect the ranks; empty if it can. Collective."""
     if why := _host_problem(comm):
         return why
     return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
@@ -41,7 +41,7 @@ def _host_problem(comm: Any) -> str:
 
 
 def torch_problem(comm: Any, rule: Rule, own: RankGpu | None = None) -> str:
-    """Return why the comparison with PyTorch cannot be made, or nothing. Collective. ``own`` is the rank's GPU."""
+    """Return why PyTorch cannot be compared; empty if it can. Collective. ``own`` is the rank's GPU."""
     if why := (gloo_problem if own is None else _host_problem)(comm):
         return why
     if rule.name == "lamb":
@@ -69,8 +69,8 @@ def _device(own: RankGpu | None) -> str:
 
 
 def connect_torch(comm: Any, library: str) -> Any:
-    """Connect the ranks of one host by a library of PyTorch's; return its module ``distributed``. Collective."""
-    # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
+    """Connect the ranks of one host by a library of PyTorch; return its module ``distributed``. Collective."""
+    # gloo takes the interface from this variable only; else it takes that of the host's name, or none.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed = import_module("torch.distributed")
 
@@ -89,15 +89,15 @@ def connect_torch(comm: Any, library: str) -> Any:
 class TorchBuckets:
     """Gradients as views of flat buckets, in reverse order; an asynchronous all_reduce of each; a fused optimizer.
 
-    As DDP, it averages. The rate of SGD is multiplied by the number of ranks and the epsilon of Adam divided by it, so
-    that the mean makes the same as the sum.
+    Like DDP it averages. SGD's rate is multiplied by the number of ranks, and Adam's epsilon divided by it; so the mean
+    has the same effect as the sum.
     """
 
     exact = False
 
     def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule, own: RankGpu | None = None) -> None:
-        """Collective. gloo uses the loopback interface, and one thread computes on each rank. On ``own``, a GPU, all is
-        queued on the stream of the measurement, for which NCCL's own is waited for.
+        """Collective. gloo uses the loopback interface, and each rank one thread. With ``own``, a GPU, all work is
+        queued on the measurement's stream, and this stream waits for NCCL's.
         """
         self._torch, self._size, self._own, self._device = import_module("torch"), comm.size, own, _device(own)
         if own is None:
@@ -119,7 +119,7 @@ class TorchBuckets:
         return context
 
     def _fill_buckets(self, gradients: Sequence[Array]) -> list[Any]:
-        """Return the buckets, and make each gradient the view of its part of one."""
+        """Return the buckets, and make each gradient a view of its part."""
         buckets = []
         for members in _bucketed([gradient.nbytes for gradient in gradients]):
             bucket = self._torch.empty(sum(gradients[key].size for key in members), device=self._device)
@@ -133,7 +133,7 @@ class TorchBuckets:
         return buckets
 
     def step(self) -> None:
-        # After the first step the buckets hold the mean, which averaging does not change.
+        # After the first step the buckets hold the mean; averaging again does not change it.
         with self._on_stream():
             works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
             for work, bucket in zip(works, self._buckets, strict=True):
@@ -150,7 +150,7 @@ class TorchBuckets:
 
 
 def _optimizer(weights: Sequence[Any], rule: Rule, size: int) -> Any:
-    """Return the fused optimizer of a rule for sums of so many ranks, to be given their means."""
+    """Return a rule's fused optimizer; given means over ``size`` ranks, it updates as by their sums."""
     options, optimizers = rule.options, import_module("torch.optim")
     if rule.name == "sgd":
         rate = size * options["learning_rate"]
@@ -161,7 +161,7 @@ def _optimizer(weights: Sequence[Any], rule: Rule, size: int) -> Any:
 
 
 def _bucketed(nbytes: Sequence[int]) -> list[list[int]]:
-    """Return the keys of each bucket: from the last key to the first, and none fuller than it must be.
+    """Return the keys of each bucket, from the last key to the first; a bucket ends when it is full.
 
     >>> _bucketed([30 << 20, 20 << 20, 10 << 20, 600_000, 600_000])
     [[4, 3], [2, 1], [0]]

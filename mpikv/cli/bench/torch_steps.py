@@ -1,7 +1,7 @@
-"""Training steps of PyTorch models: what the exchange of gradients adds to a step, beside DDP over gloo, and an update
-that is shared out among ranks, beside the whole one.
+"""Training steps of PyTorch models: the cost of exchanging gradients, beside DDP over gloo; and an optimizer's step
+shared among ranks, beside the whole step on each.
 
-What makes DDP fast in a real step, which hides the exchange behind the backward pass, is part of what is timed here.
+The timing includes DDP's strength in a real step: it hides the exchange behind the backward pass.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["training_steps"]
 
 _ROUNDS, _QUICK_ROUNDS = 21, 2
 
-# Of each rank: images, and sentences of so many words.
+# Per rank: images; sentences, and words per sentence.
 _IMAGES, _SENTENCES, _WORDS = 8, 4, 64
 
 
 def training_steps(comm: Any, options: Options, name: str) -> Group:
-    """Return the group of that name."""
+    """Return the group with that name."""
     torch_is_missing = find_spec("torch") is None
     title, build = _MODELS[name]
     shapes = () if torch_is_missing else tuple(tuple(one.shape) for one in build(options.quick)[0].parameters())
@@ -41,7 +41,7 @@ def training_steps(comm: Any, options: Options, name: str) -> Group:
         options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
         {case: unless(lambda: gloo_problem(comm), factory) for case, factory in cases.items()},
         comparisons,
-        # Each rank: weights, gradients and momentum of each case, and what is made on the way.
+        # Per rank: weights, gradients and momentum of each case, and intermediate values.
         needed_bytes=keys.nbytes * comm.size * 5 * len(cases),
     )
 
@@ -101,7 +101,7 @@ class _TrainingStep:
     exact = None
 
     def __init__(self, build: Model, quick: bool, attach: Callable[[Any, Any], Any]) -> None:
-        """Collective. One thread computes on each rank."""
+        """Collective. Each rank uses one thread."""
         torch = import_module("torch")
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -124,12 +124,12 @@ class _TrainingStep:
 
 
 class _Update:
-    """The step of Muon on the matrices of a model, whose gradients stay as they are."""
+    """A step of Muon on a model's matrices; the gradients stay as they are."""
 
     exact = None
 
     def __init__(self, build: Model, quick: bool, attach: Callable[[Any, Any], Any]) -> None:
-        """Collective. One thread computes on each rank."""
+        """Collective. Each rank uses one thread."""
         torch = import_module("torch")
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -187,7 +187,7 @@ def _residual(body: Any, shortcut: Any) -> Any:
 
 
 def _bert(quick: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return six layers like BERT's, of half its width, with all of its words, and a batch."""
+    """Return six layers like BERT's, of half its width and with its whole vocabulary, and a batch."""
     torch = import_module("torch")
     nn = torch.nn
     width, words = (48, 500) if quick else (384, 30522)

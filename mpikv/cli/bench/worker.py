@@ -1,6 +1,6 @@
-"""What every rank of a measurement runs, and the report that rank 0 makes of it.
+"""The program of each rank in a measurement, and rank 0's report.
 
-A report is made of dicts, lists, texts and numbers, as JSON has them; times are in seconds and sizes in bytes.
+A report consists of dicts, lists, texts and numbers, as in JSON; times are in seconds and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Result = TypeVar("Result")
 
 _LOOK = 0.5
 _SETTINGS = ("MPIKV_", "MPIR_CVAR_", "OMPI_MCA_")
-# What Open MPI's launcher always tells.
+# Variables always set by Open MPI's launcher.
 _FACTS = ("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type")
 
 
 def run(options: Options) -> Report | None:
     """Measure on the ranks of a launch; return the report on rank 0 and None on the others.
 
-    Collective over all ranks of the launch. Where the ranks were started for it, the report goes to a file instead.
+    Collective over all ranks of the launch. If this command started the ranks, the report goes to a file instead.
     """
     from mpi4py import MPI
 
@@ -110,10 +110,10 @@ def _library(mpi: Any) -> str:
 def _pin(comm: Any, mpi: Any, options: Options) -> Report:
     """Give each rank a core of its own, if there are enough on every host."""
     host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    # A launcher may have bound each rank to cores of its own.
+    # The union: a launcher may have bound each rank to cores of its own.
     cores = machine.one_per_core(set().union(*host.allgather(os.sched_getaffinity(0))))
     crowded = any(comm.allgather(host.size > len(cores)))
-    # Beside a GPU's rank there are threads of NCCL and of CUDA.
+    # A rank with a GPU needs more cores: NCCL and CUDA have threads of their own.
     pinned = options.pin and not crowded and options.device == "host"
     if pinned:
         os.sched_setaffinity(0, {cores[host.rank]})
@@ -122,7 +122,7 @@ def _pin(comm: Any, mpi: Any, options: Options) -> Report:
 
 
 def _settings() -> dict[str, str]:
-    """Return the variables that change how fast a store or an MPI library is."""
+    """Return the variables that change the speed of a store or an MPI library."""
     environ = sorted(clean(environment()).items())
     return {name: value for name, value in environ if name.startswith(_SETTINGS) and name not in _FACTS}
 
@@ -163,7 +163,9 @@ def _measure_group(comm: Any, group: Group, progress: Progress, clock: Clock) ->
 
 
 def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str], dict[str, list[Report]]]:
-    """Make and warm the cases; return them, why others are left out, and what each added to every rank's memory."""
+    """Make and warm the cases; return them, the reasons of missing ones, and each case's growth of every rank's memory.
+    Collective.
+    """
     cases: list[Case] = []
     skipped: dict[str, str] = {}
     memory: dict[str, list[Report]] = {}
@@ -184,7 +186,7 @@ def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str], dict[str
 
 
 def _made(comm: Any, name: str, factory: Factory) -> Case:
-    """Return a case that every rank has made and run once; else raise :class:`Skipped` on every rank. Collective."""
+    """Make a case and run it once on every rank; or raise :class:`Skipped` on every rank. Collective."""
     case = Case(name, _together(comm, _together(comm, factory)))
     try:
         _together(comm, case.run_once)
@@ -196,8 +198,8 @@ def _made(comm: Any, name: str, factory: Factory) -> Case:
 
 
 def _together(comm: Any, work: Callable[[], Result]) -> Result:
-    """Return what the work returns; raise :class:`Skipped` on every rank if it failed on any: the others would wait for
-    that one in the next collective. Collective.
+    """Return the result of ``work``; raise :class:`Skipped` on every rank if it failed on one. Otherwise the others
+    would wait for that rank in the next collective call. Collective.
     """
     problem = ""
     try:
@@ -212,22 +214,22 @@ def _together(comm: Any, work: Callable[[], Result]) -> Result:
 
 
 def _before() -> Memory:
-    # What other cases left behind must not be freed, nor found again, during the next.
+    # Memory of other cases must not be freed, nor reused, during the next case.
     gc.collect()
     forget_peak()
     return Memory.now()
 
 
 def _growth(before: Memory) -> Report:
-    """Return what was added since, and the peak of all that is resident."""
+    """Return the growth of memory since ``before``, and the peak of all resident memory."""
     now = Memory.now()
     return {name: value - vars(before)[name] for name, value in vars(now).items()} | {"peak": now.peak}
 
 
 def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
-    """Return which cases have wrong results on any rank, and what is wrong. Collective."""
+    """Return the error of each case with a wrong result on any rank. Collective."""
     for case in cases:
-        # What is not checked may write to the arrays of what is, which therefore steps once more.
+        # An unchecked case may write to a checked case's arrays; so the checked case steps once more.
         if case.contender.exact is not None:
             case.run_once()
     found: dict[str, str] = {}
@@ -239,7 +241,7 @@ def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
 
 
 def _compare(cases: list[Report], group: Group) -> list[Report]:
-    """Return the wanted ratios of which both sides were measured."""
+    """Return the wanted ratios, if both sides were measured."""
     seconds = {case["name"]: np.array(case["seconds"]) for case in cases}
 
     def median(case: str, beyond: str | None) -> float:
@@ -249,7 +251,7 @@ def _compare(cases: list[Report], group: Group) -> list[Report]:
     for one in group.comparisons:
         if one.ours in seconds and one.peer in seconds:
             ours, peer = (median(case, one.beyond) for case in (one.ours, one.peer))
-            # What is left of two times may be noise.
+            # A difference of two times may be noise, and negative.
             ratio = ours / peer if min(ours, peer) > 0 else None
             compared.append(vars(one) | {"ratio": ratio, "ours_median": ours, "peer_median": peer})
     return compared
