@@ -6,18 +6,21 @@ A store with as many ranks and the same codec restores them. In any other store 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..cluster.printing import warn
 from ..engine.alltoallv import gather
 from ..engine.compression import ensure_residuals
-from ..engine.exchange import Exchange
 from ..engine.keys import Entry
 from ..protocols import Array
 from .chunks import Piece, cut, cut_array
 from .header import CHUNK, CodecArray, Column, Header, Kind, number_alike, parse_dtype
 from .saving import Span
+
+if TYPE_CHECKING:
+    from ..engine.exchange import Exchange
 
 __all__ = ["add_residuals", "list_residuals", "make_room", "place_residuals", "restores_residuals"]
 

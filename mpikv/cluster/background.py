@@ -17,23 +17,15 @@ from typing import Any
 
 from ..errors import Closed, TransportError, Unsupported, noted, text_of
 from .printing import warn
-from .runtime import present
+from .runtime import here, present
 from .tracebacks import hidden_from_pytest, hide_frames
 
-__all__ = ["Pending", "Work", "makes_calls", "urgency"]
+__all__ = ["Pending", "Work", "urgency"]
 
 __tracebackhide__ = hidden_from_pytest
 
 # Seconds between two looks at another thread's running call: nobody notifies this condition when it ends.
 _SHORT = 1e-3
-
-
-_here = threading.local()
-
-
-def makes_calls() -> bool:
-    """Return whether this thread makes ``wait=False`` calls for the threads that issued them. Local."""
-    return hasattr(_here, "makes_calls")
 
 
 class Work:
@@ -256,7 +248,7 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
-        _here.makes_calls = True
+        here.makes_calls = True
         while queued := self._await():
             with self._on_worker():
                 work = self._make_next(queued)

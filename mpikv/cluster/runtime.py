@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Protocol
 
-__all__ = ["OfMessages", "Peer", "Runtime", "enter", "owned", "present", "system_function"]
+__all__ = ["OfMessages", "Peer", "Runtime", "enter", "here", "owned", "present", "system_function"]
 
 
 class OfMessages(partial[bool]):
@@ -117,21 +117,23 @@ _SYSTEM: Runtime = _System()
 
 
 class _Here(threading.local):
-    # A class attribute: a new thread finds the real system without an __init__ per thread.
+    # Class attributes: a new thread finds the real system without an __init__ per thread.
     runtime: Runtime = _SYSTEM
+    makes_calls = False
+    """Whether this thread makes ``wait=False`` calls for the threads that issued them."""
 
 
-_here = _Here()
+here = _Here()
 
 
 def present() -> Runtime:
     """Return the runtime of this thread."""
-    return _here.runtime
+    return here.runtime
 
 
 def owned(kind: str) -> list[Any]:
     """Return the list of this rank's process for objects of one kind."""
-    return _here.runtime.owned.setdefault(kind, [])
+    return here.runtime.owned.setdefault(kind, [])
 
 
 @cache
@@ -149,4 +151,4 @@ def system_function(name: str) -> Any:
 
 def enter(runtime: Runtime) -> None:
     """Make this thread one of a simulation."""
-    _here.runtime = runtime
+    here.runtime = runtime

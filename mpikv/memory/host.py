@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..arrays import arrays
-from ..cluster.background import makes_calls
 from ..cluster.printing import warn
+from ..cluster.runtime import here
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Transport
 from .stream_order import HostOrder
@@ -152,7 +152,7 @@ class HostMemory:
 
     def _copied(self, value: Any) -> tuple[Gpu, Array]:
         """Return the same for an array about to be copied to the host; warn once per store."""
-        if self._find is not None and makes_calls():
+        if self._find is not None and here.makes_calls:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"

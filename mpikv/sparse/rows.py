@@ -10,14 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from math import gcd, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..arrays.arrays import accumulator
 from ..engine.calls import Confirm, Steps
-from ..engine.exchange import Exchange
 from ..engine.keys import Entry
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted
@@ -26,6 +25,9 @@ from ..memory.workspace import ALIGNMENT
 from ..optimizers.updaters import CallableUpdater
 from ..protocols import Array, Key, Placement, Workspace
 from .messages import Kind, Selected, row_messages
+
+if TYPE_CHECKING:
+    from ..engine.exchange import Exchange
 
 __all__ = ["Rows", "check_updater"]
 

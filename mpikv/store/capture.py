@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.arrays import lies_elsewhere
 from ..cluster.agreement import Agreement
@@ -25,13 +25,15 @@ from ..engine.plan import Plan
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import RowSparse
 from ..protocols import Graph, StepTable, Updater
-from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import Filled
 from ..verbs.row_arguments import Brought
 from .door import Door, State
+
+if TYPE_CHECKING:
+    from ..verbs import Verbs
 
 __all__ = ["CapturedStep", "Fixed", "prepare_capture"]
 

@@ -12,10 +12,10 @@ import numpy as np
 from .. import optimizers
 from ..arrays.arrays import quiet, run_quietly
 from ..cluster.agreement import Agreement
-from ..cluster.background import Pending, Work, makes_calls, urgency
+from ..cluster.background import Pending, Work, urgency
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.process_group import ProcessGroup
-from ..cluster.runtime import owned
+from ..cluster.runtime import here, owned
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..compute.kernels import find_codec, find_kernels
@@ -1274,7 +1274,7 @@ def lost_stores() -> list[KVStore]:
 
 def let_gpus_queue(but: KVStore | None = None) -> None:
     """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
-    for store in () if makes_calls() else tuple(open_stores()):
+    for store in () if here.makes_calls else tuple(open_stores()):
         if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()
 

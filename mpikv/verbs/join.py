@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cluster.calls import CallReport, PreparedCall
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.plan import Plan
 from ..errors import RankMismatch
-from .push_pull import PushPull
-from .rows import RowVerbs
+
+if TYPE_CHECKING:
+    from .push_pull import PushPull
+    from .rows import RowVerbs
 
 __all__ = ["Join"]
 

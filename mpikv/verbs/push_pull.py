@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..cluster.calls import Call, PreparedCall
 from ..engine.calls import Confirm, Contribution, Steps
@@ -16,7 +16,9 @@ from .comparison import Comparison
 from .operands import Operands, given_to_fill
 from .renewed import Filled, answer
 from .row_arguments import Brought, asks_rows
-from .rows import RowVerbs
+
+if TYPE_CHECKING:
+    from .rows import RowVerbs
 
 __all__ = ["PushPull"]
 
