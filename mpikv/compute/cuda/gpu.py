@@ -1,11 +1,11 @@
-"""CuPy behind the seam: a GPU of this host, as a store needs one, and NCCL.
+"""CuPy's GPU for a store, and NCCL: the only module that calls CuPy's devices and streams.
 
-CuPy is imported where a GPU store is asked for and nowhere else: that takes a third of a second, and most machines do
-not have it. Whatever is missing is named by itself, with the line that installs it, before anything of CUDA is made:
-CuPy's own objects complain on stderr when they are destroyed on a machine without a driver.
+A GPU store imports CuPy, and nothing else does: the import takes a third of a second, and most machines lack CuPy. Each
+missing part is named by itself, with the line that installs it, before any CUDA object is made: CuPy's own objects
+complain on stderr when they are destroyed on a machine without a driver.
 
-A thread has one present GPU, and the work of a stream must be given to it while its GPU is the present one; callers may
-have another. So every call here makes its GPU the present one meanwhile.
+A thread has one current GPU, and a stream takes work only while its own GPU is current. Callers may have another one.
+So every call here makes its GPU current, and restores the caller's.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from .sharing import share_gpus
 __all__ = ["CupyGpu", "Staging", "choose_gpu", "count_gpus", "find_cupy", "find_gpu", "find_nccl", "gpu_of", "has_cupy"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
-# DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
+# DLPack's kDLCUDA and kDLCUDAManaged (memory that migrates to its user).
 _DEVICE, _MANAGED = 2, 13
-# Numbers of priority end at -5 or so, and CUDA takes what is beyond for the highest.
+# The highest priority is about -5; CUDA clamps lower numbers to it.
 _HIGHEST = -100
-# cudaErrorMemoryAllocation, of which CuPy has no name.
+# cudaErrorMemoryAllocation; CuPy has no name for it.
 _OUT_OF_MEMORY = 2
-# cudaErrorInsufficientDriver: that of no driver, too.
+# cudaErrorInsufficientDriver; CUDA also returns it without any driver.
 _INSUFFICIENT_DRIVER = 35
 # The driver, and its CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
 _DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
-# cudaErrorNotReady, of which it has none either.
+# cudaErrorNotReady; CuPy has no name for it.
 _NOT_READY = 600
+# Staging in two pieces of 4 MiB: the GPU copies one, while the host fills or empties the other.
 _PIECE, _PIECES = 4 << 20, 2
-# Threads may share it: it remembers nothing.
+# Threads may share it, since it has no state.
 _STAYS = nullcontext()
 
 _device_of, _address_of = attrgetter("data.device_id"), attrgetter("data.ptr")
@@ -60,18 +61,18 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
     """Return the GPU of a rank. Local.
 
-    It becomes the thread's present GPU, so that arrays which are made from now on lie on it.
+    It becomes the thread's current GPU, so new arrays lie on it.
 
     Args:
-        local_rank: the number of the rank among those of its host, which is the number of its GPU.
-        local_size: how many ranks the host has.
-        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast. NCCL
-            and CuPy are told by this process's environment, which they read when they are first used.
-        visible: what CUDA_VISIBLE_DEVICES says, None where it is not set. Where it names one GPU, a launcher may have
-            given each rank one of its own, which all of them know by the number 0.
+        local_rank: the rank's number on its host; it is the number of its GPU, too.
+        local_size: the number of ranks on the host.
+        sharing: ranks share GPUs, in turn, if there are too few. For tests: it shows correctness, not speed. The
+            settings reach NCCL and CuPy by this process's environment, read at their first use.
+        visible: the value of CUDA_VISIBLE_DEVICES; None if unset. If it names one GPU, a launcher may have given each
+            rank its own GPU; every rank then knows its GPU by the number 0.
 
     Raises:
-        TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
+        TransportUnavailable: CuPy or a GPU is missing, there are fewer GPUs than ranks, or the GPU is unusable.
     """
     if sharing:
         launch = launch_of()
@@ -87,7 +88,7 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
 
 
 def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visible: str | None) -> int:
-    """Return the number of the GPU of a rank, of ``count`` that it can see. The arguments are :func:`find_gpu`'s.
+    """Return the number of a rank's GPU among ``count`` visible ones. Arguments as for :func:`find_gpu`. Local.
 
     >>> choose_gpu(8, 3, 8, False, None), choose_gpu(1, 3, 8, False, "GPU-5e8c"), choose_gpu(2, 3, 4, True, None)
     (3, 0, 1)
@@ -110,7 +111,7 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
 
 
 def find_nccl() -> Any:
-    """Return the module ``cupy.cuda.nccl``, with its library. Local, and the same with a GPU and without.
+    """Return the module ``cupy.cuda.nccl`` with its library. Local; it needs no GPU.
 
     Raises:
         TransportUnavailable: CuPy or the library is missing.
@@ -130,7 +131,7 @@ def find_nccl() -> Any:
 
 
 class _Known(threading.local):
-    """The GPUs of arrays that a thread has met, so that no thread waits for the copies of another."""
+    """GPUs of the arrays seen by a thread; one object per thread, so that no thread waits for another's copies."""
 
     def __init__(self) -> None:
         self.gpus: dict[int, CupyGpu] = {}
@@ -140,11 +141,11 @@ _known = _Known()
 
 
 def gpu_of(value: Any) -> CupyGpu:
-    """Return the GPU on which an array of any library lies, for this thread. It need not be the present one. Local.
+    """Return the GPU of another library's array, for this thread. It need not be the current one. Local.
 
     Raises:
-        TransportUnavailable: CuPy is missing, which copies such arrays, or that GPU, or its driver.
-        Unsupported: it lies on a device of another kind.
+        TransportUnavailable: CuPy, the GPU or its driver is missing.
+        Unsupported: the array is on a device of another kind.
     """
     kind, ordinal = map(int, value.__dlpack_device__())
     if kind not in (_DEVICE, _MANAGED):
@@ -160,7 +161,7 @@ def gpu_of(value: Any) -> CupyGpu:
 
 
 def has_cupy() -> bool:
-    """Return whether CuPy is installed, if only to be in the way. Local; imports nothing."""
+    """Return whether CuPy is installed, or another module of its name. Local; imports nothing."""
     return sys.modules.get("cupy") is not None or _is_installed("cupy")
 
 
@@ -179,7 +180,7 @@ def find_cupy(what: str = "sums on GPUs") -> Any:
         import cupy
     except ImportError as error:
         raise TransportUnavailable(f"{what} need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
-    except OSError as error:  # it makes a folder for compiled kernels in the home directory
+    except OSError as error:  # CuPy makes a folder for compiled kernels in the home directory
         raise TransportUnavailable(
             f"CuPy cannot be imported ({brief(str(error))}); let CUPY_CACHE_DIR name a folder that can be written to"
         ) from error
@@ -187,10 +188,10 @@ def find_cupy(what: str = "sums on GPUs") -> Any:
 
 
 def count_gpus(cupy: Any, visible: str | None) -> int:
-    """Return how many GPUs this process sees, 1 at least. Local.
+    """Return the number of visible GPUs, at least 1. Local.
 
     Raises:
-        TransportUnavailable: it sees none.
+        TransportUnavailable: none is visible.
     """
     why, advice = "the driver sees none", "nvidia-smi lists the GPUs of this host"
     try:
@@ -211,7 +212,7 @@ def count_gpus(cupy: Any, visible: str | None) -> int:
 
 
 def _translated(method: Method) -> Method:
-    """Let what CUDA raises in a method leave as TransportError, and as MemoryError where it is out of memory."""
+    """Make the GPU current in a method. Raise CUDA's errors as TransportError, or as MemoryError if memory is short."""
 
     @wraps(method)
     def translated(self: CupyGpu, *arguments: Any) -> Any:
@@ -231,8 +232,8 @@ def _translated(method: Method) -> Method:
 
 
 def _failing(text: str) -> Callable[[Method], Method]:
-    """Make the GPU of a method's object the present one, and let what CUDA raises leave as TransportError: this text,
-    with the name of the GPU, and why.
+    """Make the object's GPU current in a method. Raise CUDA's errors as TransportError, with this text and the GPU's
+    name.
     """
 
     def decorate(method: Method) -> Method:
@@ -253,7 +254,7 @@ def _failing(text: str) -> Callable[[Method], Method]:
 
 
 class CupyGpu:
-    """The :class:`~mpikv.protocols.Gpu` of CuPy. Threads that copy to the host or from it do so one after the other."""
+    """The :class:`~mpikv.protocols.Gpu` of CuPy. Copies between host and GPU from several threads run in turn."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
         self.cupy = cupy
@@ -262,18 +263,18 @@ class CupyGpu:
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
         self.present_number: Callable[[], int] = self.cuda.runtime.getDevice
-        """Returns the number of the thread's present GPU."""
-        # CuPy reads the 16 bytes as a text that a zero ends; the place on the bus tells apart what that leaves equal.
+        """Returns the number of the thread's current GPU."""
+        # CuPy cuts the 16 bytes at a zero, so two GPUs may get equal ids; the PCI bus address makes them distinct.
         uuid = self.cuda.runtime.getDeviceProperties(ordinal)["uuid"][:16].hex()
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
         self._making = threading.Lock()
-        # By the identities of tensors, until they are gone.
+        # By the id of a tensor, until the tensor is gone.
         self._tensors: dict[int, _Tensor] = {}
-        # All that were made, so that CuPy's own finalizer does not destroy those of a cycle that is collected.
+        # All events ever made: in a collected cycle, CuPy's finalizer would destroy one that is still in use.
         self._events = list[Any]()
         self.spare_events = deque[Any]()
-        """Those of CuPy's events that no point refers to any more. Threads take them and give them back at once."""
+        """CuPy's events without an owner. Threads take and return them without a lock: deque is atomic."""
 
     def _lacking(self, error: Exception) -> MemoryError:
         why = str(error).rstrip(".")
@@ -283,20 +284,20 @@ class CupyGpu:
         )
 
     def present(self) -> Any:
-        """Return a context in which this is the thread's present GPU."""
+        """Return a context that makes this the thread's current GPU."""
         if self.present_number() == self.ordinal:
             return _STAYS
-        # A new one each time: CuPy's remembers in itself what was present before, so threads must not share one.
+        # A new one each time: CuPy's object stores the previous GPU in itself, so threads must not share one.
         return self.cuda.Device(self.ordinal)
 
     def use(self) -> None:
-        """Make this the thread's present GPU, as a new thread has to before it calls a library of CUDA."""
+        """Make this the thread's current GPU, as a new thread must before it calls a CUDA library."""
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
-        # CuPy has no name for it. The driver's library is there where a GPU is.
+        # CuPy lacks this call. The driver's library exists wherever a GPU is.
         status = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if status:
             raise TransportError(f"CUDA failed on {self.name}, in 'cuThreadExchangeStreamCaptureMode': status {status}")
@@ -310,7 +311,7 @@ class CupyGpu:
 
     @_translated
     def capturing(self) -> bool:
-        # Torch has a present stream of its own. It may be missing, or be imported by another thread just now.
+        # Torch has its own current stream. The module may be missing, or half imported by another thread.
         torch_captures = getattr(sys.modules.get("torch.cuda"), "is_current_stream_capturing", bool)
         return bool(torch_captures() or self.cuda.get_current_stream(self.ordinal).is_capturing())
 
@@ -354,12 +355,12 @@ class CupyGpu:
                 raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
 
     def _adopt_tensor(self, tensor: Any, ordered: bool) -> Array:
-        """Return an array over the memory of a tensor of torch, which is made once as long as the tensor lives and lies
-        where it is: to ask torch for its memory takes as long as a launch.
+        """Return an array over a torch tensor's memory. It is cached as long as the tensor lives and keeps its memory:
+        asking torch takes as long as a launch.
         """
         try:
             here = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        except RuntimeError:  # of one that is sparse, or has no memory: which DLPack refuses in better words
+        except RuntimeError:  # a sparse tensor, or one without memory: DLPack's error says it better
             return self._adopt(tensor.detach())
         known = self._tensors.get(id(tensor))
         if known is not None and known.where == here and (ordered or self._shares_stream()):
@@ -370,8 +371,8 @@ class CupyGpu:
         return array
 
     def _shares_stream(self) -> bool:
-        """Return whether torch's present stream is CuPy's. Where it is not, torch brings both in order itself, when it
-        is asked for its memory.
+        """Return whether torch and CuPy have the same current stream. If not, torch orders the two when it is asked for
+        the memory.
         """
         of_torch = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
         return of_torch is not None and of_torch(self.ordinal) == self.cuda.get_current_stream(self.ordinal).ptr
@@ -407,10 +408,10 @@ class CupyGpu:
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
     def event(self) -> Any:
-        """Return an event of CuPy's that nobody else refers to, to be recorded. This is the present GPU."""
+        """Return an event of CuPy without an owner, to be recorded. The GPU must be current."""
         try:
-            # A stream that was told to wait for it, and has not come there, goes on waiting for what was recorded
-            # before: CUDA looks at an event when a wait is queued, and later records do not change that wait.
+            # It may be reused although a stream still waits for it: CUDA binds a wait to the event's last record when
+            # the wait is queued (cudaStreamWaitEvent), and later records do not change that.
             return self.spare_events.pop()
         except IndexError:
             self._events.append(made := self.cuda.Event(disable_timing=True))
@@ -453,7 +454,7 @@ class CupyGpu:
 
     @_translated
     def mark(self) -> CupyMark:
-        """Return a point in the work of the present stream, of which the GPU notes the time. For measurements."""
+        """Return a mark in the current stream's work; the GPU records its time. For measurements."""
         return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
 
     @_translated
@@ -494,10 +495,10 @@ class CupyGpu:
 
 
 class _Tensor(NamedTuple):
-    """What is known of a tensor of torch."""
+    """A cached torch tensor."""
 
     gone: Any
-    """Forgets it when it is."""
+    """A weak reference; its callback removes the cache entry."""
     where: tuple[Any, ...]
     """Its address, shape, strides and dtype."""
     array: Array
@@ -509,14 +510,15 @@ def _forget(known: dict[int, _Tensor], name: int, gone: object) -> None:
 
 
 class _Ordered:
-    """A tensor of torch that CuPy's present stream comes after. Torch would have it come after all that its own present
-    stream of this thread was given, too.
+    """A torch tensor, ordered after the work of CuPy's current stream only. By default torch would order it after its
+    own current stream, too.
     """
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        # -1: the DLPack protocol's "do not synchronize".
         return self._tensor.__dlpack__(stream=-1, **options)
 
     def __dlpack_device__(self) -> Any:
@@ -532,7 +534,7 @@ class CupyStream:
         self.beneath = stream
         self._entered: _Entered | None = None
 
-    # CUDA knows the default stream, and makes an event, of the present GPU only.
+    # CUDA resolves the default stream, and makes an event, for the current GPU only.
 
     @_failing("nothing can be queued on {0}")
     def record(self) -> Event:
@@ -548,7 +550,7 @@ class CupyStream:
 
     @_failing("work of {0} cannot be recorded")
     def begin_capture(self) -> None:
-        # Relaxed: other threads, as the watchdog's, may ask for their events meanwhile.
+        # Relaxed mode: other threads, such as the watchdog's, may query events during a capture.
         self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
 
     @_failing("work of {0} could not be recorded")
@@ -556,7 +558,7 @@ class CupyStream:
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
-        # Few are entered of those that are made for each call.
+        # Most stream objects are made for one call and never entered; so the state is made here.
         self._entered = entered = self._entered or _Entered()
         gpu = self.gpu
         other = None if gpu.present_number() == gpu.ordinal else gpu.cuda.Device(gpu.ordinal)
@@ -574,16 +576,14 @@ class CupyStream:
 
 
 class _Entered(threading.local):
-    """What leads a thread back to its GPU of before, as often as it has entered a stream; None where it had this
-    one.
-    """
+    """A thread's way back to its earlier GPUs, one for each stream entered; None where the GPU was current already."""
 
     def __init__(self) -> None:
         self.others: list[Any] = []
 
 
 class CupyGraph:
-    """The :class:`~mpikv.protocols.Graph` of CuPy, which destroys CUDA's when nothing refers to its own any more."""
+    """The :class:`~mpikv.protocols.Graph` of CuPy. CuPy destroys CUDA's graph with its last reference."""
 
     def __init__(self, gpu: CupyGpu, graph: Any) -> None:
         self.gpu = gpu
@@ -591,7 +591,7 @@ class CupyGraph:
 
     @_failing("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
-        if (graph := self._graph) is None:  # another thread gives it up
+        if (graph := self._graph) is None:  # another thread has discarded it
             raise TransportError(f"the graph recorded on {self.gpu.name} was discarded")
         graph.launch()
 
@@ -600,9 +600,9 @@ class CupyGraph:
 
 
 class CupyEvent:
-    """The :class:`~mpikv.protocols.Event` of CuPy, whose own takes every error of CUDA for "not yet".
+    """The :class:`~mpikv.protocols.Event` of CuPy. CuPy's own event takes every CUDA error for "not yet".
 
-    When nobody refers to it any more, its own is recorded again. So that must not leave it.
+    Without references it returns CuPy's event for reuse. So that event must not leave this object.
     """
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
@@ -610,7 +610,7 @@ class CupyEvent:
         self._gpu = gpu
 
     def __del__(self) -> None:
-        # In a cycle that is collected others may call this one yet, which then has none.
+        # In a collected cycle another finalizer may still call this object; it then has no event.
         beneath, self.beneath = self.beneath, None
         self._gpu.spare_events.append(beneath)
 
@@ -625,47 +625,47 @@ class CupyEvent:
 
 
 class CupyMark:
-    """A point in the work of a stream, and when the GPU came there."""
+    """A mark in a stream's work, with the time of the GPU there."""
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
         self.gpu, self.beneath = gpu, beneath
 
     @_failing("what was queued on {0} failed")
     def seconds_to(self, later: CupyMark) -> float:
-        """Wait until the GPU has come to a later mark, and return the seconds between them.
+        """Wait until the GPU has reached a later mark, and return the seconds between them.
 
         Raises:
-            TransportError: what was queued has failed.
+            TransportError: queued work has failed.
         """
         later.beneath.synchronize()
         return float(self.gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
 
 
 _left: deque[tuple[Array, Any]] = deque()
-"""Pinned memory that nobody needs any more, and the event behind the last copy of each piece."""
+"""Pinned memory without an owner, each piece with the event of its last copy."""
 
 
 class Staging:
-    """Pinned memory, in pieces, through which arrays of the host travel: while one piece is on its way, the host fills
-    or empties another. A GPU reads and writes pinned memory by itself, and pageable memory only by the driver's hand.
+    """Pinned memory for copies between host and GPU, in pieces: one is in flight while the host fills or empties
+    another. A GPU accesses pinned memory by itself; for pageable memory the driver must copy.
     """
 
     def __init__(self, pieces: Sequence[Array], move: Callable[[int, int, int], None], now: Callable[[], Any]) -> None:
-        """``move(target, source, nbytes)`` queues a copy; ``now()`` returns an event behind what is queued."""
+        """``move(target, source, nbytes)`` queues a copy; ``now()`` records an event after queued work."""
         self._pieces: deque[tuple[Array, Any]] = deque((piece, None) for piece in pieces)
         self._move = move
         self._now = now
-        # A weight keeps the GPU that it was given to with, in whichever thread it is used.
+        # The weight of a Trainer keeps its GPU, and any thread may use the weight.
         self._using = threading.Lock()
         finalize(self, _leave, self._pieces).atexit = False
         for _ in range(len(_left)):
-            with suppress(IndexError):  # others may do so, too
+            with suppress(IndexError):  # another thread may empty it, too
                 left = _left.popleft()
                 if not left[1].done:
                     _left.append(left)
 
     def upload(self, source: Array, target: int) -> None:
-        """Queue a copy of bytes to an address. They may be changed when this returns."""
+        """Queue a copy of bytes to an address. The caller may change them on return."""
         with self._using:
             for start, piece in self._cut(source.size):
                 part = source[start : start + piece.size]
@@ -673,7 +673,7 @@ class Staging:
                 self._send(piece, target + start, piece.ctypes.data, part.size)
 
     def download(self, source: int, target: Array) -> None:
-        """Fill bytes from an address, and wait until they are there."""
+        """Fill bytes from an address, and wait for them."""
         coming: deque[tuple[Array, Array, Any]] = deque()
         with self._using:
             for start, piece in self._cut(target.size):
@@ -685,7 +685,7 @@ class Staging:
                 _arrive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """Yield where each part begins, and a piece of memory that is free for it."""
+        """Yield the begin of each part, with a free piece of pinned memory."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]
@@ -703,7 +703,7 @@ class Staging:
 
 
 def _leave(pieces: deque[tuple[Array, Any]]) -> None:
-    # CuPy gives pinned memory back to whoever asks next, though a copy is on its way: as where a thread has ended.
+    # CuPy gives freed pinned memory to the next caller, even if a copy is in flight, e.g. when a thread has ended.
     _left.extend(pair for pair in pieces if pair[1] is not None)
 
 
