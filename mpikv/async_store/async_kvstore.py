@@ -97,12 +97,14 @@ class AsyncKVStore(KVStore):
         group, config = self._group, self._config
         self._bound = staleness
         self._exchange.summed = self.size if staleness == 0 else 0
+        # The lock guards owner and clocks: the endpoint's thread and this rank's calls both use them.
         self._lock, self._holder = present().lock(), 0
         self._owner = KeyOwner(group.size, staleness == 0, self._answer)
         self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, self._board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
+        # Collective: the endpoint duplicates the communicator.
         self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
         self._client = AsyncClient(group.rank, self._endpoint, self._act_here, self._waiting)
         self._freeze()
@@ -303,6 +305,7 @@ class AsyncKVStore(KVStore):
         for entry, group in zip(plan.entries, arrays, strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
             self._pushes[entry.key] = client.ask(Kind.PUSH, _owner_of(entry), entry, payload)
+        # With a bound a push counts once it is applied: the clock must not run ahead of the updates.
         if self._bound:
             client.wait([self._pushes[key] for key in plan.keys])
             self._clock += 1
@@ -383,6 +386,8 @@ class AsyncKVStore(KVStore):
             with self._translated():
                 client = self._client
                 if self._bound is not None:
+                    # With a bound of 0 every owner waits for this rank's rounds; else only the keeper waits for its
+                    # clock.
                     for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
                         client.ask(Kind.LEAVE, rank)
                 client.wait_for_all()
@@ -420,6 +425,7 @@ class AsyncKVStore(KVStore):
     def _serve(self, request: Request) -> bool:
         kind, epoch, ticket, number = request.head[:4]
         with self._held():
+            # The sender has left a collective call that this rank is still in: serve it after that call.
             if epoch > self._epoch:
                 return False
             self._act(request.source, Kind(kind), ticket, number, request.body)

@@ -97,6 +97,7 @@ class AsyncClient:
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
         if kind != Kind.TICK:
+            # Before the request: for a key of this rank the answer comes during the call below.
             self._outstanding[ticket] = _Outstanding(owner, key, dtype, shape, take)
         if owner != self._rank:
             assert self._endpoint is not None
@@ -136,6 +137,7 @@ class AsyncClient:
         while (reply := self._endpoint.reply()) is not None:
             ticket, version, outcome = reply.head[:3]
             outstanding = self._outstanding.get(ticket)
+            # Never guess: a reply to another request would fill the wrong array.
             if outstanding is None or outstanding.owner != reply.source:
                 raise TransportError(f"rank {reply.source} sent a reply without a request")
             if outcome == Outcome.WELL:

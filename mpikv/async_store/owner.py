@@ -66,6 +66,7 @@ class KeyOwner:
         if not self._rounds:
             self._apply(row, [_Push(rank, ticket, payload)])
             return
+        # Copy: the caller reuses its buffer for the next request.
         self._parked.setdefault(row, []).append(_Push(rank, ticket, payload.copy()))
         self._complete(row)
 
@@ -98,6 +99,7 @@ class KeyOwner:
     def _apply(self, row: int, pushes: Sequence[_Push]) -> None:
         entry, failure = self._entries[row], None
         try:
+            # inf and nan are results here; a warning would show in a thread that did not cause them.
             with np.errstate(all="ignore"):
                 self._update(entry, [push.payload for push in pushes])
             self._table.counts[row] += 1
@@ -134,6 +136,7 @@ class KeyOwner:
                 text = f"the update of key {entry.key!r} failed halfway: {error!r}"
                 raise HalfUpdated(f"{text}; value and state may be half changed: load a checkpoint") from error
             return
+        # A rule that may raise works on copies, so that its failure leaves value and state whole.
         changed, states = value.copy(), {name: array.copy() for name, array in state.items()}
         updater.update(step, total.reshape(entry.shape), changed, states)
         np.copyto(value, changed)

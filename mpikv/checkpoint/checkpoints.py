@@ -195,9 +195,11 @@ class Checkpoints:
 
     def _load(self, call: Call, source: Source, updater: Updater) -> None:
         is_new = source.header.values and not len(self._exchange.values.table)
+        # The file was inspected before the call; the reader checks that it is still the same one.
         with closing(Reader(source)) as reader:
             self._try_together(call, reader.open)
             (self._load_new if is_new else self._load_known)(call, reader, updater)
+        # Last: counts say that the values are loaded, so they must not change if the load failed.
         self._settle_counts(source.header)
         if self._transport.rank == self._root:
             warn_of_other_mean(source.header.updater, updater, self._transport.size)

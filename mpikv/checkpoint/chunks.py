@@ -101,6 +101,7 @@ def write_arrays(
             sums[chunks] = mine
             yield sums[chunks]
         if creates:
+            # The rename is the last step: until then the path holds the old checkpoint.
             draft.commit(header, sums)
         yield NO_SUMS
     finally:
@@ -114,6 +115,7 @@ def _write_windows(draft: Draft, header: Header, start: int, pieces: Iterable[Pi
     for chunks, (mine,) in _windows(header.nbytes, pieces):
         sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
         if mine:
+            # Per window: a full or failing disk shows now, and not at the end.
             draft.flush()
         yield chunks, sums
 
@@ -165,6 +167,7 @@ def _sum(
     if crcs:
         numbers = np.array(offsets, np.int64) // CHUNK
         parts = shift_crcs(np.array(crcs, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
+        # ufunc.at, not an index assignment: several runs may lie in one chunk.
         np.bitwise_xor.at(sums, numbers - chunks.start, parts)
     return sums
 

@@ -111,6 +111,7 @@ class Draft:
         os.fsync(self._file)
         self._check_there()
         os.replace(self._draft, self.path)
+        # From here on the file is the checkpoint: close() must not remove it.
         self._maker = 0
         try:
             os.fsync(self._folder)
@@ -241,6 +242,7 @@ def inspect(path: str) -> Source:
     """
     file = _open(path)
     try:
+        # Identity first: a change during the read is then noticed by the next check.
         identity, text = _identity(file), _read_header(file)
         return Source(path, *parse_header(text, identity[2]), 8 + len(text), identity)
     except CheckpointError as error:

@@ -347,6 +347,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
         header = _parse_description(_parse_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
+    # Before the sizes count for anything: a forged header fails here.
     _check_places(header, whole, end)
     if size != (needed := 8 + len(text) + header.nbytes):
         raise CheckpointError(f"it has {size} bytes, but its arrays need {needed}")
@@ -418,6 +419,7 @@ def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
+# json takes the last of two equal names; another reader may take the first, and see another file.
 _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
 
 

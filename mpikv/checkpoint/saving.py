@@ -53,6 +53,7 @@ class Copies:
         ordered = sorted(spans, key=attrgetter("begin"))
         arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
         edges = list(accumulate((array.nbytes for array in arrays), initial=0))
+        # release() first, so that the old copy and the new one never exist together.
         if self._room.nbytes != edges[-1]:
             self.release()
             self._room = zeros(edges[-1], huge_pages=True)
@@ -137,6 +138,7 @@ class SaveWork:
         return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
 
     def _finish(self) -> None:
+        # Before the run: a failed save is over as well, and wait() raises its error again.
         self.done = True
         try:
             self._run(self._call, self._parts)

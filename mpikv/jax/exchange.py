@@ -218,6 +218,7 @@ def _call_store(
     outs = [aligned(array.shape, array.dtype) for array in arrays]
     getattr(kv, verb)(names, arrays, outs)
     if verb == "broadcast":
+        # A broadcast leaves nothing in the store: the next one may have other shapes.
         kv.delete(names)
     if divisor > 1:
         for out in outs:
@@ -266,6 +267,7 @@ def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> No
     outline.agreed = True
     if changed and verb == "pushpull" and not isinstance(kv, AllReduce):
         kv.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
+    # Last: after a failed call the ranks compare again.
     known.update(changed)
 
 

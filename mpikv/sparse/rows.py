@@ -93,6 +93,7 @@ class Rows:
                     if entry.place.old:
                         entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
+                # Without an updater a push clears the possibly nonzero rows: record them from the start.
                 assert entry.present is not None
                 entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
@@ -114,6 +115,7 @@ class Rows:
                 self._call(plan.entries, steps.each, sums, confirm)
         self._exchange.values.table.counts[plan.rows] += 1
         if not self._exchange.pipeline.current:
+            # Only owners have the new rows now: a pull fetches them before it reads.
             self._exchange.values.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:

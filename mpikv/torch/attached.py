@@ -129,6 +129,7 @@ class Attached:
         self._optimizers = [*map(_unwrap, given if isinstance(given, (list, tuple)) else [given])]
         self._ending = ExitStack()
         """The steps that undo the attachment, as far as it has got."""
+        # Registered first, so that it is undone last: hooks and weights go before the store's memory.
         self._remains = _Remains(self, own)
         self._ending.callback(self._remains.free)
         try:
@@ -173,6 +174,7 @@ class Attached:
         update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
         if compression is not None:
+            # A store of its own: buffers, losses and the census must not be compressed.
             sums = kv.group(range(kv.size))
             assert sums is not None  # as this rank is one of them
             self._sums = self._remains.sums = sums
@@ -290,6 +292,7 @@ class Attached:
             )
         sync = self._sync
         sync.complete()
+        # Now: making buckets is collective, and later some ranks may have left the block.
         unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
         if unsettled:
             sync.settle(unsettled)

@@ -59,6 +59,7 @@ class Gradient:
             self.memory.zero_()
             return False
         self.check()
+        # Scale before the sum: in half precision the sum of all ranks could overflow, and the mean would not.
         torch.mul(grad, scale, out=self.memory)
         self.buffer = buffer if kept else self.memory.detach()
         self.parameter.grad = self.buffer

@@ -45,6 +45,7 @@ class ModelBuffers:
             if (found := list(map(_length, tensors))) != self._lengths[dtype]:
                 raise self._fault(dtype, found)
             if self._is_root:
+                # Only the root's row is filled: all others stay zero, and the sum over ranks is the root's.
                 torch.cat([one.reshape(-1) for one in tensors], out=row)
         keys += self._keys
         values += self._rows

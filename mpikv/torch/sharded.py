@@ -163,6 +163,7 @@ class ShardedStep:
                 yield one, (0, size if owner == self._kv.rank else 0)
             return
         total, begin = sum(sizes), 0
+        # Equal shares of all elements, across parameters: a rank's share may begin and end inside of one.
         low, high = (total * rank // self._kv.size for rank in (self._kv.rank, self._kv.rank + 1))
         for one, size in zip(named, sizes, strict=True):
             yield one, (min(max(low - begin, 0), size), min(max(high - begin, 0), size))
@@ -258,6 +259,7 @@ class ShardedStep:
         self._settle()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
         kv.check_equal(f"state_dict of {type(self.optimizer).__name__}", "state_dict")
+        # After check_equal, which has a deadline: MPI's allgather would wait for a missing rank for ever.
         pieces = [own] if kv.comm is None else kv.comm.allgather(own)
         whole = type(state)(state.default_factory) if hasattr(state, "default_factory") else type(state)()
         for key, value in state.items():

@@ -153,6 +153,7 @@ class Weights:
 
 
 def _checksum(tensor: Any) -> int:
+    # Exact in a float64, which carries it: a CRC-32 has 32 bits, a float64 53.
     return crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 

@@ -67,6 +67,7 @@ class LocalUpdate:
                     parameter.gpu.kernels().bind(optimizer, total, value, kept.state)(step)
             if value is not weight:
                 memory.copy((weight,), (value,))
+            # After the update: a rule that raised has made no step.
             kept.count += 1
 
     def restart_master(self, name: str, parameter: Parameter) -> None:

@@ -172,6 +172,7 @@ class Parameter:
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:
+            # A copy: later gradients are added in place, and the caller's array must not change.
             self._grad = array.copy() if self.gpu is None else added_up(self.gpu, (array,), array.dtype)
         else:
             self._check_addable()

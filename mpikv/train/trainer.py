@@ -299,6 +299,7 @@ class Trainer:
             Closed: an update failed on this rank alone, and its weights differ since; make a new Trainer.
         """
         self.start()
+        # The options of the step hold inside of the block only, also if the step raises.
         with ExitStack() as settings:
             ready = self._attempt("step", self._begin_update, settings, batch_size, ignore_stale_grad)
             if not self._on_store:
@@ -611,6 +612,7 @@ class Trainer:
         else:
             gradients = _gradients(ready)
             self._kvstore.pushpull(list(ready), gradients, out=gradients)
+        # After the call: gradients of a failed sum must not pass for sums.
         for parameter in ready.values():
             parameter.summed = True
 

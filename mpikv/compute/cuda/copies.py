@@ -139,6 +139,7 @@ def _launch(expression: str, facts: Facts, part: int, bound: float = 0.0) -> Non
         count = len(some)
         pairs, ends = arguments.facts[:, :count], arguments.ends[:count]
         pairs[:] = np.array(some, np.int64).T
+        # Blocks per pair, rounded up, then their running sum: a block finds its pair by a search in it.
         np.add(pairs[2], part - 1, out=ends)
         np.floor_divide(ends, part, out=ends)
         blocks = int(np.add.accumulate(ends, out=ends)[-1])

@@ -94,6 +94,7 @@ def _read(path: Path, key: bytes) -> Image | None:
         warn("the compiled kernel %s cannot be read: %s", path, error, level=logging.DEBUG)
         return None
     seal, body = content[:_SEAL], content[_SEAL:]
+    # The seal covers the key, so a file under the wrong name does not pass.
     if seal != sha256(key + body).digest():
         warn("the compiled kernel %s is damaged, and is compiled anew", path, level=logging.DEBUG)
         return None

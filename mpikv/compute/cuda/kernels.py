@@ -246,6 +246,7 @@ class _Updates:
         while low < len(steps):
             some = steps[low : low + self._room.ranges]
             form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            # A step of all ranges uses the same cut each time: rewrite the argument only if it differs.
             if self._cut != (low, low + count):
                 self._take(low, low + count)
             if self._blocks:

@@ -133,6 +133,7 @@ def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any)
     for place in range(residual.size):
         residual[place] += gradient[place]
         kept = bits[place]
+        # Round to nearest, ties to even: add just under half a unit, plus the last bit that stays.
         half = np.uint32((kept + np.uint32(0x7FFF) + (kept >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
         halves[place] = half
         left = residual[place]

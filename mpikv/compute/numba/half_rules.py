@@ -98,6 +98,7 @@ def _float16_of(word: Any, significand: Any, power: Any) -> Any:
     u = np.uint32
     magnitude = word & u(0x7FFFFFFF)
     half = significand + (power >> u(13)) + u(_BIAS) & u(0xFFFF)
+    # From 65520 on, halfway to 2**16, a number rounds to infinity.
     half = u(0x7C00) if magnitude >= u(0x477FF000) else half
     half = u(0x7E00) if magnitude > u(0x7F800000) else half
     return half | word >> u(16) & u(0x8000)
@@ -107,6 +108,7 @@ def _float16_of(word: Any, significand: Any, power: Any) -> Any:
 def _bfloat16_of(word: Any) -> Any:
     u = np.uint32
     half = (word + u(0x7FFF) + (word >> u(16) & u(1))) >> u(16)
+    # A NaN keeps its top bits and becomes quiet: rounding could carry it into an infinity.
     return word >> u(16) | u(0x40) if word & u(0x7FFFFFFF) > u(0x7F800000) else half
 
 

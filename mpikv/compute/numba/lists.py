@@ -50,6 +50,7 @@ class BoundList:
         self._begin = _address_of(self._objects)
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
+        # Lengths first: the loop below reads as many addresses as this list has.
         if len(others) != self._count:
             return False
         objects, flags = _objects_of(others), _C_CONTIGUOUS | (_WRITEABLE if writable else 0)
