@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -115,25 +116,6 @@ def test_a_part_of_an_attached_model(kv):
     attach(model[0], kv=kv).detach()
 
 
-@pytest.mark.parametrize("make", [sgd, lambda model: optim.Adam(model.parameters())])
-def test_an_optimizer_that_has_made_a_step(kv, update, make):
-    model = network()
-    optimizer = make(model)
-    train(model, optimizer, range(1))
-    fails(kv, ConfigError, "has made a step", lambda: attach(model, optimizer, kv=kv, update=update))
-    check_attaches(kv)
-
-
-@SEVERAL
-def test_an_optimizer_that_has_made_a_step_on_one_rank(kv):
-    model = network()
-    optimizer = sgd(model)
-    if is_last(kv):
-        train(model, optimizer, range(1))
-    last_fails(kv, ConfigError, "has made a step", *[lambda: attach(model, optimizer, kv=kv)] * 2)
-    check_attaches(kv)
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
@@ -156,25 +138,8 @@ def test_a_bad_option(kv, options, kind, text):
     check_attaches(kv)
 
 
-@SEVERAL
-@pytest.mark.parametrize(
-    ("here", "elsewhere"),
-    [
-        ({"update": "store"}, {"update": "local"}),
-        ({"buffers": "each"}, {"buffers": "root"}),
-        ({"bucket_bytes": 64}, {"bucket_bytes": 65}),
-        ({"compression": "fp16"}, {"compression": None}),
-    ],
-    ids=lambda options: "-".join(options),
-)
-def test_ranks_have_other_options(kv, here, elsewhere):
-    model = network(dtype=torch.float32)
-    optimizer = sgd(model)
-    text = differ(
-        kv, lambda: attach(model, optimizer, kv=kv, **here), lambda: attach(model, optimizer, kv=kv, **elsewhere)
-    )
-    assert next(iter(here)) in text
-    check_attaches(kv)
+def chain(*layers: Any) -> Any:
+    return nn.Sequential(*layers).double()
 
 
 def frozen() -> Any:
@@ -183,75 +148,68 @@ def frozen() -> Any:
     return model
 
 
+OTHER_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "shape": (lambda: chain(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), r"\[6, 4\]"),
+    "name": (lambda: chain(nn.Linear(4, 5), nn.Linear(5, 3)), "1.weight"),
+    "frozen": (frozen, "0.weight.* fixed"),
+    "dtype": (lambda: network(0, torch.float32), "float32"),
+    "missing": (lambda: chain(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)), "2.bias.*only in"),
+    "buffer": (lambda: chain(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)), "1.running"),
+}
+LAYERS = [0, 2]
+OTHER_OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "kind": (lambda model: optim.AdamW(model.parameters()), "(?s)SGD.*AdamW"),
+    "lr": (lambda model: sgd(model, lr=0.01), r"SGD, group 0: lr 0.1 against SGD, group 0: lr 0.01\b"),
+    "decay": (lambda model: sgd(model, weight_decay=0.5), "weight_decay 0 against .*weight_decay 0.5"),
+    "order": (
+        lambda model: optim.SGD(reversed([*model.parameters()]), 0.1, 0.9),
+        "SGD, group 0: 0.weight against SGD, group 0: 2.bias",
+    ),
+    "groups": (
+        lambda model: optim.SGD([{"params": model[layer].parameters()} for layer in LAYERS], 0.1, 0.9),
+        "SGD, group 0: 2.weight against SGD, group 1: lr 0.1",
+    ),
+}
+
+OTHER_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "update": ("store", "local"),
+    "buffers": ("each", "root"),
+    "bucket_bytes": (64, 65),
+    "compression": ("fp16", None),
+}
+
+
+def check_differs(kv: Any, odd: Any, usual: Any, text: str, make: Any = sgd, **options: tuple[Any, Any]) -> None:
+    """Check that ranks cannot attach where the last one has another model, optimizer or option."""
+    model = odd() if is_last(kv) else usual()
+    chosen = {name: values[not is_last(kv)] for name, values in options.items()}
+    with pytest.raises(RankMismatch) as caught:
+        attach(model, (make if is_last(kv) else sgd)(model), kv=kv, **chosen)
+    assert re.search(text, str(caught.value)), str(caught.value)
+    check_attaches(kv)
+
+
+@SEVERAL
+@pytest.mark.parametrize("other", OTHER_MODELS)
+def test_ranks_have_other_models(kv, update, other):
+    check_differs(kv, OTHER_MODELS[other][0], network, OTHER_MODELS[other][1], update=(update, update))
+
+
+@SEVERAL
+@pytest.mark.parametrize("other", OTHER_OPTIMIZERS)
+def test_ranks_have_other_optimizers(kv, update, other):
+    make, text = OTHER_OPTIMIZERS[other]
+    check_differs(kv, network, network, text, make, update=(update, update))
+
+
 @SEVERAL
 @pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), r"\[6, 4\]"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), "1.weight"),
-        (frozen, "0.weight.* fixed"),
-        (lambda: network(0, torch.float32), "float32"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double(), "2.bias.*only in"),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)).double(),
-            "1.running",
-        ),
-    ],
-    ids=["shape", "name", "frozen", "dtype", "missing", "buffer"],
+    ("option", "values"),
+    OTHER_OPTIONS.items(),
 )
-def test_ranks_have_other_models(kv, update, make, text):
-    odd, usual = make(), network()
-    message = differ(
-        kv,
-        lambda: attach(odd, sgd(odd), kv=kv, update=update),
-        lambda: attach(usual, sgd(usual), kv=kv, update=update),
-    )
-    assert re.search(text, message), message
-    check_attaches(kv)
-
-
-@SEVERAL
-def test_ranks_have_other_optimizers(kv, update):
-    model = network()
-    message = differ(
-        kv,
-        lambda: attach(model, optim.AdamW(model.parameters()), kv=kv, update=update),
-        lambda: attach(model, sgd(model), kv=kv, update=update),
-    )
-    assert "AdamW" in message
-    assert "SGD" in message
-    check_attaches(kv)
-
-
-@SEVERAL
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda model: optim.SGD(model.parameters(), 0.01), r"SGD, group 0: lr 0.1 against SGD, group 0: lr 0.01\b"),
-        (
-            lambda model: optim.SGD(model.parameters(), 0.1, weight_decay=0.5),
-            "weight_decay 0 against .*weight_decay 0.5",
-        ),
-        (
-            lambda model: optim.SGD(reversed([*model.parameters()]), 0.1),
-            "SGD, group 0: 0.weight against SGD, group 0: 2.bias",
-        ),
-        (
-            lambda model: optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1),
-            "SGD, group 0: 2.weight against SGD, group 1: lr 0.1",
-        ),
-    ],
-    ids=["lr", "weight_decay", "order", "groups"],
-)
-def test_ranks_have_other_settings(kv, update, make, text):
-    model = network()
-    message = differ(
-        kv,
-        lambda: attach(model, make(model), kv=kv, update=update),
-        lambda: attach(model, optim.SGD(model.parameters(), 0.1), kv=kv, update=update),
-    )
-    assert re.search(text, message), message
-    check_attaches(kv)
+def test_ranks_have_other_options(kv, option, values):
+    single = partial(network, 0, torch.float32)
+    check_differs(kv, single, single, option, **{option: values})
 
 
 @SEVERAL
@@ -280,21 +238,93 @@ def test_a_lazy_model(kv):
     attach(model, kv=kv).detach()
 
 
-def test_an_optimizer_of_another_model(kv):
-    model, other = network(), nn.Linear(2, 8)
-    fails(kv, ConfigError, r"a parameter of shape \(8, 2\) that is not the model's", lambda: attach(model, sgd(other)))
+class Own(optim.SGD):
+    pass
+
+
+def stepped(make: Callable[[Any], Any]) -> tuple[Any, Any]:
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, range(1))
+    return model, optimizer
+
+
+def overlapped(kind: str) -> Any:
+    """Return a model with a tensor whose elements share memory."""
+    model, tensor = nn.Linear(3, 2, bias=False), torch.zeros(3).expand(2, 3)
+    if kind == "weight":
+        model.weight = nn.Parameter(tensor)
+    else:
+        model.register_buffer("mask", tensor)
+    return model
+
+
+def attach_on_store(make: Callable[[Any], Any], kv: Any) -> Any:
+    model = network()
+    return attach(model, make(model), kv=kv, update="store")
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
+    "SGD has made a step": (ConfigError, "has made a step", lambda kv: attach(*stepped(sgd), kv=kv)),
+    "Adam has made a step": (
+        ConfigError,
+        "has made a step",
+        lambda kv: attach(*stepped(lambda model: optim.Adam(model.parameters())), kv=kv, update="store"),
+    ),
+    "optimizer of another model": (
+        ConfigError,
+        r"a parameter of shape \(8, 2\) that is not the model's",
+        lambda kv: attach(network(), sgd(nn.Linear(2, 8)), kv=kv),
+    ),
+    "parameter in two optimizers": (
+        ConfigError,
+        "is in two optimizers",
+        lambda kv: attach_on_store(lambda model: [sgd(model), sgd(model)], kv),
+    ),
+    "LBFGS on parts": (
+        Unsupported,
+        r"LBFGS.*update='local'",
+        lambda kv: attach_on_store(lambda model: optim.LBFGS(model.parameters()), kv),
+    ),
+    "own class on parts": (Unsupported, "Own", lambda kv: attach_on_store(lambda model: Own(model.parameters()), kv)),
+    "weight of one memory": (Unsupported, r"strides \(0, 1\)", lambda kv: attach(overlapped("weight"), kv=kv)),
+    "another device": (
+        Unsupported,
+        "is on meta.*mpikv.torch needs tensors of the host",
+        lambda kv: attach(nn.Linear(3, 2, device="meta"), kv=kv),
+    ),
+    **{
+        f"optimizer {wrong!r}": (
+            TypeError,
+            "not a torch.optim.Optimizer",
+            lambda kv, wrong=wrong: attach(network(), wrong, kv=kv),
+        )
+        for wrong in (0.1, "sgd", {"lr": 0.1})
+    },
+    **{
+        f"model {wrong!r}": (TypeError, "torch.nn.Module", lambda kv, wrong=wrong: attach(wrong, kv=kv))
+        for wrong in (None, 3, "model", [1.0])
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_attach_refuses(kv, wrong):
+    """On every rank, and on the last one alone."""
+    kind, pattern, call = REFUSED[wrong]
+    fails(kv, kind, pattern, lambda: call(kv))
     if kv.size > 1:
-        wrong = [lambda: attach(model, sgd(other), kv=kv), lambda: attach(model, sgd(model), kv=kv)]
-        last_fails(kv, ConfigError, "not the model's", *wrong)
+        model = network()
+        last_fails(kv, kind, pattern, lambda: call(kv), lambda: attach(model, sgd(model), kv=kv))
     check_attaches(kv)
 
 
-@pytest.mark.parametrize("wrong", [0.1, "sgd", {"lr": 0.1}], ids=repr)
-def test_what_is_no_optimizer(kv, wrong):
+def test_what_is_refused_with_parts_alone_works_without_them(kv):
     model = network()
-    fails(kv, TypeError, "not a torch.optim.Optimizer", lambda: attach(model, wrong, kv=kv))
-    if kv.size > 1:
-        last_fails(kv, TypeError, "Optimizer", lambda: attach(model, wrong, kv=kv), lambda: attach(model, kv=kv))
+    attach(model, [sgd(model), sgd(model)], kv=kv).detach()
+    masked, text = overlapped("buffer"), "the buffer 'mask' has strides .*clone.*buffers='each'"
+    fails(kv, Unsupported, text, lambda: attach(masked, kv=kv))
+    attach(masked, kv=kv, buffers="each").detach()
     check_attaches(kv)
 
 
@@ -326,52 +356,11 @@ def test_a_wrapped_optimizer(kv, update):
     )
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "model", [1.0]], ids=repr)
-def test_what_is_no_model(kv, wrong):
-    fails(kv, TypeError, "torch.nn.Module", lambda: attach(wrong, kv=kv))
-    if kv.size > 1:
-        model = network()
-        last_fails(kv, TypeError, "Module", lambda: attach(wrong, kv=kv), lambda: attach(model, kv=kv))
-    check_attaches(kv)
-
-
-def test_an_optimizer_that_cannot_run_on_parts(kv):
-    model = network()
-    fails(
-        kv,
-        Unsupported,
-        r"LBFGS.*update='local'",
-        lambda: attach(model, optim.LBFGS(model.parameters()), kv=kv, update="store"),
-    )
-
-    class Own(optim.SGD):
-        pass
-
-    fails(kv, Unsupported, "Own", lambda: attach(model, Own(model.parameters()), kv=kv, update="store"))
-    check_attaches(kv)
-
-
 def test_a_store_that_updates_or_compresses(kv):
     for verb, option in (("set_optimizer", "sgd"), ("set_gradient_compression", "fp16")):
         with mpikv.create(comm=kv.comm, timeout=5) as other:
             getattr(other, verb)(option)
             fails(kv, ConfigError, "has an updater or compresses", lambda other=other: attach(network(), kv=other))
-    check_attaches(kv)
-
-
-def test_a_tensor_that_does_not_fill_its_memory(kv):
-    model = nn.Linear(3, 2, bias=False)
-    model.weight = nn.Parameter(torch.zeros(3).expand(2, 3))
-    fails(kv, Unsupported, r"strides \(0, 1\)", lambda: attach(model, kv=kv))
-    check_attaches(kv)
-
-
-def test_a_parameter_on_another_device(kv):
-    model = nn.Linear(3, 2, device="meta")
-    fails(kv, Unsupported, "is on meta.*mpikv.torch needs tensors of the host", lambda: attach(model, kv=kv))
-    if kv.size > 1:
-        here = nn.Linear(3, 2)
-        last_fails(kv, Unsupported, "is on meta", lambda: attach(model, kv=kv), lambda: attach(here, kv=kv))
     check_attaches(kv)
 
 
@@ -413,32 +402,21 @@ def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
 
 @pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
-def test_a_model_that_changed_its_dtype(kv, update, passes, zero):
-    model, optimizer, attached = attached_pair(kv, update=update)
-    train(model, optimizer, range(passes), kv)
-    if zero:
-        optimizer.zero_grad()
-    model.float()
-    pattern = r"'2.bias' is torch.float32\[3\] on cpu and was torch.float64\[3\]|'0.weight' .*was torch.float64"
-    fails(kv, Unsupported, pattern, lambda: loss_of(model, 0, kv).backward())
-    attached.detach()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv)
-    train(model, optimizer, range(3), kv)
-
-
-@SEVERAL
-@pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
-@pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
-def test_a_model_that_changed_its_dtype_on_one_rank(kv, update, passes, zero):
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=SEVERAL)], ids=["all", "last"])
+def test_a_model_that_changed_its_dtype(kv, update, passes, zero, alone):
     model, optimizer, _ = attached_pair(kv, update=update)
     train(model, optimizer, range(passes), kv)
     if zero:
         optimizer.zero_grad()
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    if is_last(kv):
+    if is_last(kv) or not alone:
         model.float()
-    last_fails(kv, Unsupported, "is torch.float32.*was torch.float64", *[lambda: loss_of(model, 0, kv).backward()] * 2)
+    pattern = r"'[02].(bias|weight)' is torch.float32\[.* on cpu and was torch.float64"
+    backward = loss_of(model, 0, kv).backward
+    if alone:
+        last_fails(kv, Unsupported, pattern, backward, backward)
+    else:
+        fails(kv, Unsupported, pattern, backward)
     optimizer.zero_grad()
     model.double().load_state_dict(saved)
     check_trains(kv, model, optimizer)
@@ -531,13 +509,6 @@ def test_shards_of_weights_in_another_order(kv):
     fails(kv, Unsupported, "memory_format", step)
 
 
-def test_a_parameter_in_two_optimizers(kv):
-    model = network()
-    both = [sgd(model), sgd(model)]
-    fails(kv, ConfigError, "is in two optimizers", lambda: attach(model, both, kv=kv, update="store"))
-    attach(model, both, kv=kv).detach()
-
-
 def test_compression_of_doubles(kv, update):
     model = network()
     fails(kv, Unsupported, "'0.weight' is torch.float64", lambda: attach(model, kv=kv, compression="bf16"))
@@ -592,14 +563,6 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
     model[1].seen = before
     optimizer.zero_grad()
     check_trains(kv, model, optimizer, with_a_buffer)
-
-
-def test_a_buffer_whose_elements_share_memory(kv):
-    model = network()
-    model.register_buffer("mask", torch.ones(1, 1).expand(2, 3))
-    fails(kv, Unsupported, "the buffer 'mask' has strides .*clone.*buffers='each'", lambda: attach(model, kv=kv))
-    attach(model, kv=kv, buffers="each").detach()
-    check_attaches(kv)
 
 
 # --- Ranks that are not in step
