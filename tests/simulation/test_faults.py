@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -37,14 +38,15 @@ from mpikv.testing import (
 from mpikv.testing.explore import explore
 
 
-def trains(comm: Any) -> str:
+def trains(comm: Any, steps: int = 100, report: Callable[[int], None] = lambda step: None) -> str:
     """Push and pull; return what the store says of the others."""
     kv = mpikv.create(comm=comm, timeout=10.0)
     kv.init("w", np.zeros(1))
     try:
-        for _ in range(100):
+        for step in range(steps):
             kv.push("w", np.ones(1))
             kv.pull("w")
+            report(step)
     except mpikv.MPIKVError as error:
         return f"{type(error).__name__}: {error}"
     return "done"
@@ -55,20 +57,12 @@ def test_a_killed_rank_runs_no_more(seed: int) -> None:
     reached = []
 
     def program(comm: Any) -> str:
-        kv = mpikv.create(comm=comm, timeout=10.0)
-        kv.init("w", np.zeros(1))
-        try:
-            for step in range(1000):
-                kv.push("w", np.ones(1))
-                if comm.rank == 1:
-                    reached.append(step)
-        except mpikv.Stalled as error:
-            return str(error)
-        return ""
+        return trains(comm, 1000, lambda step: reached.append(step) if comm.rank == 1 else None)
 
     texts = cluster(3, seed=seed, faults=[Kill(rank=1, at=300)]).run(program)
     assert texts[1] is None
     assert 0 < len(reached) < 1000
+    assert all(texts[rank].startswith("Stalled: pu") for rank in (0, 2))
     assert any("[1]" in texts[rank] for rank in (0, 2))
 
 
