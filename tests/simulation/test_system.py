@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,47 +52,46 @@ def test_a_late_rank_is_waited_for_until_the_deadline(caplog: pytest.LogCaptureF
     assert "rank 0 has waited 5.0 s" in caplog.text
 
 
-def test_a_late_rank_of_another_host_is_named_by_its_neighbours(caplog: pytest.LogCaptureFixture) -> None:
-    def program(comm: Any) -> None:
-        with mpikv.create(comm=comm, timeout=100.0) as kv:
-            if kv.rank == 3:
-                time.sleep(30.0)
-            kv.barrier()
-
-    cluster(4, hosts=2).run(program)
-    said = [text for text in caplog.messages if text.startswith("rank 0 has waited 5.")]
-    assert len(said) == 1
-    assert "barrier(): rank 3 has made no call yet" in said[0]
-    assert "does not answer" not in caplog.text
+def push_alone(kv: mpikv.KVStore) -> None:
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=1.0)
+    if kv.rank == kv.size - 1:
+        kv.push("w", np.ones(3))
 
 
-def test_a_late_rank_is_told_with_the_last_call_that_it_made_alone(caplog: pytest.LogCaptureFixture) -> None:
-    def program(comm: Any) -> None:
-        with mpikv.create("dist_async", comm=comm, timeout=100.0) as kv:
-            kv.init("w", np.zeros(3))
-            kv.set_optimizer("sgd", learning_rate=1.0)
-            if kv.rank == 1:
-                kv.push("w", np.ones(3))
-                time.sleep(30.0)
-            kv.barrier()
-
-    cluster(2).run(program)
-    assert "barrier(): rank 1 began call #4 push last" in caplog.text
+def meet(kv: mpikv.KVStore) -> None:
+    for _ in range(3):
+        kv.barrier()
 
 
-def test_a_late_rank_is_told_with_the_number_of_its_last_call_among_equal_ones(
+@pytest.mark.parametrize(
+    ("store", "size", "hosts", "before", "told"),
+    [
+        ("dist_sync", 4, 2, lambda kv: None, "rank 3 has made no call yet"),
+        ("dist_async", 2, 1, push_alone, "rank 1 began call #4 push last"),
+        ("dist_sync", 2, 1, meet, "rank 1 began call #3 barrier() last"),
+    ],
+    ids=["on another host", "after a call of its own", "after equal calls"],
+)
+def test_a_late_rank_is_told_with_its_last_call(
     caplog: pytest.LogCaptureFixture,
+    store: str,
+    size: int,
+    hosts: int,
+    before: Callable[[mpikv.KVStore], None],
+    told: str,
 ) -> None:
     def program(comm: Any) -> None:
-        with mpikv.create(comm=comm, timeout=100.0) as kv:
-            for _ in range(3):
-                kv.barrier()
-            if kv.rank == 1:
+        with mpikv.create(store, comm=comm, timeout=100.0) as kv:
+            before(kv)
+            if kv.rank == size - 1:
                 time.sleep(30.0)
             kv.barrier()
 
-    cluster(2).run(program)
-    assert "barrier(): rank 1 began call #3 barrier() last" in caplog.text
+    cluster(size, hosts=hosts).run(program)
+    (said,) = [text for text in caplog.messages if text.startswith("rank 0 has waited 5.")]
+    assert f"barrier(): {told}" in said
+    assert "does not answer" not in caplog.text
 
 
 def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting() -> None:
