@@ -402,6 +402,7 @@ class AsyncKVStore(KVStore):
         return None
 
     def _check_caller(self, verb: str) -> None:
+        # The lock is held while an updater runs: a call of the store inside would wait for itself.
         if self._holder == threading.get_ident():
             raise Unsupported(f"{verb}: an updater cannot call the store")
         self._door.check_free(verb)
@@ -420,6 +421,7 @@ class AsyncKVStore(KVStore):
             self._owner.begin(self._exchange.values.table, self._applied)
             self._clocks.begin()
         self._clock = 0
+        # Tickets of before the collective call are all answered; waiting for one would find nothing.
         self._pushes.clear()
 
     def _serve(self, request: Request) -> bool:
@@ -502,6 +504,7 @@ class AsyncKVStore(KVStore):
         def absent() -> list[int]:
             if endpoint.answering:
                 return [self.rank]
+            # Until nothing is in flight in either direction; only then may the communicator be freed.
             if around := endpoint.discard():
                 return around
             if not announced:

@@ -76,6 +76,7 @@ class Ahead(Generic[Item]):
                 with self._changed:
                     self._items.append(item)
                     self._changed.notify_all()
+                # Between items only: the item in hand is written as a whole.
                 if self._stops:
                     break
         except BaseException as error:  # raised where the item is used

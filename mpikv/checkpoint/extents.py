@@ -42,6 +42,7 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[tuple[Blo
     ]
     block_of, lows, sizes = np.array(places, np.int64).reshape(-1, 3).T
     highs = lows + sizes
+    # By block, then by place: neighbours in memory become neighbours in the list.
     order = np.lexsort((highs, lows, block_of))
     order, blocks = order[sizes[order] > 0], list(numbers)
     for column in header.columns:

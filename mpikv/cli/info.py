@@ -259,8 +259,8 @@ def _lines(report: Report) -> Iterator[str]:
 def _gpu_rows(gpu: Report) -> list[tuple[str, str]]:
     libraries = [f"{name} {gpu[name.lower()]}" for name in ("CuPy", "NCCL") if gpu[name.lower()]]
     parts = [", ".join(gpu["devices"]) or "none", *libraries]
-    told = [*(("lacking", text) for text in gpu["problems"]), *(("warning", text) for text in gpu["warnings"])]
-    return [("GPU", "; ".join(parts)), *told]
+    notes = [*(("lacking", text) for text in gpu["problems"]), *(("warning", text) for text in gpu["warnings"])]
+    return [("GPU", "; ".join(parts)), *notes]
 
 
 def _table(rows: Sequence[tuple[str, str]], indent: str = "") -> Iterator[str]:

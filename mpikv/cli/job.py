@@ -96,15 +96,15 @@ def _run_once(
             ignored = number in _FREE and not any(directory.glob(PREFIX + "*"))
             return sum(one(number) for one in senders) > 0 or ignored
 
-        job, told = Job(command, environ, send, grace), set[int]()
+        job, warned = Job(command, environ, send, grace), set[int]()
 
         def bereft() -> None:
             # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without
             # a message, and the other ranks wait for it.
             if aborts(environ) and _failures(_recorded(directory), watch.deaths):
                 job.end_soon()
-            if absent := _without_mpi(directory) - told:
-                told.update(absent)
+            if absent := _without_mpi(directory) - warned:
+                warned.update(absent)
                 ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
                 tell(
                     f"{ranks} ended more than {_PATIENCE:g} s ago without starting MPI; a rank that starts it, as by "

@@ -98,8 +98,8 @@ class Watch:
 
     def remove_files(self, orphans: bool) -> None:
         """Remove the ranks' shared files, and after a failure orphans. Call it after the last rank has ended."""
-        told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
-        for file in {*self._files, *filter(_FILES.match, told.split()), *(self._orphans() if orphans else ())}:
+        listed = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
+        for file in {*self._files, *filter(_FILES.match, listed.split()), *(self._orphans() if orphans else ())}:
             # A job that ends normally removes its files itself.
             with contextlib.suppress(OSError):
                 os.unlink(file)

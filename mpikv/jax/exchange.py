@@ -198,6 +198,7 @@ def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]
     atexit.unregister(_await_compiled)
     atexit.register(_await_compiled)
     exchange: Any = jax.custom_jvp(lambda leaves: io_callback(call, shapes, leaves, ordered=True))
+    # Raise on all ranks: a rank that differentiates alone must not leave the others waiting.
     exchange.defjvp(lambda values, tangents: refuse(kv, ValueError(_NO_DERIVATIVE), verb))
     return exchange
 

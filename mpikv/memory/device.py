@@ -109,6 +109,7 @@ class DeviceMemory:
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        # The common case in one launch: all arrays lie on this GPU.
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)
             return

@@ -262,6 +262,7 @@ class Rows:
         states, pieces = self._states(entry, ids[whole])
         rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
         of_states = others[0] if others else rows
+        # Copies, side by side: an optimizer updates one contiguous array per call, however many rows.
         picked = _copy_rows(self._tables, value, rows, self._kept)
         picked_states = {name: _copy_rows(self._tables, state, of_states, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
@@ -313,6 +314,7 @@ class Rows:
                     _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
         except BaseException as error:  # also sys.exit and Ctrl-C: the other ranks wait in confirm
             failure = error
+        # All ranks learn of the failure before any value changes.
         confirm(failure)
         for entry, value in changed:
             np.copyto(entry.value, value)

@@ -86,10 +86,12 @@ class TransportContract:
     def test_ranks_that_share_memory(self, comm: Any) -> None:
         group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
-        told = [json.loads(text) for text in group.gather(json.dumps([transport.sharing_size, transport.sharing_rank]))]
+        facts = [
+            json.loads(text) for text in group.gather(json.dumps([transport.sharing_size, transport.sharing_rank]))
+        ]
         sharing = sharers(group, transport)
-        assert len({size for size, _ in told}) == 1, "decisions that follow from it differ between ranks"
-        assert [told[rank][1] for rank in sharing] == list(range(len(sharing)))
+        assert len({size for size, _ in facts}) == 1, "decisions that follow from it differ between ranks"
+        assert [facts[rank][1] for rank in sharing] == list(range(len(sharing)))
         assert transport.sharing_size >= len(sharing)
         transport.close()
         group.close()

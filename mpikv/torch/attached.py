@@ -144,6 +144,7 @@ class Attached:
                 self._ending.close()
             raise
         kv.before_close.append(self._remains)
+        # Only after success: an optimizer that failed to attach must still warn.
         _known.update(self._optimizers)
         _watch_steps()
 

@@ -152,6 +152,7 @@ class BackwardSync:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
+        # Two sums of one gradient in a pass: the second would be added to a mean that is under way.
         if gradient in self._arrived:
             self.refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
         if gradient.buffer is None:
@@ -159,6 +160,7 @@ class BackwardSync:
         else:
             self._stage(gradient)
         grad = gradient.parameter.grad
+        # The version shows at the end whether another hook has written to the gradient since.
         self._arrived[gradient] = grad, grad._version
         if gradient.buffer is not None:
             gradient.bucket.missing -= 1
@@ -179,6 +181,7 @@ class BackwardSync:
                     "zero_grad(), which sets them to None; with torch.utils.checkpoint pass use_reentrant=False"
                 )
             )
+        # torch has no public name for a callback at the end of a backward; DDP uses the same.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
 
     def _end(self) -> None:
@@ -226,6 +229,7 @@ class BackwardSync:
             wait = self.blocking or not self._overlaps
             work = self._sums.pushpull(bucket.keys, None, bucket.arrays, wait=wait)
             if not wait:
+                # Kept: the work's end is awaited at the end of the pass, and a dropped handle would lose its error.
                 self._works.append(work)
 
     def _restart(self) -> None:

@@ -147,6 +147,7 @@ class ShardedStep:
             return
         keys = [part.key for part in parts]
         self._kv.init(keys, [row_of(part.parameter) for part in parts])
+        # Zero but for this rank's part, always: so the sum over ranks joins the parts.
         buffers: Sequence[Array] = self._kv.buffer(keys)
         for part, array in zip(parts, buffers, strict=True):
             part.buffer = tensor_over(array, part.parameter)

@@ -148,6 +148,7 @@ class Weights:
 
     def _find_marks(self) -> int:
         tensors = self._tensors.values()
+        # Addresses, too: an assignment to ``.data`` leaves the version as it was.
         marks: int = sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
         return marks
 

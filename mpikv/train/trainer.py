@@ -516,6 +516,7 @@ class Trainer:
         """Apply the settings of a step until ``settings`` is left; return the parameters to update. Local."""
         self._check_usable()
         optimizer = self.optimizer
+        # Each time: the store's optimizer is another object after a load.
         optimizer.sums_over(self._kvstore.num_workers)
         settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **self._factors(optimizer)))
         fresh = self._fresh()
@@ -672,6 +673,7 @@ class Trainer:
         self._check_usable()
         optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
+        # The ranks agree once more here: no rank may adopt the state before all have it.
         yield "all of it was read, and there was room for it"
         optimizer._user, self._agreed = self._token, ""
         self._optimizer, self._local.states = optimizer, states

@@ -84,8 +84,8 @@ def _head(document: Report, job: Report) -> Iterator[str]:
 def _label(job: Report, *, several: bool) -> str:
     """Return the suffix of a table's title."""
     shared = job.get("functional_only", "")
-    told = [_ranks(job)] * several + [shared] * bool(shared)
-    return f" ({', '.join(told)})" if told else ""
+    labels = [_ranks(job)] * several + [shared] * bool(shared)
+    return f" ({', '.join(labels)})" if labels else ""
 
 
 def _ranks(job: Report) -> str:

@@ -101,9 +101,9 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
     if sharing:
         return local_rank % count
     if local_size > count:
-        told = f" of CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+        where = f" of CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
         raise TransportUnavailable(
-            f"the {local_size} ranks of this host need one GPU each and see {count}{told}; start {count} per host, as "
+            f"the {local_size} ranks of this host need one GPU each and see {count}{where}; start {count} per host, as "
             f"by 'mpikv run -n {count}', or use 'dist_sync' with host arrays (MPIKV_GPU_SHARING=1 lets ranks share a "
             "GPU, for tests)"
         )
@@ -204,9 +204,9 @@ def count_gpus(cupy: Any, visible: str | None) -> int:
                 "install NVIDIA's driver, 580 or newer, or CuPy for CUDA 12 ('mpikv[cuda12]') in place of that for 13, "
                 "where the driver is from 525 on (nvidia-smi shows it)"
             )
-    told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+    where = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
     raise TransportUnavailable(
-        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use "
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{where}); {advice}, or use "
         "'dist_sync' with host arrays"
     )
 

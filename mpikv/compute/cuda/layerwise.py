@@ -51,6 +51,7 @@ def bind(optimizer: Optimizer, wholes: Sequence[Whole]) -> Callable[[Sequence[St
     """
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for index, whole in enumerate(wholes):
+        # An empty value has no cell, and a launch of no blocks is an error.
         if whole.value.size:
             kinds[whole.value.dtype.name].append(index)
     batches = [

@@ -75,6 +75,7 @@ def joined(sums: Array) -> Array:
     """
     piece = sums.reshape(-1, PIECES, 2)
     with np.errstate(over="ignore"):
+        # numpy's pairwise order: another one would differ in the last bit.
         return (piece[:, 0] + piece[:, 1]) + (piece[:, 2] + piece[:, 3])  # type: ignore[no-any-return]
 
 

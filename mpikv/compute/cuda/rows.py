@@ -84,6 +84,7 @@ def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
 
 def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts: int) -> None:
     places, width = (_address(source), _address(target), _address(ids), starts), prod(target.shape[1:])
+    # A vector access must be aligned to its own size; else elements go one by one.
     at_once = width % GROUP == 0 and not any(
         place % min(GROUP * array.itemsize, WIDEST) for place, array in zip(places, (source, target), strict=False)
     )

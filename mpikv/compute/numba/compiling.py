@@ -26,6 +26,7 @@ def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str =
     """
     assert isinstance(loop, FunctionType)
     named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
+    # Compute nodes with different processors may share one cache directory.
     processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
     named.__qualname__ = f"{loop.__name__}-{kind}{processor:08x}"
     make: Any = numba.njit  # its stub does not know signatures

@@ -129,8 +129,8 @@ class _Run:
         missed = [
             each for each in self._cluster.faults if isinstance(each, Timed | Differ) and each not in self._struck
         ]
-        told = f"{missed} did not strike in {self._cluster!r}: ranks came to {self._points} scheduling points"
-        return told if missed else ""
+        text = f"{missed} did not strike in {self._cluster!r}: ranks came to {self._points} scheduling points"
+        return text if missed else ""
 
     def _run(self, rank: int) -> None:
         task: Any = runtime.present()

@@ -243,10 +243,10 @@ class Communicator:
         operation.given[self.rank] = given
         operation.names[self.rank] = name
         if name != operation.name and not operation.failure:
-            said = ", ".join(
+            listed = ", ".join(
                 f"rank {rank} {' '.join(map(str, name))}" for rank, name in sorted(operation.names.items())
             )
-            operation.failure = f"ranks call different operations: {said}"
+            operation.failure = f"ranks call different operations: {listed}"
         if operation.failure:
             shared.tell(self._scheduler)
         elif len(operation.names) == self.size:
