@@ -30,3 +30,13 @@ def nccl_of(kv: KVStore) -> FakeNccl:
     nccl: FakeNccl = kv._transport._nccl  # type: ignore[attr-defined]
     nccl.patience = 0.3
     return nccl
+
+
+def order_of(kv: KVStore) -> Any:
+    """Return the order of the work of a store on a GPU, and of its callers' streams."""
+    return kv._transport.memory.order
+
+
+def entry_of(kv: KVStore, key: Any) -> Any:
+    """Return what a store knows of a key."""
+    return kv._exchange.values.table[key]

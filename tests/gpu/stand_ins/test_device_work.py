@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from store import test_pending_calls
-from support.gpus import nccl_of, store_on
+from support.gpus import nccl_of, order_of, store_on
 
 import mpikv
 from mpikv import (
@@ -83,7 +83,7 @@ def full(gpu: FakeGpu, value: float) -> Any:
 @ALL
 def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
     """Neither waits for the other beyond that: not the store for what comes next, nor the caller for the call."""
-    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.order.stream
+    caller, released, stream = gpu.stream(), held(kv), order_of(kv).stream
     before = gpu.current().clock[stream.number]
     with caller:
         gradient, out = full(gpu, 3), gpu.empty((SIZE,), np.dtype(np.float32))
@@ -110,7 +110,7 @@ def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
 def test_rows_that_are_pushed_wait_for_nothing_else_either(gpu, kv, verb):
     shape, floats = (40, 3), np.dtype(np.float32)
     kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3), np.float32)), shape))
-    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.order.stream
+    caller, released, stream = gpu.stream(), held(kv), order_of(kv).stream
     with caller:
         rows, out = RowSparse([1], gpu.upload(np.ones((1, 3), np.float32)), shape), gpu.empty(shape, floats)
         work = getattr(kv, verb)("rows", rows, **({"out": out} if verb == "pushpull" else {}), wait=False)

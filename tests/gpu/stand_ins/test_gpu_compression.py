@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store.test_compression import QUANTISERS, gradients
-from support.gpus import store_on
+from support.gpus import entry_of, store_on
 
 import mpikv
 from mpikv import codecs
@@ -108,12 +108,12 @@ def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
     for found, expected in zip(*(kv.pull(keys) for kv in stores), strict=True):
         assert on_host(found).tobytes() == expected.tobytes()
     for key in keys:
-        found, expected = (kv._exchange.values.table[key].residuals() for kv in stores)
+        found, expected = (entry_of(kv, key).residuals() for kv in stores)
         left, wanted = [on_host(each).tobytes() for each in found], [each.tobytes() for each in expected]
         # Keys of longer lists may share its block on one of them.
         assert left[: len(wanted)] == wanted
         assert not any(map(any, left[len(wanted) :]))
-        found, expected = (kv._exchange.values.table[key].codec_state for kv in stores)
+        found, expected = (entry_of(kv, key).codec_state for kv in stores)
         assert {name: each.tobytes() for name, each in found.items()} == {
             name: each.tobytes() for name, each in expected.items()
         }
@@ -359,7 +359,7 @@ def test_what_codecs_of_values_keep_lies_on_the_host(gpu, comm, name):
         kv.init("w", np.zeros((20, 20), F32))
         kv.set_gradient_compression(name)
         kv.push("w", gpu.upload(np.ones((20, 20), F32)))
-        entry = kv._exchange.values.table["w"]
+        entry = entry_of(kv, "w")
         assert all(type(each) is np.ndarray for each in (*entry.residuals(), *entry.codec_state.values()))
         kv.set_gradient_compression("2bit")
         kv.push("w", gpu.upload(np.ones((20, 20), F32)))
@@ -382,7 +382,7 @@ def test_keys_that_start_anew_and_other_codecs_have_no_residuals(gpu, comm):
         )
     ):
         for kv in stores:
-            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(kv._exchange.values.table["w"].shape))
+            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(entry_of(kv, "w").shape))
         assert_alike(stores, ["w"])
         for kv in stores:
             change(kv)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.gpus import order_of
 
 import mpikv
 from mpikv.errors import KeyNotInitialized, PeerFailed, TransportUnavailable, Unsupported, ValueMismatch
@@ -162,12 +163,12 @@ def test_a_call_that_is_not_made_fills_nothing(comm: Any, gpu: Any) -> None:
         # Prepared on all ranks but the last, which has another key.
         with pytest.raises(KeyNotInitialized if last else PeerFailed):
             kv.pull("v" if last else "w", out=out)
-        assert not kv._transport.memory.order.needed
+        assert not order_of(kv).needed
         kv.push("w", gpu.upload(np.ones(3)))
         np.testing.assert_array_equal(out.get(), sevens)
         kv.pull("w", out=out)
         np.testing.assert_array_equal(out.get(), np.full(3, kv.size))
-        assert not kv._transport.memory.order.needed
+        assert not order_of(kv).needed
 
 
 @pytest.mark.ranks(1, 2, 3)

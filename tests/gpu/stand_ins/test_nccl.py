@@ -404,15 +404,15 @@ def test_one_thread_looks_after_calls_that_follow_one_another(group, nccl, monke
     monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 30.0)
     transport = joined(group, nccl)
     push(transport)
-    (first,) = watchdogs()
+    (first,), watchdog = watchdogs(), transport._watchdog
     for _ in range(3):
-        wait_until(lambda: not transport._watchdog._works)
+        wait_until(lambda: not watchdog._works)
         push(transport)
     assert watchdogs() == [first]
-    wait_until(lambda: not transport._watchdog._works)
+    wait_until(lambda: not watchdog._works)
     assert first.ident in nccl.gpu.watchers
     monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 0.0)
-    transport._watchdog.wake()
+    watchdog.wake()
     wait_until(lambda: not watchdogs())
     transport.close()
 

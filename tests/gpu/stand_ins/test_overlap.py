@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.gpus import nccl_of, store_on
+from support.gpus import nccl_of, order_of, store_on
 
 from mpikv import optimizers
 from mpikv.errors import MPIKVError, TransportError
@@ -267,7 +267,7 @@ def without_waits(
 ) -> tuple[bool, list[bool]]:
     """Make a call without some of its waits; return whether that is found, and whether each wait is a transfer's."""
     job = Job(comm, timeout=1.0, sizes=SMALL)
-    order: Any = job.kv._transport.memory.order
+    order: Any = order_of(job.kv)
     step = job.kv.capture(job.keys, job.sources, job.outs)
     step()
     job.kv.push(job.keys, job.sources)
@@ -310,7 +310,7 @@ def test_nccl_fails_while_messages_are_on_their_way(comm: Any, at: int) -> None:
     with pytest.raises((TransportError, MPIKVError)):
         again(job.pushpull, job.kv.barrier)
     assert nccl.communicators[0].state == "aborted"
-    assert job.kv._transport.memory.order.lane is job.kv._transport.memory.order.stream
+    assert order_of(job.kv).lane is order_of(job.kv).stream
     job.gpu.checker.assert_clean()
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gpus import nccl_of, store_on
+from support.gpus import entry_of, nccl_of, order_of, store_on
 
 import mpikv
 from mpikv import RowSparse, optimizers, schedules
@@ -387,7 +387,7 @@ def test_a_rank_whose_schedule_fails(comm: Any) -> None:
 
 def count_captures(both: Both) -> None:
     """Count captures from now on."""
-    stream: Any = both.here._transport.memory.order.stream
+    stream: Any = order_of(both.here).stream
     original, stream.begun = type(stream).begin_capture, 0
 
     def begin() -> None:
@@ -407,14 +407,14 @@ def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
     count_captures(both)
     for _ in range(8):
         both.step(step)
-    assert both.here._transport.memory.order.stream.begun == 1
+    assert order_of(both.here).stream.begun == 1
     # Without multipliers one update is made for all keys again.
     for kv in (both.here, both.there):
         kv.optimizer.lr_mult = {}
     for _ in range(3):
         both.step(step)
     assert step._known.uniform
-    assert both.here._transport.memory.order.stream.begun == 2
+    assert order_of(both.here).stream.begun == 2
     both.close()
 
 
@@ -432,7 +432,7 @@ def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
             kv.optimizer.wd = 0.125 * (number % 2)
         both.step(step)
     assert step.captured
-    assert both.here._transport.memory.order.stream.begun == 1
+    assert order_of(both.here).stream.begun == 1
     both.close()
 
 
@@ -481,7 +481,7 @@ def test_changes_are_heeded(comm: Any, change: str, placement: str) -> None:
 def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
     """At once, not at the next call."""
     both, step = captured(comm, 19, "adam")
-    state: Any = both.here._exchange.values.table["w"].place.block.state["mean"]
+    state: Any = entry_of(both.here, "w").place.block.state["mean"]
     memory = weakref.ref(state._block)
     del state
     both.gpu.current().synchronize()
@@ -580,7 +580,7 @@ def test_a_caller_goes_on_beside_a_step(gpu: FakeGpu, comm: Any) -> None:
     with store_on(gpu, comm) as kv, gpu.stream() as caller:
         gradient, out = (gpu.upload(np.ones(6000, np.float32)) for _ in range(2))
         kv.init("w", gradient)
-        step, own = kv.capture("w", gradient, out), kv._transport.memory.order.stream
+        step, own = kv.capture("w", gradient, out), order_of(kv).stream
         for _ in range(3):
             step()
         before = caller.clock[own.number]
