@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .cluster.connecting import connect
+from .cluster.environment import nccl_host, place_on_host, visible_gpus
 from .cluster.printing import warn
 from .cluster.process_group import ProcessGroup
 from .cluster.runtime import owned
@@ -21,16 +22,7 @@ from .cluster.waiting import Waiting
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
-from .config import (
-    OWN_AFFAIRS,
-    Config,
-    nccl_host,
-    place_on_host,
-    slice_bytes,
-    unknown_variables,
-    visible_gpus,
-    wants_slices,
-)
+from .config import OWN_AFFAIRS, Config, slice_bytes, unknown_variables, wants_slices
 from .errors import (
     ConfigError,
     PeerFailed,

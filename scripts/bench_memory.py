@@ -18,7 +18,7 @@ import numpy as np
 
 import mpikv
 from mpikv.cli.bench.memory import Memory, release_freed
-from mpikv.config import launch_of
+from mpikv.cluster.environment import launch_of
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from gpu_steps.table import STEPS
 
 
 def main(arguments: list[str]) -> None:
-    from mpikv.config import launch_of
+    from mpikv.cluster.environment import launch_of
 
     launch = launch_of()
     prepare(*((launch.rank, launch.size) if launch is not None else (0, 1)))

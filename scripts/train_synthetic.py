@@ -88,8 +88,9 @@ class OnGpu:
     store = "nccl"
 
     def __init__(self) -> None:
+        from mpikv.cluster.environment import launch_of, place_on_host, visible_gpus
         from mpikv.compute.cuda.gpu import find_gpu
-        from mpikv.config import Config, launch_of, place_on_host, visible_gpus
+        from mpikv.config import Config
 
         launch = launch_of()
         place = place_on_host() or ((launch.rank, launch.size) if launch else (0, 1))

@@ -23,8 +23,8 @@ from support.simulated import shared_patches
 
 import mpikv
 from mpikv.__main__ import COMMANDS
+from mpikv.cluster.environment import launch_of
 from mpikv.cluster.runtime import present
-from mpikv.config import launch_of
 
 # All ranks must draw the same examples; deadlines and a memory of failed examples would make them differ.
 # The fixtures here, comm above all, may be shared by the examples of a test.

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import tasks_set_aside
+from ..cluster.environment import tasks_set_aside
 from ..errors import ConfigError
 
 __all__ = ["Allocation", "find_allocation", "find_kill_wait", "parse_counts"]

@@ -17,10 +17,11 @@ from typing import Any
 from .. import __version__
 from ..checkpoint import Kind, Source, inspect
 from ..cluster.connecting import connect
+from ..cluster.environment import Launch, advise_start, launch_of, visible_gpus
 from ..cluster.mpi_library import name_rivals
 from ..cluster.process_group import ProcessGroup
 from ..compute.kernels import find_kernels
-from ..config import TRANSPORTS, Config, Launch, advise_start, launch_of, unknown_variables, visible_gpus
+from ..config import TRANSPORTS, Config, unknown_variables
 from ..errors import MPIKVError
 from ..protocols import Key
 from ..transports import choose

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ..config import GIVEN_UP, UNSTARTED, aborts
+from ..cluster.environment import GIVEN_UP, UNSTARTED
+from ..config import aborts
 from .reports import Reports
 from .watch import PREFIX, Death, Watch
 

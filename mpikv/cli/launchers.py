@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cluster.environment import forced_library
 from ..cluster.mpi_library import name_library, why_no_mpi
-from ..config import forced_library
 from ..errors import ConfigError, TransportUnavailable
 
 __all__ = [

@@ -21,9 +21,10 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
 from ..cluster.containers import may_read_processes
+from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
-from ..config import FILES, UNSTARTED, aborts, forgo_single_copy, launch_of
+from ..config import aborts
 from ..store.endings import tell_unseen
 from .reports import Report, open_report
 from .watch import PREFIX, shared_files

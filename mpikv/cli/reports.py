@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..config import run_directory
+from ..cluster.environment import run_directory
 from .watch import PREFIX
 
 __all__ = ["Report", "Reports", "open_report"]

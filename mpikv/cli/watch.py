@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import FILES
+from ..cluster.environment import FILES
 
 __all__ = ["PREFIX", "Death", "Watch", "remove_leftovers", "shared_files"]
 

@@ -6,9 +6,11 @@ import os
 import sys
 from typing import Any
 
-from ..config import (
+from ..config import Config
+from ..errors import ConfigError, TransportUnavailable, Unsupported
+from .containers import may_read_processes, why_no_room
+from .environment import (
     FILES,
-    Config,
     Launch,
     advise_start,
     forgo_single_copy,
@@ -18,8 +20,6 @@ from ..config import (
     run_directory,
     tasks_set_aside,
 )
-from ..errors import ConfigError, TransportUnavailable, Unsupported
-from .containers import may_read_processes, why_no_room
 from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, name_rivals, start_mpi
 from .printing import warn
 from .process_group import ProcessGroup, warn_once

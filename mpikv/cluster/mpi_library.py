@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..config import Launch, advise_start, demands_munge, forced_library, offered_protocols
 from ..errors import ConfigError, TransportError, TransportUnavailable
+from .environment import Launch, advise_start, demands_munge, forced_library, offered_protocols
 
 __all__ = [
     "TranslatedErrors",

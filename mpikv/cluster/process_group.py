@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import dividing_variables
 from ..errors import Stalled, mark_stalled
 from ..protocols import Array
+from .environment import dividing_variables
 from .mpi_library import TranslatedErrors, library_of
 from .printing import warn
 from .runtime import OfMessages, present

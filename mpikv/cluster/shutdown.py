@@ -12,8 +12,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from ..config import GIVEN_UP, run_directory
 from ..errors import Stalled
+from .environment import GIVEN_UP, run_directory
 from .mpi_library import library_of, load_mpi
 from .printing import flush_output, until_read
 from .runtime import OfMessages, present

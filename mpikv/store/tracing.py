@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.calls import Call
+from ..cluster.environment import launch_of
 from ..cluster.printing import warn
-from ..config import launch_of
 from ..errors import ConfigError
 from .kvstore import KVStore
 

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ..arrays.arrays import bfloat16
-from ..config import nccl_settings
+from ..cluster.environment import nccl_settings
 from ..protocols import Array
 from .fakegpu import FakeGpu
 from .fakestreams import Blocker, FakeGraph, FakeStream, MisuseError

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import accumulator, bfloat16
+from ..cluster.environment import order_launches
 from ..cluster.printing import warn
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
-from ..config import order_launches
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Memory, Transport

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..cluster.environment import nccl_host, nccl_settings
 from ..cluster.process_group import ProcessGroup
-from ..config import nccl_host, nccl_settings
 from ..errors import TransportUnavailable, settled
 from ..protocols import Gpu
 

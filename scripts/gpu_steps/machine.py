@@ -73,8 +73,8 @@ def staging() -> Numbers:
     """Measure the bandwidth of copies from the host to the GPU and back."""
     import numpy as np
 
+    from mpikv.cluster.environment import visible_gpus
     from mpikv.compute.cuda.gpu import find_gpu
-    from mpikv.config import visible_gpus
 
     gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
     there = gpu.upload(array)

@@ -67,7 +67,7 @@ def prepare(rank: int, size: int) -> None:
 
 
 def own_rank() -> int:
-    from mpikv.config import launch_of
+    from mpikv.cluster.environment import launch_of
 
     launch = launch_of()
     return launch.rank if launch is not None else 0

@@ -56,7 +56,14 @@ NUMBA = {f"compute/numba/{name}" for name in ("codecs", "compiling", "rules", "h
 CUPY = {"compute/cuda/loading", "compute/cuda/gpu"}
 FRAMEWORKS = {"torch", "jax"}
 MPI = {"cluster/mpi_library", "cli/bench/worker"}
-ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "compute/cuda/sharing"}
+ENVIRONMENT = {
+    "config",
+    "cluster/environment",
+    "cli/launchers",
+    "cli/rank",
+    "cli/bench/torch_peer",
+    "compute/cuda/sharing",
+}
 SPEAKING = {"__main__", "cli", "testing/explore"}
 LOG = "cluster/printing"
 

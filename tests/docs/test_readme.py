@@ -162,7 +162,7 @@ def test_the_page_on_gpus_shows_what_is_missing() -> None:
 CUPY = """\
 import numpy as np
 from mpikv.compute.cuda.gpu import find_gpu
-from mpikv.config import launch_of
+from mpikv.cluster.environment import launch_of
 
 launch = launch_of()
 gpu = find_gpu(launch.rank, launch.size) if launch else find_gpu(0, 1)

@@ -512,8 +512,9 @@ def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
 
 FAILING = """
 import sys
-from mpikv import MPIKVError, config
+from mpikv import MPIKVError
 from mpikv.cli.bench import main, sets, stores
+from mpikv.cluster import environment
 
 def fail(*arguments):
     raise MemoryError("no room")
@@ -522,7 +523,7 @@ def step(self):
     self._kv.pushpull(self._keys)
     raise MPIKVError("no step")
 
-if config.launch_of().rank == 1:
+if environment.launch_of().rank == 1:
     sets.kernels_problem = lambda kernels: "no kernels"
     sets.ReducePerKey = fail
     stores.ZeroCopy.step = step

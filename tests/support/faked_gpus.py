@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mpikv.cluster.environment import launch_of
 from mpikv.compute.cuda.gpu import choose_gpu
 from mpikv.compute.cuda.sharing import share_gpus
-from mpikv.config import launch_of
 from mpikv.errors import TransportUnavailable
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels

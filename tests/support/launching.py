@@ -37,8 +37,8 @@ import pytest
 from mpikv.cli.gpus import survey
 from mpikv.cli.job import NOT_LISTENING
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.cluster.environment import visible_gpus
 from mpikv.cluster.runtime import present
-from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
 from mpikv.testing.simulation.errors import Ended
 

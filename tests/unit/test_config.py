@@ -7,15 +7,8 @@ import re
 import pytest
 
 from mpikv.cli.allocation import Allocation, find_allocation, parse_counts
-from mpikv.config import (
-    Config,
-    advise_start,
-    launch_of,
-    offered_protocols,
-    place_on_host,
-    tasks_set_aside,
-    unknown_variables,
-)
+from mpikv.cluster.environment import advise_start, launch_of, offered_protocols, place_on_host, tasks_set_aside
+from mpikv.config import Config, unknown_variables
 from mpikv.errors import ConfigError
 
 ENVIRON = {

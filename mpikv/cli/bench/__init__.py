@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...config import launch_of
+from ...cluster.environment import launch_of
 from .. import run
 from .options import Options, parse
 from .plot import draw

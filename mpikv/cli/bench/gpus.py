@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...cluster.environment import place_on_host, visible_gpus
 from ...compute.cuda.gpu import find_gpu, find_nccl
-from ...config import Config, place_on_host, visible_gpus
+from ...config import Config
 from ...protocols import Array, Kernels
 
 __all__ = ["GpuClock", "RankGpu", "open_gpu"]

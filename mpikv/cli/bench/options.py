@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...config import TRANSPORTS, visible_gpus
+from ...cluster.environment import visible_gpus
+from ...config import TRANSPORTS
 from ...errors import known_names
 from ..gpus import survey
 from ..parser import Parser

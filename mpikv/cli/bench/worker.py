@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import create
-from ...config import visible_gpus
+from ...cluster.environment import visible_gpus
 from ...errors import MPIKVError
 from ..gpus import survey
 from ..launchers import clean, environment

@@ -26,7 +26,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from ...arrays.arrays import accumulator
-from ...config import launch_of
+from ...cluster.environment import launch_of
 from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
 from ...protocols import Array, Event, GpuKernels, Graph, Stream
 from . import copies, norms

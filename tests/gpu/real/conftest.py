@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpikv.cli.gpus import survey
-from mpikv.config import launch_of, visible_gpus
+from mpikv.cluster.environment import launch_of, visible_gpus
 from mpikv.testing.gpus import sharing
 
 LAUNCH = launch_of()

@@ -7,8 +7,8 @@ import pytest
 
 import mpikv
 from mpikv import RowSparse
+from mpikv.cluster.environment import visible_gpus
 from mpikv.compute.cuda.gpu import find_gpu
-from mpikv.config import visible_gpus
 from mpikv.memory.workspace import GpuWorkspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]

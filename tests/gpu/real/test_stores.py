@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.cluster.environment import visible_gpus
 from mpikv.compute.cuda.gpu import find_gpu, find_nccl
-from mpikv.config import Config, visible_gpus
+from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory
 from mpikv.testing import StoreContract
 from mpikv.testing.device import DeviceTransportContract, InOrder
@@ -112,7 +113,7 @@ def test_a_closed_store_gives_its_memory_back(cupy):
 
 KILLED = """
 import os, signal, sys
-from mpikv.config import launch_of
+from mpikv.cluster.environment import launch_of
 from mpikv.testing.gpus import sharing
 os.environ |= sharing(launch_of().rank)
 import cupy, mpikv

@@ -28,10 +28,10 @@ from mpikv import codecs, optimizers
 from mpikv.cli.gpus import survey
 from mpikv.cli.info import _gpu_rows
 from mpikv.cli.nccl_faults import faults_of
+from mpikv.cluster.environment import Launch, visible_gpus
 from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of
 from mpikv.compute.cuda.loading import _by_address
 from mpikv.compute.cuda.sharing import sharing
-from mpikv.config import Launch, visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
 from mpikv.memory.stream_order import _PER_THREAD
 from mpikv.optimizers.updaters import Assign

@@ -1,0 +1,219 @@
+"""Variables that launchers, MPI, CUDA and NCCL set or read. The settings of a store are in ``config.py``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+# Files in the directory MPIKV_RUN. The prefix of a rank's list of its shared files, which mpikv run removes if the rank
+# is killed.
+FILES = "files."
+# The prefix of a rank's mark that its script has ended well without starting MPI.
+UNSTARTED = "unstarted."
+# A rank's reason for ending the job.
+GIVEN_UP = "given-up"
+
+
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the directory in which ``mpikv run`` on this host reads its ranks' files, or None."""
+    directory = Path(environ.get("MPIKV_RUN", ""))
+    return directory if directory.is_absolute() and directory.is_dir() else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launcher's message to this process, from its environment."""
+
+    launcher: str
+    size: int
+    rank: int
+
+
+# The size and rank variables of launchers. An inner launcher comes before the outer one that may have started it.
+# MPICH's hydra, Intel MPI and Slurm speak PMI. The last two start processes, but no MPI.
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),
+    ("PMIx", "SLURM_STEP_NUM_TASKS", "PMIX_RANK"),
+    ("PMIx", "", "PMIX_RANK"),
+    ("srun without PMI", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("torchrun", "WORLD_SIZE", "RANK"),
+)
+
+
+def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return the launcher's size and rank, or None if no launcher started this process.
+
+    >>> launch_of({"PMI_SIZE": "4", "PMI_RANK": "1"}).size
+    4
+    """
+    for launcher, size, rank in _LAUNCHERS:
+        if rank in environ and (not size or size in environ):
+            # A PMIx launcher sets the rank but not always the size.
+            return Launch(launcher, _number(environ, size) if size in environ else 0, _number(environ, rank))
+    return None
+
+
+# The launchers' variables of the local rank and the number of local ranks.
+_LOCAL_RANKS = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return this process's local rank and the number of its launch's ranks on this host; None if no launcher says.
+
+    >>> place_on_host({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"})
+    (2, 4)
+    """
+    for rank, size in _LOCAL_RANKS:
+        if rank in environ and size in environ:
+            return _number(environ, rank), _number(environ, size)
+    return None
+
+
+def has_one_thread(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether OMP_NUM_THREADS keeps the BLAS below numpy from starting threads in each rank."""
+    return environ.get("OMP_NUM_THREADS") == "1"
+
+
+def forced_library(environ: Mapping[str, str] = os.environ) -> str:
+    """Return MPI4PY_LIBMPI, the MPI library for mpi4py to load, or ""."""
+    return environ.get("MPI4PY_LIBMPI", "")
+
+
+# Variables that make MPI libraries take ranks of one machine for ranks of several hosts.
+_DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_CLIQUES", "PMIX_SECURITY_MODE")
+
+
+def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the set variables that, in some launches, make MPI take ranks of one machine for ranks of several hosts.
+
+    >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
+    ['PMIX_SECURITY_MODE=native']
+    """
+    return [f"{name}={environ[name]}" for name in _DIVIDING if name in environ]
+
+
+def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Tell MPICH to read no memory of other processes, unless it has started; return whether it knows.
+
+    >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
+    (False, True)
+    """
+    if not started:
+        environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    return environ.get("MPIR_CVAR_CH4_CMA_ENABLE") == "0"
+
+
+def tasks_set_aside(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of tasks of this Slurm job; 1 outside of one."""
+    return _number(environ, "SLURM_NTASKS") if "SLURM_NTASKS" in environ else 1
+
+
+def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
+    """Return the launcher's protocols for this process to find the other ranks: PMI (versions 1 and 2) and PMIx.
+
+    >>> sorted(offered_protocols({"PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.1.0"}))
+    ['PMI', 'PMIx']
+    """
+    prefixes = {"PMI": "PMI_", "PMIx": "PMIX_NAMESPACE"}
+    return {protocol for protocol, prefix in prefixes.items() if any(name.startswith(prefix) for name in environ)}
+
+
+def demands_munge(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher's PMIx admits only ranks with a credential of munge."""
+    return environ.get("PMIX_SECURITY_MODE") == "munge"
+
+
+# The value of 'srun --mpi=' for each library that may work by it, and its condition. Cray's text names MPICH too, so it
+# comes first.
+_OF_SRUN = (
+    ("CRAY", "cray_shasta", ""),
+    ("Intel", "pmi2", " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
+    ("MPICH", "pmi2", ""),
+    ("Open MPI", "pmix", " with an Open MPI that was built for this cluster"),
+)
+
+
+def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.environ) -> str:
+    """Return the commands that start ``size`` ranks here; in Slurm also srun, if it offers the MPI library's protocol.
+
+    >>> advise_start(4, environ={})
+    'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
+    """
+    command = f"mpikv run -n {size} SCRIPT"
+    if "SLURM_JOB_ID" not in environ:
+        return f"{command} , or the mpiexec of the MPI library that Python loads"
+    ways = [(kind, condition) for name, kind, condition in _OF_SRUN if name in library][:1]
+    offered = _kinds_of_srun(environ) if ways else set()
+    srun = [f", or  srun --mpi={way} -n {size} python SCRIPT {condition}" for way, condition in ways if way in offered]
+    return "".join([f"{command}  without srun, inside of salloc or sbatch", *srun]).rstrip()
+
+
+def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
+    """Return the values that ``srun --mpi=list`` prints; none if it does not answer within 5 seconds."""
+    import subprocess  # slow to import
+
+    try:
+        answer = subprocess.run(
+            ["srun", "--mpi=list"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(re.findall(r"^(?:srun:)?\s*(\w+)$", answer.stdout + answer.stderr, re.MULTILINE))
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int:
+    """Return the number in a launcher's variable."""
+    text = environ[variable].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")
+    return int(text)
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, the GPUs that CUDA shows this process, or None if it is not set."""
+    return environ.get("CUDA_VISIBLE_DEVICES")
+
+
+# If ranks differ in one of these, NCCL waits for ever, or moves wrong bytes.
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", _ORDER, "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
+
+
+def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the set variables of NCCL that must be the same on all ranks.
+
+    >>> nccl_settings({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"})
+    {'NCCL_ALGO': 'Ring'}
+    """
+    return {name: environ[name] for name in _OF_NCCL if name in environ}
+
+
+def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Make NCCL launch the work of several communicators on a GPU in program order, unless a variable says otherwise.
+
+    Without it ranks may wait for each other for ever. Call it before NCCL is first used.
+
+    >>> order_launches(environ := {})
+    >>> environ
+    {'NCCL_LAUNCH_ORDER_IMPLICIT': '1'}
+    """
+    environ.setdefault(_ORDER, "1")
+
+
+def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
+    """Return NCCL's name of this host: NCCL_HOSTID, or the host's own.
+
+    >>> nccl_host({"NCCL_HOSTID": "a"})
+    'a'
+    """
+    return environ.get("NCCL_HOSTID") or platform.node()
