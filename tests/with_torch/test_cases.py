@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from .training import (
+    adam,
     assert_close,
     assert_equal_over_ranks,
     attach,
@@ -28,10 +29,6 @@ from .training import (
 )
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
-
-
-def adam(model: Any) -> Any:
-    return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
 def pair(kv: Any, make: Any = network, optimizer: Any = sgd, **options: Any) -> tuple[Any, Any, Any, Any, Any]:

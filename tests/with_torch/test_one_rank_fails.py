@@ -4,7 +4,6 @@ what was begun is undone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from .training import (
     attach,
     attached_pair,
     is_last,
+    last_fails,
     network,
     nn,
     sgd,
@@ -28,13 +28,6 @@ from .training import (
 )
 
 pytestmark = pytest.mark.ranks(2, 3)
-
-
-def last_fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
-    """Check that the last rank raises the error of its own, and that the others are told of it."""
-    with pytest.raises(kind if is_last(kv) else PeerFailed, match=pattern) as caught:
-        call()
-    assert type(caught.value) is (kind if is_last(kv) else PeerFailed)
 
 
 def check_trains(kv: Any) -> None:

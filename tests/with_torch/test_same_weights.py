@@ -12,7 +12,21 @@ import pytest
 import mpikv
 from mpikv import RankMismatch
 
-from .training import assert_close, assert_equal_over_ranks, attach, is_last, loss_of, network, nn, optim, torch, train
+from .training import (
+    adam,
+    assert_close,
+    assert_equal_over_ranks,
+    attach,
+    attached_pair,
+    is_last,
+    loss_of,
+    network,
+    nn,
+    optim,
+    sgd,
+    torch,
+    train,
+)
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -25,16 +39,6 @@ def kv(comm):
     yield kv
     kv.before_close.clear()  # what they would find was found
     kv.close()
-
-
-def adam(model: Any) -> Any:
-    return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
-
-
-def attached_pair(kv: Any, update: str, make: Callable[[Any], Any] = adam) -> tuple[Any, Any, Any]:
-    model = network()
-    optimizer = make(model)
-    return model, optimizer, attach(model, optimizer, kv=kv, update=update)
 
 
 def differ(call: Callable[[], Any], pattern: str) -> None:
@@ -63,7 +67,7 @@ def add_in_place(model: Any) -> None:
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
 @pytest.mark.parametrize("passes", [0, 5])
 def test_one_rank_changes_its_weights(kv, update, change, passes):
-    model, optimizer, _ = attached_pair(kv, update)
+    model, optimizer, _ = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(passes), kv)
     if is_last(kv):
         change(model)
@@ -77,7 +81,7 @@ def test_one_rank_changes_its_weights(kv, update, change, passes):
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
 def test_the_root_changes_weights_between_backward_and_step(kv, change):
     """With update="store" every rank then gets the root's part of them."""
-    model, optimizer, attached = attached_pair(kv, "local")
+    model, optimizer, attached = attached_pair(kv, adam, update="local")
     train(model, optimizer, range(4), kv)
     loss_of(model, 4, kv).backward()
     if kv.is_root:
@@ -98,7 +102,7 @@ def test_a_frozen_layer_that_one_rank_loads(kv, update):
 
 
 def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
-    model, optimizer, _ = attached_pair(kv, "local")
+    model, optimizer, _ = attached_pair(kv, adam, update="local")
     train(model, optimizer, range(4), kv)
     if kv.is_root:
         model[0].weight.data.add_(1)
@@ -107,7 +111,7 @@ def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
 
 
 def test_the_state_that_one_rank_loads(kv, update):
-    model, optimizer, _ = attached_pair(kv, update)
+    model, optimizer, _ = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(3), kv)
     state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(3, 5), kv)
@@ -117,7 +121,7 @@ def test_the_state_that_one_rank_loads(kv, update):
 
 
 def test_ranks_load_other_states(kv, update):
-    model, optimizer, _ = attached_pair(kv, update)
+    model, optimizer, _ = attached_pair(kv, adam, update=update)
     states = []
     for step in range(3):
         train(model, optimizer, [step], kv)
@@ -129,7 +133,7 @@ def test_ranks_load_other_states(kv, update):
 @pytest.mark.parametrize("frequent", [False, True])
 def test_all_ranks_change_their_weights(kv, update, frequent):
     """In each pass, too, where most passes compare nothing."""
-    model, optimizer, attached = attached_pair(kv, update)
+    model, optimizer, attached = attached_pair(kv, adam, update=update)
     alone = network()
     own = adam(alone)
     compared = []
@@ -146,7 +150,7 @@ def test_all_ranks_change_their_weights(kv, update, frequent):
 
 
 def test_all_ranks_load_a_state(kv, update):
-    model, optimizer, attached = attached_pair(kv, update)
+    model, optimizer, attached = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(2), kv)
     states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, range(2, 4), kv)
@@ -160,7 +164,7 @@ def test_all_ranks_load_a_state(kv, update):
 
 def test_weights_that_rounding_has_made_others(kv):
     """As where ranks have processors of other kinds, or other numbers of threads."""
-    model, optimizer, attached = attached_pair(kv, "local")
+    model, optimizer, attached = attached_pair(kv, adam, update="local")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 1 + kv.rank * 1e-13
@@ -202,7 +206,7 @@ def test_weights_that_are_infinite_or_none(kv, roots, own, same):
 
 def test_a_loaded_state_with_an_infinity(kv):
     """As of a squared gradient that was too large."""
-    model, optimizer, _ = attached_pair(kv, "local")
+    model, optimizer, _ = attached_pair(kv, adam, update="local")
     train(model, optimizer, range(2), kv)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["exp_avg_sq"][0, 0] = INFINITY
@@ -213,7 +217,7 @@ def test_a_loaded_state_with_an_infinity(kv):
 
 
 def test_a_root_that_hands_out_what_it_has_loaded(kv, update):
-    model, optimizer, attached = attached_pair(kv, update)
+    model, optimizer, attached = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(3), kv)
     if kv.is_root:
         load_others(model)
@@ -224,7 +228,7 @@ def test_a_root_that_hands_out_what_it_has_loaded(kv, update):
 
 
 def test_a_model_that_is_copied_while_it_is_attached(kv, update):
-    model, optimizer, _ = attached_pair(kv, update)
+    model, optimizer, _ = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(1), kv)
     twin = copy.deepcopy(model)
     train(model, optimizer, range(1, 3), kv)
@@ -241,7 +245,7 @@ def end(request, kv):
 
 
 def test_the_last_step_is_left_out_on_one_rank(kv, end):
-    model, optimizer, attached = attached_pair(kv, "local")
+    model, optimizer, attached = attached_pair(kv, adam, update="local")
     train(model, optimizer, range(2), kv)
     optimizer.zero_grad()
     loss_of(model, 2, kv).backward()
@@ -253,7 +257,7 @@ def test_the_last_step_is_left_out_on_one_rank(kv, end):
 
 @pytest.mark.parametrize("change", ["clip", "zero", "None"])
 def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
-    model, optimizer, attached = attached_pair(kv, "local", lambda model: optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer, attached = attached_pair(kv, lambda model: sgd(model, momentum=0), update="local")
     train(model, optimizer, range(4), kv)
     optimizer.zero_grad()
     loss_of(model, 4, kv).backward()
@@ -268,7 +272,7 @@ def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
 
 
 def test_a_step_of_an_optimizer_that_is_not_attached(kv):
-    model, optimizer, _ = attached_pair(kv, "local")
+    model, optimizer, _ = attached_pair(kv, adam, update="local")
     train(model, optimizer, range(2), kv)
     other = optim.SGD(model.parameters(), lr=1.0)
     optimizer.zero_grad()
@@ -285,7 +289,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached(kv):
 
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place, lambda model: model.half()])
 def test_weights_that_one_rank_changes_for_an_export(kv, update, end, change):
-    model, optimizer, attached = attached_pair(kv, update)
+    model, optimizer, attached = attached_pair(kv, adam, update=update)
     train(model, optimizer, range(3), kv)
     if kv.is_root:
         change(model)

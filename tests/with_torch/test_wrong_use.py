@@ -23,6 +23,7 @@ from .training import (
     attached_pair,
     functional,
     is_last,
+    last_fails,
     loss_of,
     network,
     nn,
@@ -42,16 +43,6 @@ def fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any])
         call()
     assert type(caught.value) is kind
     assert re.search(pattern, str(caught.value)), str(caught.value)
-
-
-def last_fails(
-    kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any], others: Callable[[], Any]
-) -> None:
-    """Check that the last rank's call raises, and that the others learn of it in theirs."""
-    if is_last(kv):
-        fails(kv, kind, pattern, call)
-    else:
-        fails(kv, PeerFailed, pattern, others)
 
 
 def differ(kv: Any, call: Callable[[], Any], others: Callable[[], Any]) -> str:
@@ -393,7 +384,7 @@ def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
     fails(kv, Unsupported, "the gradient of 'table.weight' is sparse", model(sparse=True).backward)
     optimizer.zero_grad()
     if kv.size > 1:
-        last_fails(kv, Unsupported, "is sparse", *[model(sparse=is_last(kv)).backward] * 2)
+        last_fails(kv, Unsupported, "is sparse", model(sparse=is_last(kv)).backward)
     optimizer.zero_grad()
     model(sparse=False).backward()
     assert_close(model.table.weight.grad[1], model.head.weight[0].detach(), 1e-6)
@@ -414,7 +405,7 @@ def test_a_model_that_changed_its_dtype(kv, update, passes, zero, alone):
     pattern = r"'[02].(bias|weight)' is torch.float32\[.* on cpu and was torch.float64"
     backward = loss_of(model, 0, kv).backward
     if alone:
-        last_fails(kv, Unsupported, pattern, backward, backward)
+        last_fails(kv, Unsupported, pattern, backward)
     else:
         fails(kv, Unsupported, pattern, backward)
     optimizer.zero_grad()
@@ -559,7 +550,7 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
         model[1].seen = before
     if kv.size > 1:
         optimizer.zero_grad()
-        last_fails(kv, Unsupported, "the buffer '1.seen'", *[lambda: loss_of(model, 0, kv).backward()] * 2)
+        last_fails(kv, Unsupported, "the buffer '1.seen'", lambda: loss_of(model, 0, kv).backward())
     model[1].seen = before
     optimizer.zero_grad()
     check_trains(kv, model, optimizer, with_a_buffer)

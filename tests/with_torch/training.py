@@ -6,9 +6,12 @@ The folder is not called torch: its parent is in ``sys.path``, where it would be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from mpikv import PeerFailed
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: pip install 'mpikv[torch]'")
 attach: Any = pytest.importorskip("mpikv.torch", reason="mpikv.torch cannot be imported").attach
@@ -52,15 +55,29 @@ def sgd(model: Any, **options: Any) -> Any:
     return optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
 
 
-def attached_pair(kv: Any, **options: Any) -> tuple[Any, Any, Any]:
+def adam(model: Any) -> Any:
+    return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def attached_pair(kv: Any, make: Callable[[Any], Any] = sgd, **options: Any) -> tuple[Any, Any, Any]:
     """Return a new model, its optimizer and their attachment."""
     model = network()
-    optimizer = sgd(model)
+    optimizer = make(model)
     return model, optimizer, attach(model, optimizer, kv=kv, **options)
 
 
 def is_last(kv: Any) -> bool:
     return kv.rank == kv.size - 1
+
+
+def last_fails(
+    kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any], others: Callable[[], Any] | None = None
+) -> None:
+    """Check that the last rank's call raises, and that the others learn of it in theirs, or in the same."""
+    expected = kind if is_last(kv) else PeerFailed
+    with pytest.raises(expected, match=pattern) as caught:
+        (call if is_last(kv) or others is None else others)()
+    assert type(caught.value) is expected
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
