@@ -120,7 +120,7 @@ def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def not_published(patch: pytest.MonkeyPatch) -> None:
     """Other hosts keep the values that they have."""
-    patch.setattr(Pipeline, "_refresh", lambda self, plan: None)
+    patch.setattr(Pipeline, "publish", lambda self, plan, outs=(): None)
 
 
 def each_by_itself(patch: pytest.MonkeyPatch) -> None:
