@@ -296,7 +296,7 @@ class Checkpoints:
         for block, slot, extents in list_extents(header, entries):
             for extent in extents:
                 for low, high in mine[block].within(extent.low, extent.high):
-                    array = block.values[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
+                    array = block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
                     yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks

@@ -1,8 +1,9 @@
-"""What pushes and pulls do once all ranks have agreed: sum, update, and give back values.
+"""The engine: it sums, updates and gives back values, once all ranks have agreed on a call.
 
-Here: the key table, arenas (which give keys their memory and take it back, small values side by side), plans (what goes
-in one message, and which are kept), placements (who owns what), the pipeline of a push, with every copy of a caller's
-array, and compression by messages. It keeps residuals for codecs, and puts them back after a call that failed on any
-rank. It imports ``memory``, ``optimizers``, ``codecs`` and ``compute``, and knows transports by their Protocol alone.
-It refuses what it has no room or no means for, before ranks agree; ``verbs`` refuse what is wrong with arguments.
+``keys`` is the key table. ``arena`` gives keys their memory and takes it back. ``plan`` cuts the keys of a call into
+messages and caches the result. ``placement`` says who owns each element. ``pipeline`` runs pushes and pulls and makes
+every copy of a caller's array. ``compression`` sums by codecs, and rolls their residuals back after a call that failed
+on any rank. The engine imports ``memory``, ``optimizers``, ``codecs`` and ``compute``, and knows transports by their
+Protocol alone. It refuses a call that memory or hardware cannot serve, before ranks agree; ``verbs`` refuse wrong
+arguments.
 """

@@ -1,4 +1,4 @@
-"""Bytes of any number from all ranks to all, in messages that a transport can carry."""
+"""An alltoallv: each rank sends any number of bytes to each, in messages that fit a transport's buffers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Alltoallv", "Part", "gather"]
 _MOST_LABELS = 4096
 
 Part: TypeAlias = "Sequence[Array]"
-"""Flat arrays of any dtype, whose bytes are passed on one after the other."""
+"""Flat arrays of any dtype: their bytes are sent one array after the other."""
 
-# To which parts of messages are filled up, so that all of them begin where a GPU moves many bytes at once.
+# Bytes. Parts of messages are padded to multiples of it, so that a GPU copies each from an aligned address.
 _EVEN = 64
 
 
 def gather(transport: Transport, mine: Array) -> Array:
-    """Return every rank's numbers, of which each has as many, in a row for each rank. Collective."""
+    """Return the numbers of every rank, one row per rank. Collective: each rank brings equally many."""
     table = np.zeros((transport.size, mine.size), mine.dtype)
     table[transport.rank] = mine
     transport.all_gather(table.reshape(-1), (mine.size,) * transport.size)
@@ -31,44 +31,46 @@ def gather(transport: Transport, mine: Array) -> Array:
 
 
 class Alltoallv:
-    """Passes on what is longer on one rank than on another.
+    """Exchanges parts of different lengths.
 
-    The first message has room for what was the longest the last time, and says how long each part is now. So the same
-    call, made again, takes one exchange as long as parts do not grow by more than an eighth.
+    The first message states how long each part is, and has room for the longest part of the last such call. So a call
+    that repeats takes one exchange, as long as its parts do not grow by more than an eighth.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._tables = transport, transport.memory.workspace
         self._rooms: dict[Hashable, Array] = {}
         self.sent = 0
-        """How many bytes this rank has sent to others so far, padding included. A transport may carry what goes to all
-        once for several of them."""
+        """Bytes that this rank has sent to others, padding included. A transport may carry fewer, where one copy of a
+        message to all serves several ranks."""
 
     def to_each(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Pass ``parts[r]`` on to rank r. Collective.
+        """Send ``parts[r]`` to rank r. Collective.
 
-        ``label`` says which call this is, the same on every rank.
+        Args:
+            parts: one part per rank.
+            label: names the call, the same on every rank: lengths are remembered by it.
+            notes: a few numbers for all ranks, equally many on each.
 
         Returns:
-            What each other rank had for this one, as uint8, in rank order, with anything in this one's place, to be
-            read before the next exchange; and every rank's ``notes``, of which each has as many, in a row for each
-            rank.
+            The parts for this rank as uint8, in rank order; this rank's own entry is undefined. Read them before the
+            next exchange. Then the notes, one row per rank.
         """
         sizes = [sum(map(_nbytes, part)) for part in parts]
         sizes[self._transport.rank] = 0
         return self._pass(parts, sizes, label, notes)
 
     def to_all(self, part: Part, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Pass ``part`` on to every rank; otherwise as :meth:`to_each`. Collective."""
+        """Send ``part`` to every rank; otherwise as :meth:`to_each`. Collective."""
         return self._pass([part], [sum(map(_nbytes, part))], label, notes)
 
     def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Pass ``parts[r]`` on to rank r, or the only part to all, where ``sizes`` is known to every rank: how many
-        bytes each has for each, or for all, in a row for each rank. Collective. Alone of all here, it needs no memory
-        of the host.
+        """Send ``parts[r]`` to rank r, or the only part to all. Collective. Uses no memory of the host.
+
+        ``sizes`` has a row for each sender, with its bytes for each receiver, or for all. Every rank passes the same.
 
         Returns:
-            What each rank had for this one, as new arrays of uint8, in rank order.
+            The parts for this rank, as new arrays of uint8, in rank order.
         """
         mine = sizes[:, self._transport.rank if len(parts) > 1 else 0].tolist()
         longest = -(-sizes.max(axis=0) // _EVEN) * _EVEN
@@ -77,13 +79,14 @@ class Alltoallv:
     def _pass(
         self, parts: Sequence[Part], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
     ) -> tuple[list[Array], Array]:
-        """Pass on one part for each rank, or one for all."""
+        """Send one part to each rank, or one to all. Collective."""
         each, limit = len(parts) > 1, self._transport.limit
         row = np.array([*sizes, *notes], np.int64)
         label = label, each
         done = self._rooms.get(label, np.zeros(len(parts), np.int64))
         first: Sequence[Array] = ()
         if row.nbytes * len(parts) > limit // 2:
+            # Many ranks with a small buffer: the lengths alone would fill a message, and get an exchange of their own.
             done, table = done * 0, gather(self._transport, row)
         else:
             if int(done.sum()) + row.nbytes * len(parts) > limit:
@@ -94,6 +97,7 @@ class Alltoallv:
         longest = table[:, : len(parts)].max(axis=0)
         if len(self._rooms) >= _MOST_LABELS:
             self._rooms.clear()
+        # An eighth more than now, in multiples of 64 bytes. All ranks have the same table, so they agree on the room.
         self._rooms[label] = -(-longest * 9 // 512) * 64
         mine = table[:, self._transport.rank if each else 0].tolist()
         if first and (longest <= done).all():
@@ -105,10 +109,14 @@ class Alltoallv:
     def _rest(
         self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
-        """Pass on what the first message had no room for; return all."""
+        """Send the bytes that did not fit in the first message; return all. Collective.
+
+        ``mine`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the longest part to
+        each rank, sent so far and in all.
+        """
         each = len(parts) > 1
         received = [self._tables.empty((size,), _BYTES) for size in mine]
-        self._put(zip(received, repeat(0), first, strict=False))
+        self._put(zip(received, repeat(0), first, strict=False))  # ``first`` may be empty
         chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)
@@ -121,13 +129,16 @@ class Alltoallv:
     def _exchange(
         self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int], each: bool
     ) -> Sequence[Array]:
-        """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
+        """Send ``counts[r]`` bytes to rank r, or ``counts[0]`` to all, from byte ``begins[r]`` of its part. Collective.
+
+        The message is undefined where it is longer than the part.
+        """
         rank, at = self._transport.rank, 0
         send = self._transport.send_buffers[self._transport.slot][: sum(counts)]
         places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
             message, start = send[at : at + count], -begin
-            # Nobody but this rank reads what it sends itself, but for the numbers at the beginning.
+            # This rank has its own part already: of the copy it reads the lengths alone, the first array.
             for piece in part[:1] if each and to == rank else part:
                 places.append((message, start, piece.view(_BYTES)))
                 start += piece.nbytes
@@ -137,7 +148,7 @@ class Alltoallv:
         return self._transport.all_to_all(send, counts if each else None)
 
     def _put(self, places: Iterable[tuple[Array, int, Array]]) -> None:
-        """Copy to a place in each target, which may be before its beginning, a part, as far as both go."""
+        """Copy each part to a byte of its target, as far as it overlaps it. The byte may be negative."""
         into: list[Array] = []
         these: list[Array] = []
         for target, at, part in places:

@@ -4,13 +4,13 @@ A large value is a block of its own. Small values of one dtype share a block, si
 one message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its
 cell, so optimizer state never has to move. Memory never moves either.
 
-On GPUs the values of one dtype that come together are one block, whatever their sizes: there messages have to be long,
-and NCCL is fast where each rank's part of a message is as long as the others'. So cells, and the block, are padded to
-equal parts, and keys begin where GPUs copy fast. What lies between keys belongs to nobody: it is sent and updated with
+On GPUs the values of one dtype that come together are one block of any length: there messages have to be long, and NCCL
+is fast where each rank's part of a message is as long as the others'. So cells, and the block, are padded to equal
+parts, and keys begin where GPUs copy fast. The padding between keys belongs to no value: it is sent and updated with
 its neighbours, and never read.
 
-What a small value leaves is a hole, and the smallest that fits is what a later value gets. A block ends with its last
-value, and its state with it; a large segment goes back to the transport when no block is left in it.
+A small value that is released leaves a hole; a later value gets the smallest hole that fits. A block ends with its last
+value, and its state with it. A large segment goes back to the transport when no block is left in it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .spans import Spans
 
 __all__ = ["LINE_BYTES", "Arena", "Block", "Place"]
 
-# A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
+# The size of a block that small values share. A value of a quarter of it or more gets a block of its own, cut over all
+# ranks.
 _POOL_BYTES = 256 << 10
-# There each block is a message and a launch more, which take longer than some megabytes do.
+# On GPUs each block costs a message and a launch, and those take longer than some megabytes do.
 _POOL_BYTES_OF_GPUS = 16 << 20
-# From here on values that come together are a block of their own there.
+# On GPUs, values that come together and have this many bytes get a block of their own.
 _LIST_BYTES = 1 << 20
-# There keys begin at multiples of this many bytes, or of so many elements if those are more: as shards do.
+# On GPUs keys begin at multiples of so many bytes and of so many elements, the larger of both: shards do, too.
 LINE_BYTES, _LINE_ELEMENTS = 256, 64
 _SMALLEST_SEGMENT = 1 << 20
 _LARGEST_GROWTH = 256 << 20
-# The kind of the holes in segments, which are counted in bytes. In blocks it is the dtype's name, and they are in
-# elements.
+# The kind of holes in segments, counted in bytes. Holes in blocks have the dtype's name as kind, and count elements.
 _BYTES = ""
 
 
@@ -60,45 +60,45 @@ class Block:
     memory: Memory
     """Where all its arrays lie."""
     allocate: Callable[[int], Array]
-    """Returns zeroed memory for what owners keep beside values, or raises MemoryError on every rank."""
+    """Returns zeroed memory for optimizer state, or raises MemoryError on every rank."""
+    kept: Spans
+    """The elements that have state, and sums of whole values, on this rank."""
     state: dict[str, Array] = field(default_factory=dict)
     """Optimizer state of the elements that are ``kept``, one behind the other. Only the owner of an element writes to
     its state."""
-    kept: Spans | None = None
-    """Which elements have state, and sums of whole values, on this rank; None for all."""
     by_rows: bool = False
-    """Whether rows of a value are looked for in its state, of which there is all then."""
+    """Whether optimizers address the state by rows of the value: then all elements are ``kept``."""
     buffers: Array | None = None
-    """What the ranks are to push, where they asked for it: a row parallel to ``values`` for every rank that shares the
-    memory, as many on every host, or for this rank alone."""
+    """Buffers that users push from, if any asked for them: a row parallel to ``values`` for each rank that shares the
+    memory, equally many on every host, or for this rank alone."""
     residuals: list[Array] = field(default_factory=list)
-    """What this rank's compressed pushes have left out so far: an array parallel to ``values`` for each position in the
-    lists that were pushed. On a GPU, those of codecs of whole values are the host's."""
+    """The errors that this rank's compressed pushes have left so far: an array parallel to ``values`` for each position
+    in the lists that were pushed. Those of codecs of whole values lie on the host, even for a GPU's values."""
     origin: tuple[int, int] = (0, 0)
-    """The segment that its memory is in, and the byte at which it begins there."""
+    """The segment of its memory, and the byte at which it begins there."""
     old: bool = False
     """Whether other values have been in its memory."""
     used: int = 0
-    """From here on no value has been in it."""
+    """No value has been in it from this element on."""
     sums: Array | None = None
-    """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. Pages are taken where
-    it is written."""
+    """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes pages
+    for it only where it is written."""
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return the sums of elements that this rank keeps, side by side."""
-        return self.ensure_sums()[self.state_at(low, high)]
+        return self.ensure_sums()[self.kept.locate(low, high)]
 
     def ensure_sums(self) -> Array:
-        """Return the memory for sums, zeros if there was none: taken now, a GPU may have too little."""
+        """Return the memory for sums, zeros if it is new: taking it may raise MemoryError on a GPU."""
         if self.sums is None:
             dtype = accumulator(self.values.dtype)
-            size = self.values.size if self.kept is None else self.kept.size
-            self.sums = self.memory.zeros(size * dtype.itemsize).view(dtype)
+            self.sums = self.memory.zeros(self.kept.size * dtype.itemsize).view(dtype)
         return self.sums
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
         """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""
         while len(self.residuals) < positions:
+            # Float32, however wide the values are: it is added to the gradient before the codec rounds.
             self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
 
     def drop_sums(self) -> None:
@@ -106,38 +106,29 @@ class Block:
         self.sums = None
 
     def ensure_state(self, slots: Slots) -> None:
-        """Start the state that is not there yet with zeros."""
+        """Add zeros for the slots that have no state yet. On GPUs collective."""
         self.state |= self.new_state(
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
 
-    def has_state(self, slots: Slots, kept: Spans | None) -> bool:
-        """Return whether the state is such as :meth:`new_state` would return, but for its content."""
+    def has_state(self, slots: Slots, kept: Spans) -> bool:
+        """Return whether :meth:`new_state` would return the same slots, dtypes and elements as there are."""
         return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
 
-    def new_state(self, slots: Slots, kept: Spans | None) -> dict[str, Array]:
+    def new_state(self, slots: Slots, kept: Spans) -> dict[str, Array]:
         """Return state of zeros for the elements that are to be kept. On GPUs collective."""
-        size = self.values.size if kept is None else kept.size
-        return {name: self.allocate(size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
+        return {name: self.allocate(kept.size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
-    def keep(self, kept: Spans | None, state: dict[str, Array]) -> None:
-        """Have other state, for other elements."""
+    def keep(self, kept: Spans, state: dict[str, Array]) -> None:
+        """Replace the state, and the elements that have some."""
         if kept != self.kept:
             self.drop_sums()
         self.kept, self.state = kept, state
 
     def state_of(self, low: int, high: int) -> dict[str, Array]:
         """Return the state of elements that this rank keeps, side by side."""
-        where = self.state_at(low, high)
+        where = self.kept.locate(low, high)
         return {name: array[where] for name, array in self.state.items()}
-
-    def keeps(self, low: int, high: int) -> bool:
-        """Return whether elements have state on this rank, side by side."""
-        return self.kept is None or self.kept.have(low, high)
-
-    def state_at(self, low: int, high: int) -> slice:
-        """Return where in its arrays of state elements are that this rank keeps, side by side."""
-        return slice(low, high) if self.kept is None else self.kept.locate(low, high)
 
 
 class Place(NamedTuple):
@@ -147,7 +138,7 @@ class Place(NamedTuple):
     start: int
     size: int
     old: bool = False
-    """Whether it holds what another value has left."""
+    """Whether an earlier value has left its contents there."""
 
 
 class _Group(NamedTuple):
@@ -155,15 +146,18 @@ class _Group(NamedTuple):
 
     dtype: np.dtype[Any]
     numbers: Sequence[int]
-    """Their positions in what is asked for."""
+    """Their positions in the request."""
     sizes: Sequence[int]
 
 
 class _Holes:
-    """Free ranges of numbered memories, which are of several kinds. Those that touch are one."""
+    """Free ranges of numbered memories of several kinds. Ranges that touch are one.
+
+    Every rank makes the same calls in the same order: so all find the same hole, and values lie alike on all ranks.
+    """
 
     def __init__(self) -> None:
-        # The same in order of size: kind, size, memory and start; and by where they begin and end in their memory.
+        # Three indices of the same holes: (kind, size, memory, start) in order; size by start; start by end.
         self._by_size: list[tuple[str, int, int, int]] = []
         self._sizes: dict[tuple[int, int], int] = {}
         self._starts: dict[tuple[int, int], int] = {}
@@ -187,26 +181,29 @@ class _Holes:
         self._starts[memory, start + size] = start
 
     def remove(self, kind: str, memory: int, start: int) -> int:
-        """Let nobody have the hole that begins there; return its size."""
+        """Remove the hole that begins there; return its size."""
         size = self._sizes.pop((memory, start))
         del self._starts[memory, start + size]
         del self._by_size[bisect_left(self._by_size, (kind, size, memory, start))]
         return size
 
     def remove_last(self, kind: str, memory: int, end: int) -> None:
-        """Let nobody have the hole that ends there, if there is one."""
+        """Remove the hole that ends there, if there is one."""
         if (start := self._starts.get((memory, end))) is not None:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int) -> tuple[int, int] | None:
-        """Return the memory and the start of the smallest hole that fits, whose first ``size`` are then taken."""
+        """Take the first ``size`` of the smallest hole that fits; return its memory and start."""
         found = self.take_several(kind, size, 1)
         return None if found is None else found[:2]
 
     def take_several(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Take the first ``size`` of the smallest hole that fits, and again, up to ``most`` times, as long as what is
-        left of it fits: no other that does is as small. Return the memory, the start, and how many were taken.
+        """Take up to ``most`` ranges of one size, side by side, from the smallest hole that fits one.
+
+        Returns:
+            The memory, the start of the first, and how many were taken; None where no hole fits.
         """
+        # The rest of that hole is still the smallest that fits, so this equals taking them one by one.
         at = bisect_left(self._by_size, (kind, size))
         if at == len(self._by_size) or self._by_size[at][0] != kind:
             return None
@@ -222,28 +219,28 @@ class _Holes:
 
 
 class Arena:
-    """Hands out places for values; every rank makes the same requests in the same order, so all arenas are alike."""
+    """Hands out places for values. Every rank makes the same requests in the same order, so all arenas are alike."""
 
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
-        """Without ``pooling`` every value is a block, so that each has an owner of its own."""
+        """Without ``pooling`` each value gets a block, and with it an owner, of its own."""
         self._transport = transport
         self._on_host = transport.memory.is_host
         pool = _POOL_BYTES if self._on_host else _POOL_BYTES_OF_GPUS
         self._pool = min(pool, transport.limit) if pooling else 0
         self._numbers = count()
         self._segments: dict[int, Array] = {}
-        # From here on no block has been in a segment.
+        # By segment, the byte from which on no block has been in it: memory beyond is still zero.
         self._reached: dict[int, int] = {}
         self._values: dict[Block, int] = {}
         self._holes = _Holes()
         self._pools: dict[int, Block] = {}
         self._load = [0] * transport.size
-        # Whether a block has ended, ever, and whether one has that had buffers, which are the transport's.
+        # Whether a block has ever ended; whether one with buffers has, since the transport last took memory back.
         self._ended = self._left_buffers = False
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Those that hold values."""
+        """The blocks that hold values."""
         return tuple(self._values)
 
     def place(
@@ -252,8 +249,9 @@ class Arena:
         leaving: Sequence[Place] = (),
         alone: Container[int] = (),
     ) -> list[Place]:
-        """Return a place for each (dtype, number of elements), perhaps in those ``leaving``, which are released. Those
-        at the positions ``alone`` get a block for themselves. Collective: it may allocate.
+        """Release the places ``leaving``, then return one for each (dtype, number of elements).
+
+        Collective: it may allocate. On GPUs the requests at the positions ``alone`` get a block for themselves.
         """
         self.release(leaving)
         groups = self._groups(requests, alone)
@@ -275,7 +273,7 @@ class Arena:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo what was placed and released inside where a MemoryError comes. Collective."""
+        """Undo the placing and releasing inside if a MemoryError leaves the block. Collective."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -286,7 +284,10 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Take places back, for later values. What is parallel to them in blocks that others share, holds zeros."""
+        """Take places back for later values. Local.
+
+        The caller zeroes the state and residuals of places in shared blocks: these blocks live on for other values.
+        """
         for block, start, size in ((place.block, place.start, place.size) for place in places):
             self._values[block] -= 1
             if self.is_shared(block):
@@ -295,11 +296,11 @@ class Arena:
                 self._end(block)
 
     def is_shared(self, block: Block) -> bool:
-        """Return whether small values share a block, which has not ended."""
+        """Return whether small values share a block that has not ended."""
         return block.index in self._pools
 
     def shrink(self) -> None:
-        """Give back to the transport what no block is in, but for small segments. Collective."""
+        """Give large segments without blocks back to the transport. Collective."""
         idle = [
             number
             for number, segment in self._segments.items()
@@ -317,7 +318,7 @@ class Arena:
         return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
-        """Return whether one of a GPU's addresses is in the memory of values; ``address`` tells that of an array."""
+        """Return whether one of a GPU's addresses is in the memory of values; ``address`` returns an array's."""
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
@@ -325,7 +326,7 @@ class Arena:
         return size * dtype.itemsize * 4 < self._pool
 
     def _groups(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Return which values get new blocks."""
+        """Return the values that get new blocks; all others share blocks."""
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):
@@ -346,7 +347,7 @@ class Arena:
         return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
     def _shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
-        """Yield so many places of one size in blocks that small values share."""
+        """Yield ``most`` places of one size in blocks that small values share."""
         room = self._room(dtype, size)
         while most:
             found = self._holes.take_several(name_of(dtype), room, most)
@@ -361,18 +362,19 @@ class Arena:
             block.used = max(block.used, start)
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
-        """Make a block that small values share."""
+        """Make another block that small values share."""
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
-            # Later values at its end would come between those of a list, which are to lie side by side.
+            # Later values at its end would separate the values of a list, which make one message side by side.
             self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
         block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
     def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
-        """Return a new block; ``coming`` bytes of others are known to follow, itself included if it is one of them.
-        Each of ``starts`` is where a value begins, and the last is where they end.
+        """Return a new block for values that begin at ``starts``; the last of these is where they end.
+
+        ``coming``: bytes of segments that this request is still to take, for this block and those after it.
         """
         size, transport = starts[-1], self._transport
         nbytes = self._nbytes(dtype, size)
@@ -388,6 +390,7 @@ class Arena:
             Grid(length, cell, self._bounds(starts, length), line, padding=length - size),
             transport.memory,
             private(transport),
+            Spans.join([(0, length)]),
             origin=(number, start),
             old=old,
         )
@@ -396,9 +399,9 @@ class Arena:
         return block
 
     def _bounds(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
-        """Divide values among ranks, which get about equally much, in their order."""
+        """Divide values among ranks in their order, about equally much each; return the bounds of the ranks."""
         ranks = self._transport.size
-        if len(starts) == 2:
+        if len(starts) == 2:  # one value: it goes to the rank that owns least
             owner = self._load.index(min(self._load))
             return (0,) * (owner + 1) + (size,) * (ranks - owner)
         middles = [(low + high) // 2 for low, high in pairwise(starts)]
@@ -410,33 +413,33 @@ class Arena:
             self._load[rank] += sign * (high - low) * block.values.itemsize
 
     def _grid(self, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Return the elements of a cell, and those at whose multiples values begin."""
+        """Return the elements of a cell, and of a line: values begin at multiples of a line."""
         cell = self._transport.limit // dtype.itemsize
         line = max(LINE_BYTES // dtype.itemsize, _LINE_ELEMENTS)
         lines = line * self._transport.size
         return (cell, 1) if self._on_host or cell < lines else (cell // lines * lines, line)
 
     def _room(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return how many elements there are from a value's first to where the next one begins."""
-        return size if self._on_host else rounded(size, self._grid(dtype)[1])
+        """Return how many elements there are from a value's first to the next one's first."""
+        return rounded(size, self._grid(dtype)[1])
 
     def _padded(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return the elements of a block for so many, of which ranks have equally many on GPUs."""
+        """Return the elements of a block for so many, padded on GPUs to equally many per rank."""
         line = self._grid(dtype)[1]
         return size if line == 1 else rounded(size, line * self._transport.size)
 
     def _nbytes_of(self, group: _Group) -> int:
-        """Return the bytes of a segment that the block of a group takes."""
+        """Return the bytes that the block of a group takes of a segment."""
         return self._nbytes(group.dtype, sum(self._room(group.dtype, size) for size in group.sizes))
 
     def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return the bytes of a segment that a block for so many elements takes."""
-        return rounded(self._padded(dtype, size) * dtype.itemsize, 64 if self._on_host else LINE_BYTES)
+        """Return the bytes that a block for so many elements takes of a segment."""
+        return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _in_new_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
-        """Segments grow with what there is, since an MPI has few thousand windows. Where values come and go, there is
-        room for a slightly larger one.
-        """
+        """Allocate a segment; return its number, and the byte of a first block of ``nbytes``. Collective."""
+        # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
+        # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())
         wanted = max(nbytes, coming)
         wanted += wanted // 16 if self._ended else 0

@@ -1,4 +1,4 @@
-"""What a plan remembers of the calls that it served: how ranks compare them, and the updater's steps."""
+"""Records of calls that a plan keeps: how ranks compare them, and the updater's steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..cluster.calls import Call
 __all__ = ["Confirm", "Contribution", "Steps", "UpdateCall"]
 
 Confirm: TypeAlias = "Callable[[BaseException | None], None]"
-"""Tells the other ranks what an update raised here, if it did, and learns what it did there."""
+"""Tells the other ranks the error of this rank's updater, or None; raises if the updater of any rank raised."""
 
 
 class Steps(NamedTuple):
@@ -23,7 +23,7 @@ class Steps(NamedTuple):
 
 
 class Contribution(str, Enum):
-    """What a rank brings to an update, in the words that ranks that disagree are told."""
+    """The kind of data that a rank brings to an update. An error shows these words where ranks disagree."""
 
     WHOLE = "whole arrays"
     BUFFERS = "from the buffers"
@@ -32,12 +32,12 @@ class Contribution(str, Enum):
 
 
 class UpdateCall(NamedTuple):
-    """What a plan keeps for its next update by the same verb."""
+    """A plan's cache for its next update by the same verb."""
 
     call: Call
     steps: Steps | None
     """The updater's steps; None where they change with each update."""
     confirm: Confirm | None
-    """How ranks learn how the update went, where it may fail on one of them."""
+    """Makes ranks agree on the outcome; None where no updater may raise."""
     revision: int
-    """That of the updater, whose settings all of this follows from."""
+    """The updater's revision when this was made: other settings make it stale."""

@@ -1,8 +1,7 @@
-"""A push whose gradients travel packed: who is sent what, and the sums that come of it.
+"""Pushes of compressed gradients: the messages, and the sums at the owners.
 
-A codec of ranges packs a bucket in pieces, one for each owner, which are passed from all ranks to all; an owner unpacks
-and adds up what it owns, in rank order. A codec of values exchanges what it asks for, value by value, before the
-buckets are updated.
+An elementwise codec packs a bucket in pieces, one for each owner. An all-to-all carries them, and an owner unpacks and
+adds up its elements in rank order. A codec of tensors asks for exchanges, value by value, before buckets are updated.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,24 +39,24 @@ __all__ = [
 ]
 
 Layers: TypeAlias = "Sequence[Sequence[Array]]"
-"""What this rank pushes: for each position in the lists of arrays, the flat array of each key. None at all where the
+"""The arrays that this rank pushes: for each position in the keys' lists, the flat array of each key. Empty where the
 rank brings nothing."""
 
 _DTYPES = ("float16", "bfloat16", "float32")
-# A part of a message begins with a byte that says whether a payload follows, and whether another message will come for
-# the same elements. The rest of its 8 bytes keeps payloads aligned. On GPUs nothing is said there.
+# A part of a message begins with a byte of two flags: a payload follows; another message will come for the same
+# elements. The rest of its 8 bytes keeps payloads aligned. GPUs leave it undefined, as reading it would wait for them.
 _HEADER = 8
 _PRESENT, _MORE = 1, 2
-# Ranges are cut at multiples of this many elements, which fill whole words of any payload.
+# Ranges are cut at multiples of this many elements: they fill whole words of any payload.
 _GRAIN = 64
 
 
 class Compression(Protocol):
-    """Sums what is pushed by a codec."""
+    """Sums pushed arrays by a codec."""
 
     @property
     def codec(self) -> Codec:
-        """What packs."""
+        """The codec that packs."""
         ...
 
     @property
@@ -66,16 +65,16 @@ class Compression(Protocol):
         ...
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Begin a push. Returns what sums a bucket over ranks; it is called for each bucket in order.
+        """Begin a push; return a function that sums a bucket over ranks. Collective, like the function.
 
-        The function returns this rank's elements of the bucket, of which only those of the plan's keys are set, and
-        which may be read until it is called again. Collective, like the function.
+        The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
+        are not in the plan are undefined. They are valid until the next call.
         """
         ...
 
 
 def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
-    """Return what sums by the codec. ``in_pairs`` says in which order plain arrays are added up. Collective on GPUs.
+    """Return the compression for a codec. With ``in_pairs`` it adds plain arrays in pairs. Collective on GPUs.
 
     Raises:
         MemoryError: on every rank, if the GPU of one has too little.
@@ -86,14 +85,14 @@ def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
 
 
 def check_payloads(codec: Codec, transport: Transport) -> None:
-    """Raise if a message cannot hold the smallest part of a gradient that is packed by itself. Local.
+    """Check that a message can hold the smallest range that is packed by itself. Local.
 
     Raises:
         Unsupported: it cannot.
     """
     if not codec.elementwise:
         return
-    # Each rank may own some of a message.
+    # Each rank may own a part of a message, and each part has a header.
     room = transport.limit - _HEADER * transport.size
     needed = max(codec.nbytes(count) for count in range(1, _GRAIN + 1))
     if rounded(needed, _HEADER) > room:
@@ -105,8 +104,7 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
 
 
 def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
-    """Raise if this rank's arrays cannot be compressed; make room for what is left out of them. Local. It waits for
-    arrays of a GPU.
+    """Check that this rank's arrays can be compressed; make room for their residuals. Local; waits for a GPU's arrays.
 
     Raises:
         MemoryError: there is no room.
@@ -131,7 +129,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
     if True in exceeding:
         owners = [entry for entry, group in zip(plan.entries, groups, strict=True) for _ in group]
         first = exceeding.index(True)
-        _refuse(owners[first], memory.to_host(arrays[first]))
+        _raise_not_finite(owners[first], memory.to_host(arrays[first]))
     for block in dict.fromkeys(entry.place.block for entry in plan.entries):
         ensure_residuals(codec, block, lengths[-1] if lengths else 1)
         if not codec.elementwise:
@@ -139,18 +137,18 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local."""
+    """Have residuals for pushes of lists of this length, in the memory where the codec works. Local."""
     if not codec.feedback:
         return
     if codec.elementwise:
         block.ensure_residuals(positions, block.memory.zeros)
-    else:  # lists are added up first
+    else:  # a codec of tensors works on the host, on the sum of a list
         block.ensure_residuals(1, HOST.zeros)
 
 
-def _refuse(entry: Entry, array: Array) -> NoReturn:
-    """Raise what an array that is no gradient is refused by."""
-    # What is above the bound in half precision is infinite there, as the bound would be.
+def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
+    """Raise NotFinite for an array with elements that no residual may keep."""
+    # Half precision cannot hold the bound: compared there, it would be infinite.
     values = array.astype(np.float32) if array.dtype.itemsize == 2 else array
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
@@ -162,7 +160,7 @@ def _refuse(entry: Entry, array: Array) -> NoReturn:
 
 
 def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-    """Return ``confirm``, which in addition brings residuals back to what they are now where it raises."""
+    """Return a ``confirm`` that restores the residuals of now before it raises."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
     stateless = [entry for entry in plan.entries if not entry.codec_state]
@@ -182,43 +180,43 @@ def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Ca
 
 @dataclass(frozen=True)
 class _Range:
-    """Elements of a bucket that are packed by themselves: ``[low, high)``."""
+    """Elements ``[low, high)`` of a bucket, packed by themselves."""
 
     low: int
     high: int
     at: int
-    """Where the payload begins, in bytes of the message; or of the part, where it is this rank's."""
+    """The first byte of the payload, counted in the message; in :attr:`_Message.own`, counted in the part."""
     nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Message:
-    """What one exchange carries of a bucket, which every rank works out alike."""
+    """The layout of one exchange of a bucket, the same on every rank."""
 
     ranges: Sequence[_Range]
     headers: Sequence[int]
-    """Where the part of each owner begins."""
+    """The first byte of each owner's part."""
     counts: tuple[int, ...] | None
     """The bytes of each rank's part; None where every rank owns everything."""
     nbytes: int
     own: Sequence[_Range]
-    """This rank's."""
+    """The ranges that this rank owns."""
 
 
 class RangeCompression:
-    """Sums by a codec of ranges. Each array of a list is packed by itself, with a residual of its own."""
+    """Sums by an elementwise codec. Each array of a list is packed by itself, with a residual of its own."""
 
     by_bucket = True
 
     def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
         self.codec, self._transport, self._memory = codec, transport, transport.memory
-        # A bucket of halves is twice as large in float32.
+        # A bucket of float16 is twice as large in float32.
         zeros = private(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
         self._messages_of = WeakKeyDictionary[Plan, dict[Bucket, Sequence[_Message]]]()
         if not self._memory.is_host:
-            # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
+            # The first exchange sets up NCCL's connections and may lack memory: here nothing is lost if it fails.
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
@@ -226,11 +224,11 @@ class RangeCompression:
         if messages is None:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
             self._messages_of[plan] = messages
-        # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
-        told = None
+        # To read flags in a message the host would wait for the GPU, so there ranks exchange list lengths beforehand.
+        lengths = None
         if not self._memory.is_host:
-            told = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
-        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, told)
+            lengths = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
+        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, lengths)
 
     def _sum(
         self,
@@ -238,9 +236,12 @@ class RangeCompression:
         bucket: Bucket,
         messages: Sequence[_Message],
         layers: Layers,
-        told: Sequence[int] | None,
+        lengths: Sequence[int] | None,
     ) -> Array:
-        """Exchange the arrays of one position after the other, until no rank has more."""
+        """Exchange the arrays of one position after the other, until no rank has more. Collective.
+
+        ``lengths`` has the length of each rank's lists, where messages do not state it.
+        """
         share = bucket.shard
         total = self._total[: share.high - share.low]
         total.fill(0)
@@ -251,14 +252,15 @@ class RangeCompression:
             residual: Array | None = None
             if gradient is not None and self.codec.feedback:
                 residual = block.residuals[position][start : start + bucket.value.size]
-            more, mine = False, _said(position, len(layers))
+            more, own_flags = False, _flags(position, len(layers))
             for message in messages:
-                self._write(message, gradient, residual, mine)
+                self._write(message, gradient, residual, own_flags)
                 send = self._transport.send_buffers[self._transport.slot][: message.nbytes]
+                # In rank order, so that sums do not depend on who is first.
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
-                    said = part[0] if told is None else _said(position, told[rank])
-                    more |= bool(said & _MORE)
-                    if said & _PRESENT:
+                    flags = part[0] if lengths is None else _flags(position, lengths[rank])
+                    more |= bool(flags & _MORE)
+                    if flags & _PRESENT:
                         for each in message.own:
                             payload = part[each.at : each.at + each.nbytes]
                             self.codec.decode_add(payload, total[each.low - share.low : each.high - share.low])
@@ -266,7 +268,7 @@ class RangeCompression:
         return total
 
     def _packed(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return the elements of a bucket in float32, side by side; what is not in the call is undefined."""
+        """Return the elements of a bucket in float32, side by side. Gaps between keys are undefined on the host."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -275,7 +277,7 @@ class RangeCompression:
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
         if not self._memory.is_host:
-            # Between keys there: a codec whose scale is that of a whole range would see what was in it before.
+            # There a run includes the padding between keys: leftovers in it would count in the scale of a range.
             gradient.fill(0)
         self._memory.copy(
             [gradient[piece.low : piece.high] for piece in bucket.pieces],
@@ -283,11 +285,11 @@ class RangeCompression:
         )
         return gradient
 
-    def _write(self, message: _Message, gradient: Array | None, residual: Array | None, said: int) -> None:
-        """Pack what the gradient has of a message into the send buffer."""
+    def _write(self, message: _Message, gradient: Array | None, residual: Array | None, flags: int) -> None:
+        """Pack the gradient's ranges of a message into the send buffer; update the residual."""
         send = self._transport.send_buffers[self._transport.slot]
         for at in message.headers if self._memory.is_host else ():
-            send[at] = said
+            send[at] = flags
         if gradient is None:
             return
         for each in message.ranges:
@@ -295,10 +297,11 @@ class RangeCompression:
             self.codec.encode(gradient[each.low : each.high], send[each.at : each.at + each.nbytes], left)
 
     def _messages(self, bucket: Bucket) -> list[_Message]:
-        """Cut a bucket into ranges that are packed by themselves, and these into messages that the transport takes."""
-        replicated = sum(bucket.shard.counts) > bucket.value.size
+        """Cut a bucket into ranges that are packed by themselves, and group them in messages that fit the transport."""
+        counts, size = bucket.shard.counts, bucket.value.size
+        replicated = sum(counts) > size
+        shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))
         runs = Spans.join((run.low, run.high) for run in bucket.runs)
-        shares = _shares_of(bucket)[:1] if replicated else _shares_of(bucket)
         open_ranges = [list(runs.within(low, high)) for low, high in shares]
         own = 0 if replicated else self._transport.rank
         messages: list[_Message] = []
@@ -307,7 +310,7 @@ class RangeCompression:
         return messages
 
     def _message(self, open_ranges: list[list[tuple[int, int]]], own: int, replicated: bool) -> _Message:
-        """Take as much as one message holds from the ranges of each owner."""
+        """Move as many ranges of each owner as fit from ``open_ranges`` to one message."""
         room = self._transport.limit - _HEADER * len(open_ranges)
         ranges: list[list[_Range]] = []
         headers, at = [], 0
@@ -335,25 +338,20 @@ class RangeCompression:
         )
 
     def _fitting(self, count: int, room: int) -> int:
-        """Return how many elements fit, of so many: all, or about half, and so on. Some fit an empty message."""
+        """Return how many of these elements fit in so many bytes: all, about half, a quarter, and so on, or none.
+
+        At least one grain fits an empty message: :func:`check_payloads` has seen to that.
+        """
         while count and rounded(self.codec.nbytes(count), _HEADER) > room:
             count = max(count // 2 // _GRAIN * _GRAIN, _GRAIN) if count > _GRAIN else 0
         return count
 
 
-class _Held(NamedTuple):
-    """Where a value lives."""
-
-    owners: Sequence[int]
-    own: Sequence[tuple[int, int]]
-    """Which elements this rank owns."""
-
-
 class ValueCompression:
-    """Sums by a codec of whole values. A list of arrays is summed on its rank first.
+    """Sums by a codec of tensors. A list of arrays is summed on its rank first.
 
-    The codec does its work on the host, and the host's transport carries what it sends. Of a GPU's arrays the sum of
-    each list is copied here, which is waited for, and what this rank owns of the sum over ranks is copied there.
+    The codec works on the host, and the host's transport carries its messages. For values on a GPU, this rank copies
+    the sum of each list to the host, waits for it, and copies its own elements of the sum over ranks back.
     """
 
     by_bucket = False
@@ -361,20 +359,19 @@ class ValueCompression:
     def __init__(self, codec: TensorCodec, transport: Transport, in_pairs: bool) -> None:
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
-        self._held_of = WeakKeyDictionary[Plan, Sequence[_Held]]()
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        held = self._held_of.get(plan)
-        if held is None:
-            held = self._held_of[plan] = _held(plan, self._transport.rank)
-        for item, (owners, own) in enumerate(held):
-            entry, place = plan.entries[item], plan.entries[item].place
-            if place.size:
+        for item, entry in enumerate(plan.entries):
+            block, start, size, _ = entry.place
+            if size:
+                place = plan.planner.placement, start, start + size
+                owners = {rank for count, rank in block.grid.shares(*place) if count}
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
-                summed = self._run(rounds, owners[0] if len(owners) == 1 else None)
+                summed = self._run(rounds, owners.pop() if len(owners) == 1 else None)
+                own = block.grid.owned(*place)
                 self._memory.copy(
-                    [place.block.sums_of(place.start + low, place.start + high) for low, high in own],
-                    [summed[low:high] for low, high in own],
+                    [block.sums_of(low, high) for low, high in own],
+                    [summed[low - start : high - start] for low, high in own],
                 )
 
         def total(bucket: Bucket) -> Array:
@@ -384,7 +381,7 @@ class ValueCompression:
         return total
 
     def _rounds(self, entry: Entry, arrays: Sequence[Array]) -> Rounds:
-        """Return the exchange of a value; a rank that brings nothing takes part with zeros, and keeps its residual."""
+        """Return the codec's exchange of a value. A rank that brings nothing gives zeros, and keeps its residual."""
         place = entry.place
         gradient = np.zeros(place.size, np.float32)
         residual = np.zeros(place.size, np.float32) if self.codec.feedback else None
@@ -398,7 +395,7 @@ class ValueCompression:
         return self.codec.exchange(gradient, entry.shape, entry.codec_state, residual)
 
     def _run(self, rounds: Rounds, owner: int | None) -> Array:
-        """Make the exchanges that a codec asks for; return the sum."""
+        """Make the exchanges that a codec asks for; return the sum. Collective."""
         answer: Any = None
         while True:
             try:
@@ -409,7 +406,7 @@ class ValueCompression:
             answer = self._summed(asked.array) if isinstance(asked, Sum) else self._gathered(asked, owner)
 
     def _summed(self, array: Array) -> Array:
-        """Return the sum of the ranks' arrays."""
+        """Return the sum of the ranks' arrays. Collective."""
         total = np.empty_like(array)
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
@@ -418,11 +415,11 @@ class ValueCompression:
             if terms[0] is not recv:
                 self._add(terms, 0, recv.size, recv)
         if self._transport.single_copy:
-            self._transport.fence()  # the codec may change what it has given
+            self._transport.fence()  # the codec may change its array, and other ranks may still read it until here
         return total
 
     def _gathered(self, asked: Gather, owner: int | None) -> Sequence[Array]:
-        """Return the ranks' payloads; where one rank owns all, to that alone."""
+        """Return the ranks' payloads; an empty list on all other ranks, where one owns the value. Collective."""
         payload, transport = asked.payload, self._transport
         receives = owner is None or owner == transport.rank
         received = [np.empty_like(payload) for _ in range(transport.size if receives else 0)]
@@ -435,36 +432,13 @@ class ValueCompression:
         return received
 
 
-def _said(position: int, length: int) -> int:
-    """Return what a rank whose lists have this length says at a position."""
+def _flags(position: int, length: int) -> int:
+    """Return the flags of a rank with lists of this length, at a position."""
     return (position < length) * _PRESENT + (position + 1 < length) * _MORE
 
 
 def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
-    """Return the block of a bucket, and where in it the bucket begins."""
+    """Return the block of a bucket, and the bucket's first element there."""
     piece = bucket.pieces[0]
     place = plan.entries[piece.item].place
     return place.block, place.start + piece.begin - piece.low
-
-
-def _shares_of(bucket: Bucket) -> list[tuple[int, int]]:
-    """Return the elements of a bucket that each rank owns: all of them on every rank where values are replicated."""
-    counts, size = bucket.shard.counts, bucket.value.size
-    return [(0, size)] * len(counts) if sum(counts) > size else list(pairwise(accumulate(counts, initial=0)))
-
-
-def _held(plan: Plan, mine: int) -> list[_Held]:
-    """Work out where each value lives; ``mine`` is this rank."""
-    owners: list[set[int]] = [set() for _ in plan.entries]
-    own: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
-    for bucket in plan.buckets:
-        shares = _shares_of(bucket)
-        for piece in bucket.pieces:
-            for rank, (low, high) in enumerate(shares):
-                begin, end = max(low, piece.low), min(high, piece.high)
-                if begin < end:
-                    owners[piece.item].add(rank)
-                    if rank == mine:
-                        shift = piece.begin - piece.low
-                        own[piece.item].append((begin + shift, end + shift))
-    return [_Held(sorted(ranks), ranges) for ranks, ranges in zip(owners, own, strict=True)]

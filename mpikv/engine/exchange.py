@@ -1,7 +1,7 @@
-"""The engine of a store: its values, the pipeline that moves them, and what is set for both.
+"""The engine of a store: its values, the pipeline that moves them, and the settings of both.
 
-An updater, with the placement that follows from it, and a compression are set on all ranks alike. Each time the
-pipeline is made anew, and plans are, so that a push asks nothing that was known before it.
+The updater, its placement and the compression are the same on all ranks. Each change of one makes a new pipeline and
+drops all plans: so a push need not look at settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """What a store's values are, and how they are moved. All is collective unless it says that it is local."""
+    """Keeps a store's values and settings. Methods are collective unless marked *Local*."""
 
     def __init__(
         self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool = False
@@ -38,19 +38,19 @@ class Exchange:
         self.in_pairs = deterministic
         """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
         self.summed = transport.size
-        """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
+        """The number of ranks in the sums that the updater gets; 0: it gets each rank's own arrays."""
         self.compression: Compression | None = None
         updater = Assign()
         self._revision = updater.revision
         placed = place(placement, transport, updater, root)
-        # The sum of half precision is twice as wide as the message.
+        # Half precision is summed in float32: twice as wide as the message.
         scratch = private(transport)(2 * transport.limit)
         planner = Planner(transport, placed, updater, kernels, scratch, deterministic)
         self.values = Values(transport, planner, root, pooling=placement != "owners")
         self._settle(planner)
 
     def _settle(self, planner: Planner) -> None:
-        """Let calls from now on go by a planner, and by what is set for compression. Local."""
+        """Use a planner and the present compression from now on. Local."""
         self.updater: Updater = planner.updater
         self.placement: Placement = planner.placement
         self.values.planner = planner
@@ -59,8 +59,9 @@ class Exchange:
         self.pipeline = kind(self.values, self.compression)
 
     def close(self) -> None:
-        """Let go of the values, whose memory the transport frees. Local."""
+        """Drop the values; the transport frees their memory. Local."""
         self.values.close()
+        # The pipeline and the plans refer to memory of the transport, as scratch does.
         self._settle(replace(self.values.planner, scratch=zeros(0)))
 
     # --- Updaters
@@ -79,7 +80,7 @@ class Exchange:
         return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
 
     def check_slots(self) -> None:
-        """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is. Local."""
+        """Raise if a setting changed since :meth:`adopt` needs other state than there is. Local."""
         for block in self.values.blocks:
             check_state(self.updater, block.values.dtype, block.state)
         # Other options may need other code.
@@ -87,32 +88,31 @@ class Exchange:
         self._revision = self.updater.revision
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
-        """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
+        """Raise if such values cannot be stored, or the present updater cannot update them. Local."""
         self._ready(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
-        """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.
-        Local.
-        """
+        """Return an updater's placement; raise if it cannot take over the present values, or more dtypes. Local."""
         placement = place(self._wanted, self.transport, updater, self._root)
         self._ready(updater, self.values.dtypes | dtypes)
         return placement
 
     def _ready(self, updater: Updater, dtypes: Set[np.dtype[Any]]) -> None:
-        """Raise if the updater cannot update values of these dtypes; compile what it needs for them. Local."""
+        """Raise if the updater cannot update values of these dtypes; compile kernels for them. Local."""
         self.tell_ranks(updater)
         for dtype in dtypes:
             updater.slots(dtype)
             self._kernels.prepare(updater, dtype, self.values.planner.adding)
 
     def tell_ranks(self, updater: Updater) -> None:
-        """Tell an optimizer over how many ranks its sums go; raise if it cannot take the mean of them. Local."""
+        """Tell an optimizer the number of ranks in its sums; raise if it cannot average them. Local."""
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater, overwrites: bool = False) -> None:
-        """Take another updater, with new state; ``overwrites``: which is about to be written, so that memory of the
-        present one can be used.
+        """Take another updater, with new state of zeros.
+
+        ``overwrites``: the caller is about to write all state, so memory of the present state may be reused as it is.
         """
         placement, table = self.placed(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
@@ -125,15 +125,15 @@ class Exchange:
             else block.new_state(updater.slots(dtype), kept[block])
             for block, dtype in dtypes.items()
         }
-        # Its placement may have other owners, who need the newest values.
+        # The new placement may have other owners, and they need the newest values.
         stale = [entry for entry in table.entries() if table.stale[entry.index]]
         if stale:
-            # For an updater without state: the present one may have been changed to ask for other state than there is.
+            # ASSIGN has no state to check: the present updater may have been changed to need other state than there is.
             self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
         self._revision = updater.revision
         self._settle(planner)
         for block in self.values.blocks:
-            block.keep(kept.get(block), states.get(block, {}))
+            block.keep(kept[block], states[block])
         for entry in table.entries():
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
@@ -143,7 +143,7 @@ class Exchange:
     # --- Calls that a GPU makes again and again
 
     def capture_blocker(self) -> str:
-        """Return why no pushpull can be recorded on a GPU, to be run again; "" if one can. Local."""
+        """Return why graph capture cannot record a pushpull; "" if it can. Local."""
         updater, planner = self.updater, self.values.planner
         if updater.may_raise:
             return "an updater function is Python, which runs on the host"
@@ -158,11 +158,12 @@ class Exchange:
         return ""
 
     def table_of_steps(self, plan: Plan) -> StepTable | None:
-        """Return memory for the steps of a plan's keys, or None if updates have none. There is no
-        :meth:`capture_blocker`. Local.
+        """Return GPU memory for the steps of a plan's keys, None if updates have none. Local.
+
+        The caller has checked that there is no :meth:`capture_blocker`.
 
         Raises:
-            MemoryError: there is too little.
+            MemoryError: the GPU has too little.
         """
         if self.updater.assigns:
             return None
@@ -172,10 +173,10 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return what is to be pushed of arrays, or the buffers (None), that are not raw. Local.
+        """Return the arrays to push for a plan that is not raw; None stands for the buffers. Local.
 
         Raises:
-            NotFinite: it cannot be compressed, as it is to be.
+            NotFinite: an element cannot be compressed.
         """
         if self.compression is not None:
             arrays = self.pipeline.buffers_as_sources(plan) if sources is None else sources
@@ -183,11 +184,11 @@ class Exchange:
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:
-        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
+        """Compress pushes from now on, or stop compressing (None). Residuals of earlier pushes are dropped."""
         # Before anything changes, as there may be too little memory.
         self.compression = compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
         by_bucket = compression is None or compression.by_bucket
         self._settle(replace(self.values.planner, compressed=compression is not None, by_bucket=by_bucket))
-        # Sums are no longer, or again, left to the rules.
+        # Kernels add inside the update rule only without compression: other kernels may be needed now.
         self._ready(self.updater, self.values.dtypes)

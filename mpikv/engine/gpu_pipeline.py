@@ -1,8 +1,8 @@
-"""What a GPU does otherwise in the stages of a push and a pull, where work is queued and not done.
+"""The stages of a push and a pull on a GPU, where the host only queues work.
 
-Of a call with several messages NCCL has a stream of its own: while it carries a message, the GPU packs the next one,
-updates by the sum of the one before, and unpacks the one before that. Each stage is queued where its turn comes on all
-ranks, and waits for no more than the transfer that it needs.
+In a call with several messages NCCL has a stream of its own. While it carries a message, the GPU packs the next one,
+updates by the sum of the one before, and unpacks the one before that. All ranks queue the stages in the same order, and
+each waits only for the transfer that it needs.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class GpuPipeline(Pipeline):
         return targets if plan.overlaps and self._lie_apart(plan, sources, targets) else ()
 
     def _lie_apart(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> bool:
-        """Return whether targets may be filled while the sources of other keys are yet to be read: of plain arrays none
-        lies in another one, but for those of one key. Local.
+        """Return whether targets may be filled before the sources of other keys are read. Local.
+
+        They may if all arrays are plain and none overlaps another; the target of a key may be its source.
         """
         sources = self._values.buffers(plan) if sources is None else sources
         if not (are_plain(sources) and are_plain(targets)):
@@ -81,6 +82,7 @@ class GpuPipeline(Pipeline):
         high = low + np.array([array.nbytes for array in every], np.int64)
         kept = high > low
         kept[len(sources) :] &= low[len(sources) :] != low[: len(sources)]
+        # Sorted by their first bytes, disjoint arrays end before the next one begins.
         low, high = low[kept], high[kept]
         order = np.argsort(low)
         return bool((high[order][:-1] <= low[order][1:]).all())

@@ -1,4 +1,7 @@
-"""How a block of values is cut into messages, and who owns what: by where an element lies alone, never by the call."""
+"""How a block is cut into messages, and who owns each element.
+
+Both follow from where an element lies, never from the call: so optimizer state stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..protocols import Placement, Shard
+from .spans import Spans
 
 __all__ = ["Grid", "rounded"]
 
@@ -20,35 +24,49 @@ class Grid:
     cell_size: int
     """Elements of each cell but the last."""
     bounds: tuple[int, ...]
-    """Who owns values where they stay whole: those of rank r begin in ``[bounds[r], bounds[r + 1])``."""
+    """The owners of whole values: rank r owns those that begin in ``[bounds[r], bounds[r + 1])``."""
     line: int = 1
     """Values begin at multiples of this many elements."""
     padding: int = 0
-    """Elements at the block's end in which no value can be."""
+    """Elements at the block's end that no value uses."""
 
     def cell(self, element: int) -> tuple[int, int]:
-        """Return the first and the last element (exclusive) of the cell that holds this element."""
+        """Return the range ``[first, last)`` of the cell that holds this element."""
         first = element // self.cell_size * self.cell_size
         return first, min(first + self.cell_size, self.size)
 
-    def cells(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and the last element (exclusive) of each cell."""
-        return map(self.cell, range(0, self.size, self.cell_size))
+    def cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of ``[low, high)`` that lie in one cell each."""
+        while low < high:
+            end = min(self.cell(low)[1], high)
+            yield low, end
+            low = end
 
     def shard(self, placement: Placement, low: int, high: int) -> Shard:
-        """Return who owns elements that are all in one cell."""
+        """Return the owners of ``[low, high)``, all in one cell."""
         return placement.shard(low, high, self.cell(low), self.bounds)
 
+    def shares(self, placement: Placement, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of ``[low, high)`` in order, as (elements, owner). Replicated ones come once per rank."""
+        for begin, end in self.cut(low, high):
+            for rank, count in enumerate(self.shard(placement, begin, end).counts):
+                yield count, rank
+
+    def owned(self, placement: Placement, low: int, high: int) -> Spans:
+        """Return the elements of ``[low, high)`` that this rank owns."""
+        shards = ((begin, self.shard(placement, begin, end)) for begin, end in self.cut(low, high))
+        return Spans.join((begin + shard.low, begin + shard.high) for begin, shard in shards)
+
     def owner(self, element: int) -> int:
-        """Return the rank that owns the value that begins there, where values stay whole."""
+        """Return the owner of the whole value that begins at this element."""
         return min(bisect_right(self.bounds, element), len(self.bounds) - 1) - 1
 
     def end_of(self, element: int) -> int:
-        """Return the end of what belongs to nobody behind a value's last element."""
+        """Return the end of the padding that follows a value's last element."""
         end = rounded(element, self.line)
         return end if end < self.size - self.padding else self.size
 
 
 def rounded(count: int, unit: int) -> int:
-    """Return the least multiple of a unit that is not below."""
+    """Return a count rounded up to a multiple of a unit."""
     return -(-count // unit) * unit

@@ -1,7 +1,7 @@
-"""The key table, and the forms in which a call names keys and brings arrays.
+"""The key table, and the forms of keys and arrays that a call takes.
 
-Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys,
-which means the same as a nested list; a dict, whose nested dicts are joined with ``/``.
+Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys, the
+same as a nested list; a dict of arrays, where the keys of nested dicts are joined with ``/``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Entry", "Form", "KeyTable", "flatten", "leaves", "parse"]
 
 @dataclass(eq=False)
 class Entry:
-    """All that the store knows of one key; the memory itself is the block's."""
+    """The store's record of one key. The block owns its memory."""
 
     key: Key
     index: int
@@ -38,9 +38,9 @@ class Entry:
     value: Array
     """This rank's memory of the value, in its shape."""
     present: NonzeroRows | None = None
-    """Which rows of a row-sparse value are there; None for a dense one."""
+    """The nonzero rows of a row-sparse value; None for a dense one."""
     codec_state: dict[str, Array] = field(default_factory=dict)
-    """What a codec of whole values keeps between pushes."""
+    """The state of a codec of tensors between pushes."""
 
     @cached_property
     def view(self) -> Array:
@@ -51,20 +51,20 @@ class Entry:
         return view
 
     def buffer(self, place: int) -> Array:
-        """What row ``place`` of the block's buffers, which there are, holds for this key, in its shape."""
+        """Return this key's part of row ``place`` of the block's buffers, in its shape. The block has buffers."""
         assert self.place.block.buffers is not None
         row: Array = self.place.block.buffers[place]
         return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
 
     def residuals(self) -> list[Array]:
-        """Return what compressed pushes of this rank have left out, flat, for each position in lists of arrays."""
+        """Return the residuals of this rank's compressed pushes, flat, one for each position in lists of arrays."""
         low, high = self.place.start, self.place.start + self.place.size
         return [residual[low:high] for residual in self.place.block.residuals]
 
     @property
     def keeps_all(self) -> bool:
         """Whether all elements of the value have state on this rank, side by side."""
-        return self.place.block.keeps(self.place.start, self.place.start + self.place.size)
+        return self.place.block.kept.have(self.place.start, self.place.start + self.place.size)
 
     def state_of(self, begin: int, end: int) -> dict[str, Array]:
         """Return the optimizer state of elements of the value that this rank keeps, side by side."""
@@ -72,13 +72,14 @@ class Entry:
 
     @property
     def state(self) -> dict[str, Array]:
-        """The optimizer state of the value, of which this rank keeps all, each array in the value's shape."""
+        """The optimizer state of the value, in its shape. Only where this rank keeps all of it."""
         return {name: array.reshape(self.shape) for name, array in self.state_of(0, self.place.size).items()}
 
 
 class KeyTable:
-    """Maps keys to entries; what changes with every push is kept in arrays, so that a list of keys is one numpy
-    operation.
+    """Maps keys to entries.
+
+    Numbers that change with every push are in arrays, so that a list of keys takes one numpy operation.
     """
 
     def __init__(self) -> None:
@@ -86,17 +87,17 @@ class KeyTable:
         self._rows = 0
         self._free_rows: list[int] = []
         self.counts = np.zeros(64, np.int64)
-        """How many updates the current updater has made to each value: one per push."""
+        """Updates of each value by the current updater: one per push."""
         self.tally = self.counts.data
-        """The same numbers, one of which is changed here in a quarter of the time."""
+        """The same memory: a change of one number takes a quarter of the time here."""
         self.earlier = np.zeros(64, np.int64)
-        """How many pushes each value had seen before that updater came."""
+        """Pushes of each value before the current updater was set."""
         self.stale = np.zeros(64, np.bool_)
         """Whether only the owners have the newest value."""
         self.buffered = np.zeros(64, np.bool_)
-        """Whether the buffers of the key were asked for. Its block may have memory for them for another key's sake."""
+        """Whether a user asked for the key's buffers. Its block may have them because of another key."""
         self.summed = np.zeros(64, np.bool_)
-        """Whether the value is a sum for a Trainer that keeps the weight itself, and is no part of a checkpoint."""
+        """Whether the value is a sum for a Trainer that keeps the weight itself. Checkpoints leave it out."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -134,17 +135,17 @@ class KeyTable:
         return entry
 
     def version(self, key: Key) -> int:
-        """Return how many pushes the value has seen."""
+        """Return the number of pushes of a value."""
         row = self[key].index
         return int(self.counts[row] + self.earlier[row])
 
     def start_counts(self) -> None:
-        """Count the updates of another updater."""
+        """Begin to count the updates of a new updater."""
         self.earlier += self.counts
         self.counts[:] = 0
 
     def remove(self, key: Key) -> Place:
-        """Forget a key; return the place that its value leaves free."""
+        """Remove a key; return the place of its value."""
         entry = self._entries.pop(key)
         self._free_rows.append(entry.index)
         return entry.place
@@ -175,7 +176,7 @@ class KeyTable:
             )
 
     def _unknown(self, key: Key) -> str:
-        import difflib  # as seldom as somebody mistypes a name
+        import difflib  # loaded only after a mistake
 
         names = {str(known): repr(known) for known in self._entries}
         near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
@@ -210,7 +211,7 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Bring any form of keys and arrays to one: a tuple of keys and, for each, a tuple of arrays.
+    """Convert any form of keys and arrays to a tuple of keys and, for each, a tuple of arrays.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 
@@ -245,7 +246,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
-    """Return the keys of a dict and its values, where nested dicts' keys are joined with ``/``.
+    """Return the keys and the values of a dict. Keys of nested dicts are joined with ``/``.
 
     >>> flatten({"w": 1, "layer": {"b": 2}})
     (['w', 'layer/b'], [1, 2])
@@ -273,7 +274,7 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield what is in a tree of dicts, lists and tuples.
+    """Yield the leaves of a tree of dicts, lists and tuples.
 
     >>> list(leaves({"w": 1, "layer": {"b": [2, (3,)]}}))
     [1, 2, 3]
@@ -309,7 +310,7 @@ def _key(key: Any) -> Key:
 
 
 def _advice(value: Any, what: str, listed: bool) -> str:
-    """Return what to do about a value that is no array."""
+    """Return advice for a value that is no array."""
     if type(value).__module__.startswith("scipy.sparse"):
         return f"mpikv.RowSparse.from_scipy({what}) makes one"
     if value is None:

@@ -1,17 +1,17 @@
-"""What a push and a pull do once all ranks have agreed on them: five stages of each message.
+"""Pushes and pulls, once all ranks have agreed on them: five stages of each message.
 
 =======  ================================================================  ==========
 stage    does                                                              collective
 =======  ================================================================  ==========
-pack     copies this rank's arrays to a send buffer, or leaves them there  no
+pack     copies this rank's arrays to a send buffer, or sends them as is   no
 reduce   adds up the messages of all ranks, at the owners                  yes
 update   gives the sum to the updater, while it is in the cache            no
 publish  gives every rank the owners' values, unless memory is shared      yes
 unpack   copies the values to the caller's arrays                          no
 =======  ================================================================  ==========
 
-One loop, :meth:`Pipeline._run`, takes the messages of all calls through them. ``gpu_pipeline.py`` has the
-stages of a GPU, and ``compression.py`` those of codecs, which pack and reduce.
+One loop, :meth:`Pipeline._run`, takes the messages of all calls through them. ``gpu_pipeline.py`` replaces stages for
+a GPU; a codec of ``compression.py`` replaces pack and reduce.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from .values import Values
 __all__ = ["Arrays", "Pipeline", "are_plain", "cut", "groups_of"]
 
 Arrays: TypeAlias = "Sequence[Any]"
-"""The arrays of a call, one item per key: either each is *plain*, one array of the store's memory, of the shape and
-dtype of the value, or each is a tuple of any number of arrays; flat ones where they are pushed."""
+"""The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
+shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""
 
 
 class Pipeline:
-    """Moves the values of a store, with one updater, placement and compression. Collective, but for methods that are
-    called local.
+    """Moves the values of a store, with one updater, placement and compression.
+
+    Methods are collective unless marked *Local*. The verbs prepare calls here and run them after ranks have agreed.
     """
 
     def __init__(self, values: Values, compression: Compression | None) -> None:
@@ -53,47 +54,48 @@ class Pipeline:
         self._add = add_in_pairs if planner.in_pairs else add
         self._compression = compression
         self.streams: GpuOrder | None = None
-        """The streams of a GPU, on which transfers may run beside updates."""
+        """The streams of a GPU, where transfers run beside updates; None on the host."""
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
         self.prefetched: Array | None = None
-        """The first message of a push, packed before the ranks agree on it."""
+        """The first message of a push, packed before ranks agree. A call that is given up has to clear it."""
 
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Work out now what a push of whole arrays needs: before ranks agree on it, as it may fail on one. Local."""
+        """Allocate for a push of whole arrays, before ranks agree, as memory may be short on one of them. Local."""
         plan.prepare()
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
-        """Pack the first message of the push that comes next. Local."""
+        """Pack the first message of the next push. Local."""
         if plan.prefetches:
             self.prefetched = self._pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local."""
+        """Return the sources; a GPU adds up their lists now, as its memory may be short. Local."""
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Return ``confirm``, which brings residuals back to what they are now where it raises. Local."""
+        """Return a ``confirm`` that restores the residuals of now before it raises. Local."""
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
 
     def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the sources over ranks, or the buffers where there are none, and update. The caller may write to both
-        again when it returns.
+        """Sum the sources over ranks, or the buffers if they are None, and update.
 
-        ``confirm`` is called with the error of an updater on this rank, or None; it raises if one raised on any rank.
+        The caller may write to both again on return. ``confirm`` takes the error of this rank's updater, or None, and
+        raises if the updater of any rank raised.
         """
         if sources is None and self._compression is not None:
-            sources = self.buffers_as_sources(plan)  # which only this rank reads then
+            sources = self.buffers_as_sources(plan)  # a codec packs them: no other rank reads the buffers
         self._run(plan, sources, steps, confirm)
         if plan.single_copy or sources is None:
+            # Other ranks read the caller's arrays, or the buffers, until here.
             self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
-        """Copy the values to the targets, if there are any. Returns ``result``, for the caller of the store."""
+        """Copy the newest values to the targets, if there are any; return ``result`` for the caller of the store."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
         if not self.current and self._values.table.stale[plan.rows].any():
             outs = targets if plain and plan.overlaps else ()
@@ -119,8 +121,10 @@ class Pipeline:
         confirm: Confirm | None,
         result: Any = None,
     ) -> Any:
-        """Push as :meth:`push`, then pull; message by message where that pays and no target is another key's source.
-        Without targets this rank only has the newest values. Returns ``result``, for the caller of the store.
+        """Push as :meth:`push`, then pull; return ``result`` for the caller of the store.
+
+        It pulls message by message where that pays and no target is another key's source. Without targets it only
+        brings this rank the newest values.
         """
         if sources is None and self._compression is not None:
             sources = self.buffers_as_sources(plan)
@@ -137,8 +141,9 @@ class Pipeline:
         return result
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
-        """Return the arrays to unpack to while later messages are still to be sent: none of them, where that is unsafe;
-        None, where it does not pay to publish early either, on all ranks alike. Local.
+        """Return the arrays to unpack to while later messages are still to be sent. Local.
+
+        An empty list where that is unsafe on this rank. None, on all ranks alike, where publishing early does not pay.
         """
         if sources is None:
             return None
@@ -147,14 +152,14 @@ class Pipeline:
         return targets if are_plain(targets) else _flat_copies(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
-        """Return whether every rank pulls into the buffers that it pushes, which their owners can then fill."""
+        """Return whether every rank pulls into the buffers that it pushes: then owners can fill all of them."""
         if not (plan.streams and self._transport.shared):
             return False
         own = are_plain(targets) and self._values.are_buffers(plan, targets)
         return self._transport.agree(int(own)) and own
 
     def buffers_as_sources(self, plan: Plan) -> Arrays:
-        """Return this rank's buffers as what a caller would bring. Local."""
+        """Return this rank's buffers in the form of a caller's arrays. Local."""
         return self._values.buffers(plan)
 
     # --- The stages of all messages
@@ -168,11 +173,11 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Take the messages of a push through their stages; with ``outs``, those of a pull too.
+        """Take the messages of a push through their stages; with ``outs``, through those of a pull too.
 
-        A message is reduced, and updated when :attr:`Plan.schedule` says so: what carries the next ones then works
-        while memory does. Other ranks may read what is pushed until the next fence. Without sources the buffers are
-        pushed, which are not compressed, and which are filled ``in_place`` with the new values.
+        :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
+        update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers, not
+        compressed; ``in_place`` fills them with the new values.
         """
         delivery = None if outs is None else _Delivery(self, plan, outs)
         streams, sums = self.streams, dict[Bucket, tuple[Sequence[Array], Event | None]]()
@@ -184,7 +189,8 @@ class Pipeline:
                 addends = self._reduce(coming, sources) if compressed is None else (compressed(coming),)
                 sums[coming] = addends, streams.sent() if streams is not None else None
             elif delivery is None and streams is not None:
-                streams.note_read()  # updates that are left read sums alone
+                # The caller's stream may go on: no later stage reads the caller's arrays, updates read sums alone.
+                streams.note_read()
             if ready is not None:
                 addends, sent = sums.pop(ready)
                 if streams is not None:
@@ -200,9 +206,10 @@ class Pipeline:
         self.count(plan, stale=delivery is None)
 
     def count(self, plan: Plan, stale: bool) -> None:
-        """Take note of a push. ``stale``: ranks have not been given the newest values. Local."""
+        """Count a push in the key table. ``stale``: only owners have the newest values now. Local."""
         for present in plan.present:
             present.fill()
+        # A memoryview changes one number in a quarter of the time that an array takes.
         table, rows = self._values.table, plan.rows
         (table.tally if type(rows) is int else table.counts)[rows] += 1
         if not self.current:
@@ -228,9 +235,7 @@ class Pipeline:
         return self._transport.reduce_scatter(send, bucket.total, bucket.shard.counts)
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
-        """Prepare this rank's contribution to a bucket: in the send buffer, or where it lies when the transport would
-        copy it anyway.
-        """
+        """Return this rank's message: packed in the send buffer, or a caller's array where it lies. Local."""
         if bucket.direct and (whole := self._in_place(bucket, sources)) is not None:
             return whole
         slot = self._transport.slot
@@ -241,7 +246,7 @@ class Pipeline:
             given, bound = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.bound_slots[slot]
             if bound is None or not bound.take(given):
                 self._copy(bucket.slots[slot], given)
-        else:  # casts may overflow
+        else:  # casts may overflow, and numpy must not warn of it, or raise on one rank
             run_quietly(self._pack_groups, bucket, sources, send)
         return send
 
@@ -266,13 +271,14 @@ class Pipeline:
                 target[...] = array
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
-        """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
+        """Return this rank's message where it lies, if it is part of one array of the caller's; else None."""
         piece = bucket.pieces[0]
         given = sources[piece.item]
         (array, *others) = (given,) if are_plain(sources) else given or (None,)
         if array is None or others or array.dtype != bucket.value.dtype or not array.flags.c_contiguous:
             return None
-        # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+        # ASSIGN makes the sum in the memory of the value: a source over that memory would be overwritten while other
+        # ranks still read it.
         if self._memory.is_host and (
             not array.flags.aligned or (array.base is not None and np.may_share_memory(array, bucket.value))
         ):
@@ -283,10 +289,12 @@ class Pipeline:
     # --- Update
 
     def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps, outs: Sequence[Array] = ()) -> None:
-        """Add up the addends of this rank's elements and update them, piece by piece in the cache; copy each to
-        ``outs``, which may be the addends.
+        """Add up the addends of this rank's elements and update them, piece by piece while in the cache.
+
+        It copies each new piece to ``outs``; these may be the addends.
         """
         updates = bucket.joint_updates if steps.uniform else bucket.updates
+        # A transport whose library adds returns the total itself.
         summed = not updates or addends[0] is bucket.total
         for update in updates:
             if not summed:
@@ -298,7 +306,7 @@ class Pipeline:
                 out[update.low : update.high] = update.value
 
     def _add_up(self, addends: Sequence[Array], update: Update, steps: Steps) -> None:
-        """Add up what the addends have of an update, which may be made by the same."""
+        """Add up the addends of an update; kernels that can, make the update in the same loop."""
         first, last, low, high = addends[0], addends[-1], update.low, update.high
         if high - low < first.size:
             first, last = first[low:high], last[low:high]
@@ -315,7 +323,8 @@ class Pipeline:
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Run an updater of whole values on those that this rank owns, in the order of the call.
 
-        One that may raise changes copies, which are stored when every rank knows that all went well.
+        A Python updater changes copies. They are stored once every rank knows that none raised: so a failed push
+        changes nothing.
         """
         every = zip(plan.entries, plan.totals, steps.each, strict=True)
         owned = [(entry, total, step) for entry, total, step in every if total is not None]
@@ -335,7 +344,7 @@ class Pipeline:
             np.copyto(stored, value)
 
     def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
-        """Run the updater on copies; add to what is ``changed`` what they are copies of, and the copies."""
+        """Run the updater on copies; append pairs of (original, copy) to ``changed``."""
         value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
         changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
         try:
@@ -345,13 +354,13 @@ class Pipeline:
             raise
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
+        """Update arrays in the store's memory by a step. For rows. Local."""
         self._updater.update(step, total, value, state)
 
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of the keys, which their owners have changed in place."""
+        """Give every rank the values of the keys after their owners have changed them in place."""
         for present in plan.present:
             present.fill()
         if not self.current:
@@ -367,7 +376,7 @@ class Pipeline:
         self._values.table.stale[plan.rows] = False
 
     def deliver(self, bucket: Bucket) -> None:
-        """Publish a message: give every rank its owners' values."""
+        """Give every rank the owners' values of a message."""
         if self.current:
             return
         if (owner := bucket.shard.owner) is not None:
@@ -388,7 +397,7 @@ class Pipeline:
 
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
-        """Take no note of what is pushed and pulled meanwhile. Local."""
+        """Restore update counts and staleness after the block. Local. For graph capture, which updates nothing."""
         table = self._values.table
         counts, stale = table.counts[plan.rows].copy(), table.stale[plan.rows].copy()
         try:
@@ -398,8 +407,10 @@ class Pipeline:
 
 
 class _Delivery:
-    """Publishes messages, and unpacks each one message later: the exchange of the next one is the fence, or the wait
-    for a transfer, that this needs.
+    """Publishes messages and unpacks each one message later.
+
+    A message may be unpacked once its owners have updated it: the exchange of the next one shows that. On a GPU the
+    transfer runs meanwhile.
     """
 
     def __init__(self, pipeline: Pipeline, plan: Plan, outs: Arrays) -> None:
@@ -428,7 +439,7 @@ class _Delivery:
 
 
 def are_plain(arrays: Arrays) -> bool:
-    """Return whether there is one array per key, as :data:`Arrays` says."""
+    """Return whether each item is plain, as defined at :data:`Arrays`."""
     return len(arrays) > 0 and type(arrays[0]) is not tuple
 
 
@@ -438,7 +449,7 @@ def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
 
 
 def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
-    """Return what plain arrays, which are contiguous, have of each piece, in the shapes of pieces."""
+    """Return the pieces of plain, contiguous arrays, in the shapes of pieces."""
     return [
         sources[item] if sources[item].shape == shape else sources[item].reshape(-1)[begin:end]
         for (item, begin, end, _, _), shape in zip(bucket.pieces, bucket.shapes, strict=True)
@@ -446,13 +457,13 @@ def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
 
 
 def _layers(sources: Arrays) -> Layers:
-    """Return the flat arrays of each position in the keys' lists, which are of one length."""
+    """Return the flat arrays of each position in the keys' lists. All lists have one length."""
     if are_plain(sources):
         return [[array.reshape(-1) for array in sources]]
     return list(zip(*sources, strict=True))
 
 
 def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
-    """Return the arrays to copy values to; a view of the value is none."""
+    """Return the arrays to copy values to; a view of the value already has it."""
     pairs = zip(plan.entries, groups, strict=True)
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]

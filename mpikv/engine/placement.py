@@ -11,10 +11,10 @@ owners       reduce; each value's rank       broadcast               optimizers 
 replicated   allreduce; every rank updates   nothing                 optimizers and ASSIGN
 ===========  ==============================  ======================  ==========================
 
-``sharded`` becomes *owners* for an optimizer that needs whole values; a message with values of several owners then is
-a reduce-scatter, and its publication an all-gather. Where ranks share the memory of values, a replica
-per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there. Where all share it, a
-pull moves nothing in any of them.
+An optimizer of whole values turns ``sharded`` into *owners*. A message with values of several owners is then pushed by
+a reduce-scatter and published by an all-gather. Where ranks share the memory of values, a replica per rank would be the
+same memory several times over, so ``sharded`` takes the place of ``replicated``. Where all ranks share it, no placement
+moves data in a pull.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIGNMENT = 64
 
 
 class Sharded:
-    """Every cell of a block's grid is cut into one shard per rank."""
+    """Each cell of a block's grid is cut into one shard per rank."""
 
     name = "sharded"
     everywhere = False
@@ -94,12 +94,12 @@ class Replicated:
 def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
     """Return the placement of that name for this updater.
 
-    ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and
-    ``sharded`` for optimizers, whose time and state are then divided by the number of ranks. ``owners`` is for stores
-    whose owners update by themselves, and serves every updater.
+    ``auto`` takes ``root`` for a Python callable and ``replicated`` for ASSIGN, as it computes nothing. For optimizers
+    it takes ``sharded``: their time and state are divided by the number of ranks. ``owners`` serves every updater; the
+    asynchronous store uses it, as its owners update independently.
 
     Raises:
-        Unsupported: a callable must run once per key, which only ``root`` can do.
+        Unsupported: a callable must run once per key, on whole values; only ``root`` runs it so.
         ConfigError: the name is unknown.
     """
     if name == "auto":

@@ -1,4 +1,4 @@
-"""How a list of keys is cut into messages: worked out once per list, executed often.
+"""Plans: how a list of keys is cut into messages, worked out once per list and used often.
 
 A *bucket* is one message: the elements of the call's keys that lie in one cell of one block, as one range of memory.
 Keys that lie side by side are therefore sent, summed and updated together.
@@ -43,14 +43,13 @@ from .spans import Spans
 __all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "schedule"]
 
 
-# From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
-# memory are in another core's cache, from which they have to be fetched or removed before they can be written: up to
-# eight times as slow as writing to lines of one's own.
+# From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
+# send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
 _DIRECT_BYTES = 64 << 10
-# A key in a plan takes some kilobytes at most.
+# Keys in all plans of a half of the cache. Each takes some kilobytes at most.
 _MOST_KEYS = 32 << 10
-# From here on a pushpull unpacks each bucket while it is in the cache. Below, everything stays in the last level of
-# cache, and finding out whether that is safe would take longer.
+# From this size on a pushpull unpacks each bucket while it is in the cache. Smaller calls fit in the last level of
+# cache, and there the check that this is safe would take longer than it saves.
 _STREAMED_BYTES = 8 << 20
 
 Message = TypeVar("Message")
@@ -63,7 +62,7 @@ class Range(NamedTuple):
     """The position of the (first) key in the call."""
     begin: int
     end: int
-    """Which elements of that key they are: ``[begin, end)``."""
+    """They are the elements ``[begin, end)`` of that key."""
     low: int
     high: int
 
@@ -78,17 +77,17 @@ class Update:
     """The position of its (first) key in the call."""
     low: int
     high: int
-    """Where it is in this rank's shard of the bucket."""
+    """Its elements in this rank's shard of the bucket: ``[low, high)``."""
     total: Array
-    """Where its sum goes; updates of one bucket may have the same memory, which is then used again and again."""
+    """Memory for its sum. Updates of one bucket may share it: each is used up before the next is added."""
     value: Array
     state: dict[str, Array]
     run: Callable[[Any], None] | None
-    """What the updater bound to these arrays; None for updaters of whole values, and where the next is there."""
+    """The updater, bound to these arrays; None for updaters of whole values, and where ``add_and_run`` is there."""
     add_and_run: Callable[[Array, Array, Any], None] | None
-    """The same for the sum of two arrays, which is then not written; None where it is made in ``total``."""
+    """Updates by the sum of two arrays without writing it to ``total``; None where the kernels cannot."""
     items: tuple[int, ...] | None = None
-    """The positions of all its keys in the call, where :attr:`run` takes a step for each, in a sequence."""
+    """The positions of all its keys in the call, where :attr:`run` takes a sequence with a step for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,37 +97,37 @@ class Bucket:
     value: Array
     shard: Shard
     pieces: tuple[Range, ...]
-    """What there is of each key."""
+    """The elements of each key."""
     runs: tuple[Range, ...]
-    """The same, joined where nothing of another key is between."""
+    """The same, joined where keys lie side by side."""
     dense: bool
     """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
     total: Array
-    """Where a transport whose library adds puts the sum of this rank's elements."""
+    """Memory for the sum of this rank's elements, where the transport's library adds."""
     joint_updates: tuple[Update, ...]
-    """What this rank updates, where keys side by side with equal settings may be updated at once."""
+    """This rank's updates for equal steps: keys side by side are updated together."""
     cut_updates: Callable[[], Iterable[Update]]
     """Makes :attr:`updates`."""
     sends: tuple[Array, ...]
     """The message in each of the transport's send_buffers."""
     items: slice | None
-    """Which keys of the call these are, if they are whole and follow one another."""
+    """The positions of these keys in the call, if they are whole and follow one another."""
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes of the pieces: those of their keys, or flat ones of parts of keys."""
+    """The shapes of the pieces: that of a whole key, flat for a part of one."""
     direct: bool
-    """Whether it pays to look for the message where it lies in a caller's array."""
+    """Whether it pays to send a caller's array from where it lies."""
     buffer: Array | None
-    """This rank's message when it is made in the keys' buffers, if they have any."""
+    """This rank's message in the keys' buffers, if they have any."""
     buffers: tuple[Array, ...]
-    """There, where all ranks share memory: every rank's elements of this rank's shard."""
+    """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
     bind_list: Callable[[Sequence[Array]], BoundList | None]
     """As :meth:`Planner.bind_list`."""
 
-    # Not every call needs them, and they take a while where keys are many.
+    # Lazy, as not every call needs them, and many keys make them slow.
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
-        """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
+        """This rank's updates for different steps: cut at keys, or with a step for each key of a joint one."""
         return tuple(self.cut_updates())
 
     @lazy
@@ -138,17 +137,17 @@ class Bucket:
 
     @lazy
     def slots(self) -> tuple[tuple[Array, ...], ...]:
-        """Where the pieces go in each of the sends, in their shapes."""
+        """The pieces of each of the sends, in their shapes."""
         return tuple(map(self._parts_of, self.sends))
 
     @lazy
     def bound_parts(self) -> BoundList | None:
-        """The parts, where kernels copy from them."""
+        """The parts, bound to kernels that copy from them; None where none do."""
         return self.bind_list(self.parts)
 
     @lazy
     def bound_slots(self) -> tuple[BoundList | None, ...]:
-        """The slots, where kernels copy to them."""
+        """The slots, bound to kernels that copy to them; None where none do."""
         return tuple(map(self.bind_list, self.slots))
 
     def _parts_of(self, message: Array) -> tuple[Array, ...]:
@@ -158,29 +157,29 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All that a call on a list of keys needs, but for the arrays of the call."""
+    """Everything that a call on a list of keys needs, except its arrays."""
 
     keys: tuple[Key, ...]
     entries: tuple[Entry, ...]
     rows: Any
-    """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
+    """The keys' rows in the table: a number, a slice or an array, as indexing by these is fast in this order."""
     digest: int
     label: str
     raw: bool
-    """Whether arrays are pushed as they are: of the host, and not compressed."""
+    """Whether arrays are pushed as they are: from the host, not compressed."""
     calls: dict[str, Call]
-    """By their verbs, the calls that updated nothing."""
+    """The calls that update nothing, by their verbs."""
     update_calls: dict[tuple[str, Contribution], UpdateCall]
     planner: Planner
 
-    # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
+    # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare(self) -> None:
-        """Work out now what moving whole values needs: before ranks agree on it, as it may fail on one of them."""
+        """Cut whole values into buckets now, before ranks agree: memory may be short on one of them. Local."""
         _ = self.buckets, self.totals
 
     def prepare_updates(self) -> None:
-        """Work out, as early, what keys with different steps need."""
+        """Make the updates for different steps now, for the same reason. Local."""
         for bucket in self.buckets:
             _ = bucket.updates
 
@@ -190,7 +189,7 @@ class Plan:
 
     @lazy
     def totals(self) -> tuple[Array | None, ...]:
-        """For updaters of whole values: where the sum of each key that this rank owns is put together."""
+        """For updaters of whole values: memory for the sum of each key; None for keys of other owners."""
         if not self.planner.whole:
             return (None,) * len(self.entries)
         return tuple(self.planner.total_of(entry) for entry in self.entries)
@@ -204,13 +203,13 @@ class Plan:
         """Whether a key is spread over several buckets."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > sum(entry.place.size > 0 for entry in self.entries)
 
-    # What a push need not ask of the placement, the updater and the compression.
+    # Answers of the placement, the updater and the compression, so that a push asks none of them.
 
     @lazy
     def prefetches(self) -> bool:
-        """Whether the first message is prepared before ranks agree: on the host, where no stream does it in the order
-        of the calls; not what is compressed, as residuals change in that; nor what may stay where it lies.
-        """
+        """Whether the first message is packed before ranks agree, to work while others are late."""
+        # Not on a GPU, where packing is queued in the order of calls; nor with compression, as packing changes
+        # residuals; nor what may be sent from where it lies.
         return self.raw and bool(self.buckets) and not self.buckets[0].direct
 
     @lazy
@@ -221,9 +220,7 @@ class Plan:
 
     @lazy
     def streams(self) -> bool:
-        """Whether a pushpull publishes each message when it is updated: on the host where it is still in the cache
-        then.
-        """
+        """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
         planner = self.planner
         if not planner.transport.memory.is_host:
             return not (planner.whole or planner.compressed)
@@ -231,9 +228,7 @@ class Plan:
 
     @lazy
     def overlaps(self) -> bool:
-        """Whether messages between GPUs are on their way while those ahead of them are updated. The same on all
-        ranks.
-        """
+        """Whether a message between GPUs is sent while the one before is updated. The same on all ranks."""
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
 
     @lazy
@@ -244,9 +239,7 @@ class Plan:
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
-        """Updates all whole values that this rank owns, by as few launches as can be; None where each is updated by
-        itself.
-        """
+        """Updates all whole values that this rank owns, in few launches; None where each is updated by itself."""
         return self.planner.bind_whole(self.entries, self.totals)
 
     @lazy
@@ -259,7 +252,7 @@ class Plan:
 
     @lazy
     def present(self) -> tuple[NonzeroRows, ...]:
-        """What is known of the row-sparse ones among the values."""
+        """The nonzero rows of the row-sparse values."""
         return tuple(entry.present for entry in self.entries if entry.present is not None)
 
     @lazy
@@ -269,7 +262,7 @@ class Plan:
 
     @lazy
     def bound_values(self) -> BoundList | None:
-        """The same, where kernels compare arrays with them."""
+        """The same, bound to kernels that compare arrays with them; None where none do."""
         return self.planner.bind_list(self.values)
 
     @lazy
@@ -279,10 +272,10 @@ class Plan:
 
 
 class Plans:
-    """The plans of a store: those of single keys, and of lists those that were used last, up to a number of keys.
+    """The plans of a store: all those of single keys, and the lists used last, up to a number of keys.
 
-    They are in two halves, so that no call pays for the order of their use: when the younger one is full, it becomes
-    the older one, and what is still in that is dropped.
+    The lists are in two halves, so that no call pays for the order of use. A full younger half becomes the older one,
+    and the plans left in the older one are dropped.
     """
 
     def __init__(self) -> None:
@@ -299,7 +292,7 @@ class Plans:
         return plan
 
     def add(self, plan: Plan, known: int) -> None:
-        """Keep a plan. As many keys as are ``known`` may be in the lists of a half in any case."""
+        """Keep a plan. A half has room for all ``known`` keys of the store at least."""
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
         else:
@@ -320,8 +313,9 @@ class Plans:
 
 
 def schedule(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:
-    """Return, for each turn of a push, the message that is reduced in it, and the one that is updated after that: the
-    messages reduced ``ahead`` of the updates are in flight meanwhile.
+    """Return pairs, one per turn of a push: the message to reduce, then the message to update.
+
+    ``ahead``: how many messages are reduced, and in flight, before the first is updated.
 
     >>> schedule(("a", "b", "c"), 1)
     (('a', None), ('b', 'a'), ('c', 'b'), (None, 'c'))
@@ -331,12 +325,12 @@ def schedule(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message |
 
 
 def digest(text: str) -> int:
-    """Return a number in [0, 2**62 - 2) that differs for different texts, the same in every process."""
+    """Return a hash of a text in [0, 2**62 - 2), the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 2)
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    """Return one short text per key, by which ranks compare their calls."""
+    """Return one short text per key, for ranks to compare."""
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
     }
@@ -371,28 +365,26 @@ def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, which are in the order of their memory, at the cells of the block's grid; yield for each cell where its
-    first range begins in the block, and the ranges, which count from there.
+    """Cut keys, sorted by their memory, at the cells of the block's grid.
+
+    Yields, for each cell with elements of them: the first such element, and the ranges, counted from there.
     """
     ranges: list[Range] = []
     start = stop = 0
     for item in items:
         place = entries[item].place
-        low, end = place.start, place.start + place.size
-        while low < end:
+        for low, high in block.grid.cut(place.start, place.start + place.size):
             if low >= stop:
                 if ranges:
                     yield start, ranges
                 start, stop, ranges = low, block.grid.cell(low)[1], []
-            high = min(end, stop)
             ranges.append(Range(item, low - place.start, high - place.start, low - start, high - start))
-            low = high
     if ranges:
         yield start, ranges
 
 
 def joined(ranges: Sequence[Range], line: int = 1) -> list[Range]:
-    """Join ranges that touch, but for what belongs to nobody where ranges begin at multiples of a ``line``."""
+    """Join ranges that touch, or are separated only by the padding before the next multiple of a ``line``."""
     runs: list[Range] = []
     first, high = 0, None
     for number, each in enumerate(ranges):
@@ -414,15 +406,15 @@ class Planner:
     updater: Updater
     kernels: Kernels
     scratch: Array
-    """Memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per key."""
+    """Memory (uint8) for the sum of one bucket. Updaters of whole values have their sums in :attr:`Plan.totals`."""
     in_pairs: bool = False
     """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
     compressed: bool = False
     by_bucket: bool = True
-    """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
+    """Whether each bucket's sum is an exchange: no rank leaves it before all have updated the bucket before."""
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        """Return the plan for some keys, which is cut into buckets when they are first asked for."""
+        """Return the plan for some keys. Buckets are cut on first use."""
         keys = tuple(entry.key for entry in entries)
         texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
         return Plan(
@@ -449,13 +441,13 @@ class Planner:
         return here and (self.transport.size == 2 or not self.in_pairs)
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return arrays beside which kernels look at others, if they do."""
+        """Return arrays bound to kernels that compare or copy others with them in one call; None where none do."""
         kernels = self._list_kernels
         return None if kernels is None else kernels.bind_list(arrays)
 
     @lazy
     def _list_kernels(self) -> ListKernels | None:
-        """Return the kernels, if they look at lists. Asked once: for each plan it would take as long as all else."""
+        """The kernels, if they take lists. Lazy, as this check takes as long as the rest of making a plan."""
         here = self.transport.memory.is_host
         return self.kernels if here and isinstance(self.kernels, ListKernels) else None
 
@@ -465,15 +457,13 @@ class Planner:
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     def may_overlap(self, bucket: Bucket) -> bool:
-        """Return whether the sum of the message that comes next may be made while this one is updated: each has a half
-        of the scratch memory.
-        """
+        """Return whether the next message may be summed while this one is updated, each in a half of the scratch."""
         nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
         return self.adds_there and nbytes <= self._half
 
     @lazy
     def adds_there(self) -> bool:
-        """Whether the library of a GPU's transport adds: an update then reads the sum alone, never what is sent."""
+        """Whether the library of a GPU's transport adds: an update then reads the sum alone, never the messages."""
         adds = self.transport.size > 1 and not (self.in_pairs or self.compressed or self.whole)
         return adds and not self.transport.memory.is_host
 
@@ -484,25 +474,24 @@ class Planner:
 
     @lazy
     def _gpu_kernels(self) -> GpuKernels | None:
-        """Return what updates keys together though their steps differ."""
+        """The kernels that update several keys in one launch though their steps differ; None without such."""
         apart = self.whole or self.updater.assigns or self.transport.memory.is_host
         return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
 
-    def kept(self, block: Block) -> Spans | None:
-        """Return the elements of a block of which this rank is to keep state, None for all: on a GPU those it owns.
-        The host gives pages when they are written, so that there what this rank does not own takes none.
-        """
-        return None if block.memory.is_host or block.by_rows else self.owned(block)
+    def kept(self, block: Block) -> Spans:
+        """Return the elements of a block that get state on this rank: on a GPU those it owns, else all."""
+        # The host takes pages only when they are written: state of elements of other ranks costs nothing there.
+        all_of_them = block.memory.is_host or block.by_rows
+        return Spans.join([(0, block.values.size)]) if all_of_them else self.owned(block)
 
     def owned(self, block: Block) -> Spans:
         """Return the elements of a block that this rank owns."""
-        cells = ((first, block.grid.shard(self.placement, first, last)) for first, last in block.grid.cells())
-        return Spans.join((first + shard.low, first + shard.high) for first, shard in cells)
+        return block.grid.owned(self.placement, 0, block.grid.size)
 
     def total_of(self, entry: Entry) -> Array | None:
-        """Return where the sum of a value is put together, if it is on this rank and whole."""
+        """Return memory for the sum of a whole value, None if another rank owns it."""
         block, low = entry.place.block, entry.place.start
-        # An empty value belongs to the owner of its place.
+        # One element, not all: an empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
         if shard.low == shard.high:
             return None
@@ -512,7 +501,7 @@ class Planner:
     def bind_whole(
         self, entries: Sequence[Entry], totals: Sequence[Array | None]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Return what updates whole values by their totals, at once on a GPU; None where nothing does."""
+        """Return a function that updates all whole values by their totals in few launches, None without a GPU."""
         if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
             return None
         pairs = zip(entries, totals, strict=True)
@@ -545,7 +534,7 @@ class Planner:
         sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers)
         alone = self.transport.size == 1 and not self.transport.memory.is_host
         if alone and total.dtype == dtype and not self.updater.assigns:
-            sends = (total,)  # where it is to be read anyway
+            sends = (total,)  # the updater reads it there: packing there saves a copy
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
@@ -573,20 +562,22 @@ class Planner:
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
-            # Taking its memory where nothing is owned would take it for nothing.
+            # Without elements of its own, this rank needs no memory for sums: sums_of would allocate it.
             return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
-        # What lies between the pieces is no business of this call.
+        # ASSIGN: the sum is the new value, and can be made in its place. Not with gaps, where a library that adds would
+        # overwrite the keys between.
         if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
             return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
-        # Of two messages between GPUs that follow one another each has a half, if they fit there.
+        # Between GPUs one message is summed while the one before is updated: they take turns in two halves.
         low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
         return self.scratch[low : low + nbytes].view(dtype)
 
     def _updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
-        """Yield what this rank owns of the ranges."""
+        """Yield the updates of this rank's elements of the ranges."""
+        # Where ranks share memory, this rank adds, block by block: one short memory for sums then stays in the cache.
         again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
@@ -605,7 +596,7 @@ class Planner:
     def _ranged(
         self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
     ) -> Iterator[Update]:
-        """Yield joint updates by a step for each of their keys."""
+        """Yield joint updates that take a step for each of their keys."""
         mine = list(_owned(pieces, shard))
         for update in joint:
             inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]
@@ -615,7 +606,7 @@ class Planner:
 
 
 def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield the item of each range, and the elements of the shard that are in it: none where the first is the last."""
+    """Yield the item of each range, and its elements in the shard as ``low, high``: none where low is not below."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
 

@@ -1,4 +1,4 @@
-"""Ranges of elements: the one way to say which elements of an array something is about."""
+"""Ranges of elements: the one type that names some elements of an array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of a store: which keys there are, where each value lies, and the plans of calls on them."""
+"""The values of a store: its keys, the memory of each value, and the plans of calls on them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ __all__ = ["PlanListener", "Values"]
 
 
 class PlanListener(Protocol):
-    """What keeps something that stands on where values lie, or on how they are updated."""
+    """An object that keeps plans, or things made of them, such as a captured step."""
 
     def invalidate(self) -> None:
-        """Let go of it, as that changes now, on all ranks alike. Local."""
+        """Drop them: values move, or are updated in another way, from now on. All ranks do so alike. Local."""
         ...
 
 
 class Values:
-    """Gives keys their memory, and lists of keys their plans. All is collective unless it says that it is local."""
+    """Gives keys their memory, and lists of keys their plans. Methods are collective unless marked *Local*."""
 
     def __init__(self, transport: Transport, planner: Planner, root: int, pooling: bool) -> None:
         self.transport, self._memory, self._root = transport, transport.memory, root
         self.at_root = transport.rank == root
-        """Whether this rank's arrays are those that are stored."""
+        """Whether this rank is the root: its arrays are stored by ``init``, ``set`` and ``broadcast``."""
         self.planner = planner
-        """What makes plans; others are to be made with another one after :meth:`invalidate`."""
+        """Makes plans. Call :meth:`invalidate` after a change: older plans belong to the planner before."""
         self.table = KeyTable()
         self.listeners: WeakSet[PlanListener] = WeakSet()
-        """Who keeps plans, or what was made of them."""
         self.plans = Plans()
         self._arena = Arena(transport, pooling)
 
@@ -60,12 +59,12 @@ class Values:
         return self.plan(tuple(self.table))
 
     def invalidate_listeners(self) -> None:
-        """Have those that keep what was made of plans let go of it. Local."""
+        """Tell the listeners that plans are invalid. Local."""
         for each in list(self.listeners):
             each.invalidate()
 
     def invalidate(self) -> None:
-        """Drop all plans: values are about to lie, or to be updated, in another way. Local."""
+        """Drop all plans: values move, or are updated in another way, from now on. Local."""
         self.invalidate_listeners()
         self.plans.clear()
 
@@ -82,7 +81,7 @@ class Values:
         return {block.values.dtype for block in self.blocks}
 
     def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
-        """Give keys their memory; the arrays say how much. Known keys start anew. Those in ``sparse`` are row-sparse.
+        """Give keys memory for values like the arrays. Known keys start anew; those in ``sparse`` are row-sparse.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -103,7 +102,7 @@ class Values:
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
+        """Store the root's arrays and give them to every rank. A GPU's root brings the arrays of :meth:`set_apart`."""
         entries = self.table.find(keys)
         if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
@@ -120,7 +119,7 @@ class Values:
         self.start_from_values(keys)
 
     def start_from_values(self, keys: Sequence[Key]) -> None:
-        """Copy values that were given, and that all ranks have, to an optimizer's float32 masters. Local."""
+        """Copy values that all ranks have to an optimizer's float32 masters. Local."""
         if not any("master" in block.state for block in self.blocks):
             return
         buckets = self.plan(tuple(keys)).buckets
@@ -128,12 +127,12 @@ class Values:
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Forget keys and free their places."""
+        """Remove keys and free their places."""
         self._arena.release(self._remove(keys))
         self._arena.shrink()
 
     def _remove(self, keys: Sequence[Key]) -> list[Place]:
-        """Forget keys; return their places."""
+        """Remove keys; return their places."""
         if not keys:
             return []
         self._clear([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
@@ -142,7 +141,7 @@ class Values:
         return places
 
     def _clear(self, entries: Sequence[Entry]) -> None:
-        """Fill what is kept beside values with zeros, where it may be given to new keys."""
+        """Zero the optimizer state and residuals of entries, as new keys may get their places."""
         for block, runs in _side_by_side(entries).items():
             for low, high in runs & self.planner.owned(block):
                 for state in block.state_of(low, high).values():
@@ -152,7 +151,7 @@ class Values:
                     residual[low:high].fill(0)
 
     def drop_residuals(self, keeps_memory: bool = False) -> None:
-        """Forget what was left out of earlier pushes. Local."""
+        """Drop the residuals of earlier pushes; with ``keeps_memory``, zero them. Local."""
         self.invalidate()
         for block in self.blocks:
             if not keeps_memory:
@@ -164,19 +163,19 @@ class Values:
             entry.codec_state.clear()
 
     def recount(self) -> None:
-        """Tell all ranks how often owners, who did so by themselves, have updated their values."""
+        """Give all ranks the owners' update counts, and mark values stale. For owners that update independently."""
         counts = self.table.counts
-        told = gather(self.transport, counts)
+        of_ranks = gather(self.transport, counts)
         entries = list(self.table.entries())
         rows = np.fromiter((entry.index for entry in entries), np.intp)
         owners = np.fromiter((entry.place.block.grid.owner(entry.place.start) for entry in entries), np.intp)
-        latest = told[owners, rows]
+        latest = of_ranks[owners, rows]
         if not self.planner.current:
-            self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)
+            self.table.stale[rows] |= (of_ranks[:, rows] != latest).any(axis=0)
         counts[rows] = latest
 
     def close(self) -> None:
-        """Let go of the values, whose memory the transport frees. Local."""
+        """Drop the values; the transport frees their memory. Local."""
         self.invalidate()
         self.table, self._arena = KeyTable(), Arena(self.transport)
 
@@ -196,7 +195,7 @@ class Values:
                 self.invalidate()  # plans of this block know of no buffers
         for entry in plan.entries:
             if not self.table.buffered[entry.index]:
-                entry.buffer(self.transport.sharing_rank).fill(0)  # it may be what an earlier key has left
+                entry.buffer(self.transport.sharing_rank).fill(0)  # an earlier key may have left its contents there
         self.table.buffered[plan.rows] = True
 
     def unbuffered(self, plan: Plan) -> Key | None:
@@ -215,7 +214,7 @@ class Values:
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
-        """Let this rank's buffers hold zeros meanwhile: for a push to which it brings nothing. Local."""
+        """Zero this rank's buffers inside the block: for a push to which it brings nothing. Local."""
         buffers = self.buffers(plan)
         contents = [buffer.copy() for buffer in buffers]
         for buffer in buffers:
@@ -238,11 +237,11 @@ class Values:
             # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
             address = self._memory.gpu.address
             return array.size > 0 and self._arena.holds_any(np.array([address(array)], np.uint64), address)
-        # What has memory of its own has no base.
+        # An array that owns its memory has no base: most arrays need no search.
         return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 
     def apart(self, array: Array) -> Array:
-        """Return the array, or a copy if it lies in the memory of values, which may change before it is read. Local."""
+        """Return the array, or a copy if it lies in the memory of values: these may change before it is read. Local."""
         if not self.is_view(array):
             return array
         copied = self._memory.empty(array.shape, array.dtype)
@@ -250,8 +249,9 @@ class Values:
         return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
-        which there may be too little memory. Local.
+        """Return the arrays for :meth:`write`. Local; called before ranks agree.
+
+        The root of a GPU's store copies views of values now, as the GPU's memory may be short.
         """
         if self._memory.is_host or not self.at_root or not any(map(self.is_view, arrays)):
             return arrays
@@ -259,16 +259,14 @@ class Values:
         return kept
 
     def fillable(self, out: Array, entry: Entry) -> Array:
-        """Return an array that is to be filled with a value: its view for one over the memory of that value, where
-        there is nothing to fill. Local.
-        """
+        """Return the array to fill with a value: the value's own view for one over its memory, as it has it. Local."""
         if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
         self.check_own(out)
         return out
 
     def check_own(self, out: Array) -> None:
-        """Raise TypeError if what is to be filled lies in the memory of values, one of which would be lost. Local."""
+        """Raise TypeError if an array to fill lies in the memory of values: filling it would overwrite one. Local."""
         if self._memory.is_host and self.is_view(out):
             raise TypeError(
                 "the array to fill lies in the memory of the store's values, and filling it would overwrite one; "
@@ -277,16 +275,16 @@ class Values:
 
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
-    """Return the elements that values have of each block."""
+    """Return the elements of entries in each block."""
     blocks: dict[Block, list[tuple[int, int]]] = {}
     for block, start, size, _ in sorted((entry.place for entry in entries), key=lambda place: place.start):
         blocks.setdefault(block, []).append((start, start + size))
-    # On all ranks in one order: each range may be a broadcast.
+    # In one order on all ranks: each range may be a broadcast.
     return {block: Spans.join(blocks[block]) for block in sorted(blocks, key=lambda block: block.index)}
 
 
 def _is_same(array: Array, other: Array) -> bool:
-    """Return whether an array is the memory of another one, element by element."""
+    """Return whether two arrays are the same elements of memory."""
     if array.shape != other.shape or array.dtype != other.dtype or not array.flags.c_contiguous:
         return False
     first, of_other = (each.__array_interface__["data"][0] for each in (array, other))

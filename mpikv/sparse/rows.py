@@ -384,8 +384,9 @@ class _Owners:
     """The owners of a value's elements; of a replicated value, this rank owns all."""
 
     def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
-        edges, owners = [0], list[int]()
-        for count, owner in ((entry.place.size, rank),) if placement.everywhere else _shares(entry, placement):
+        edges, owners, (block, start, size, _) = [0], list[int](), entry.place
+        shares = block.grid.shares(placement, start, start + size)
+        for count, owner in ((size, rank),) if placement.everywhere else shares:
             if owners and owners[-1] == owner:
                 edges[-1] += count
             elif count:
@@ -395,10 +396,9 @@ class _Owners:
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
         # Offset of this rank's ranges in its state arrays, minus their offset in the value; state holds own ranges
         # only.
-        block, start = entry.place.block, entry.place.start
         self._shifts = np.array(
             [
-                block.state_at(start + low, start + high).start - low if owner == rank else 0
+                block.kept.locate(start + low, start + high).start - low if owner == rank else 0
                 for (low, high), owner in zip(pairwise(edges), owners, strict=True)
             ],
             np.int64,
@@ -468,16 +468,6 @@ class _Owners:
         for (low, high), owner in zip(pairwise(self._edges.tolist()), self._owners.tolist(), strict=False):
             if owner == rank:
                 yield low, high
-
-
-def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a value in order, as (elements, owner)."""
-    grid, at, end = entry.place.block.grid, entry.place.start, entry.place.start + entry.place.size
-    while at < end:
-        stop = min(end, grid.cell(at)[1])
-        for rank, count in enumerate(grid.shard(placement, at, stop).counts):
-            yield count, rank
-        at = stop
 
 
 def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:

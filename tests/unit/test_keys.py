@@ -148,8 +148,6 @@ def test_a_rank_keeps_all_of_a_value_if_one_of_its_ranges_has_every_element():
     ):
         block.keep(Spans(ranges), {})
         assert [key for key in known if known[key].keeps_all] == list(kept)
-    block.keep(None, {})
-    assert all(known[key].keeps_all for key in known)
 
 
 def test_growth_keeps_counts():
