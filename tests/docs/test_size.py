@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 18_650,
+    "lines of code in the core": 18_615,
     "lines of code in tests and scripts": 42_000,
     "longest chain of imports in the core": 33,
     "relative words per 100 sentences of docstrings": 11,
@@ -34,7 +34,7 @@ LIMITS = {
     "patches in tests": 200,
 }
 """The most that each figure may be."""
-FEWEST_COMMENTS = 0.047
+FEWEST_COMMENTS = 0.05
 """Comments per line of code in the core. Where a reader stops to think, one gives the reason or the danger."""
 
 
