@@ -1,4 +1,4 @@
-"""The engine: it sums, updates and gives back values, once all ranks have agreed on a call.
+"""Sums, updates and gives back values, once all ranks have agreed on a call.
 
 ``keys`` is the key table. ``arena`` gives keys their memory and takes it back. ``plan`` cuts the keys of a call into
 messages and caches the result. ``placement`` says who owns each element. ``pipeline`` runs pushes and pulls and makes
