@@ -48,19 +48,19 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
 
 def one_half(patch: pytest.MonkeyPatch) -> None:
     """The staging area has two halves, but one of them is used for all exchanges."""
-    show = ShmTransport._show
+    meet = ShmTransport._meet
 
     def same(self: ShmTransport) -> int:
-        half = show(self)
+        half = meet(self)
         self.slot = half
         return half
 
-    patch.setattr(ShmTransport, "_show", same)
+    patch.setattr(ShmTransport, "_meet", same)
 
 
 def flag_before_data(patch: pytest.MonkeyPatch) -> None:
     def exchange(self: ShmTransport, send: Any) -> int:
-        half = self._show()
+        half = self._meet()
         if send.base is not self._halves.base:
             np.copyto(self._halves[half, self.rank][: send.nbytes], send.view(np.uint8))
         return half
@@ -76,7 +76,7 @@ def one_token_word(patch: pytest.MonkeyPatch) -> None:
         self._arrive()
         if any(self._flags[peer + 1] != token for peer in self._peers):
             return False
-        self._shown = send_ready
+        self._send_ready = send_ready
         return True
 
     patch.setattr(ShmTransport, "agree", agree)
