@@ -124,6 +124,7 @@ class Agreement:
         return None if self._transport.agree(JOINED) else self._settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
+        """Tell the other ranks why this one fails. Collective."""
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
             mark_repeated(error, rank == 0)

@@ -341,13 +341,13 @@ class Arena:
         return groups
 
     def _listed(self, group: _Group, coming: int) -> list[Place]:
-        """Return places side by side in a new block."""
+        """Return places side by side in a new block. Collective."""
         starts = list(accumulate((self._room(group.dtype, size) for size in group.sizes), initial=0))
         block = self._block(group.dtype, coming, starts)
         return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
     def _shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
-        """Yield ``most`` places of one size in blocks that small values share."""
+        """Yield ``most`` places of one size in blocks that small values share. Collective."""
         room = self._room(dtype, size)
         while most:
             found = self._holes.take_several(name_of(dtype), room, most)
@@ -362,7 +362,7 @@ class Arena:
             block.used = max(block.used, start)
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
-        """Make another block that small values share."""
+        """Make another block that small values share. Collective."""
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would separate the values of a list, which make one message side by side.
@@ -372,7 +372,7 @@ class Arena:
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
     def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
-        """Return a new block for values that begin at ``starts``; the last of these is where they end.
+        """Return a new block for values that begin at ``starts``; the last of these is where they end. Collective.
 
         ``coming``: bytes of segments that this request is still to take, for this block and those after it.
         """

@@ -209,6 +209,7 @@ class RangeCompression:
     by_bucket = True
 
     def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
+        """On GPUs collective."""
         self.codec, self._transport, self._memory = codec, transport, transport.memory
         # A bucket of float16 is twice as large in float32.
         zeros = private(transport)
@@ -220,6 +221,7 @@ class RangeCompression:
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
+        """Collective."""
         messages = self._messages_of.get(plan)
         if messages is None:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
@@ -361,6 +363,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
+        """Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size, _ = entry.place
             if size:

@@ -94,6 +94,7 @@ class GpuPipeline(Pipeline):
     # --- The stages
 
     def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
+        """Collective."""
         with self._order.apart() if plan.overlaps else nullcontext():
             super()._run(plan, *arguments, **options)
 

@@ -152,7 +152,7 @@ class Pipeline:
         return targets if are_plain(targets) else _flat_copies(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
-        """Return whether every rank pulls into the buffers that it pushes: then owners can fill all of them."""
+        """Return whether all ranks pull into the buffers that they push; owners can then fill them. Collective."""
         if not (plan.streams and self._transport.shared):
             return False
         own = are_plain(targets) and self._values.are_buffers(plan, targets)
@@ -173,7 +173,7 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Take the messages of a push through their stages; with ``outs``, through those of a pull too.
+        """Take the messages of a push through their stages; with ``outs``, those of a pull too. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
         update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers, not
@@ -218,7 +218,7 @@ class Pipeline:
     # --- Pack and reduce
 
     def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
-        """Sum a message over ranks; return the addends of this rank's elements."""
+        """Sum a message over ranks; return the addends of this rank's elements. Collective."""
         if sources is None:
             assert bucket.buffer is not None
             if bucket.buffers:

@@ -160,7 +160,7 @@ class NcclTransport(Unshared):
         self._join(waiting)
 
     def _join(self, waiting: Waiting) -> None:
-        """Make the communicator, in a thread of its own: NCCL may wait for ever for a rank that does not come."""
+        """Make the communicator in a thread of its own: NCCL may wait for ever for a missing rank. Collective."""
         trial = self.allocate(_ALIGNMENT)
         identity, errors = self._identity(), list[BaseException]()
 
@@ -216,7 +216,7 @@ class NcclTransport(Unshared):
         return bytes.fromhex(identity)
 
     def _create(self, identity: bytes, trial: Array) -> None:
-        """Make a communicator and its ways of communication, unless nobody waits for it any more."""
+        """Make a communicator and its ways of communication, unless nobody waits for it any more. Collective."""
         self._gpu.use()
         comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
@@ -243,6 +243,7 @@ class NcclTransport(Unshared):
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes)
 
     def _for_messages(self, nbytes: int) -> Array:
+        """Allocate memory for messages. Collective."""
         what = f"messages (bucket_bytes is {self.limit})"
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
@@ -301,7 +302,7 @@ class NcclTransport(Unshared):
         return self._sum("reduce_scatter", send, recv, start)
 
     def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's elements for this one, in the dtype of the sum: whoever adds them need not widen any."""
+        """Return every rank's elements for this one, in the dtype of the sum: who adds them widens none. Collective."""
         wide = accumulator(send.dtype)
         if wide != send.dtype:
             narrow, send = send, self._wide[0].view(wide)[: send.size]
