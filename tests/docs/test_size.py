@@ -25,13 +25,13 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 18_615,
-    "lines of code in tests and scripts": 42_000,
+    "lines of code in tests and scripts": 41_400,
     "longest chain of imports in the core": 33,
     "relative words per 100 sentences of docstrings": 11,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
-    "private names that tests read": 250,
-    "patches in tests": 200,
+    "private names that tests read": 200,
+    "patches in tests": 180,
 }
 """The most that each figure may be."""
 FEWEST_COMMENTS = 0.05
