@@ -1,8 +1,8 @@
-"""What a call of the store makes of its arguments: check them, describe them for the other ranks, prepare the run.
+"""Checks the arguments of a call, describes it for the other ranks, and prepares its run.
 
 A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.cluster.calls.PreparedCall`:
-what the ranks compare, and what runs once they agree. No value moves or changes before that. The store lets calls in,
-and deals with failures; verbs know neither.
+the description that ranks compare, and the function to run once they agree. No value moves or changes before that. The
+store lets calls in and handles failures; verbs know neither.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Verbs:
     def __init__(
         self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int, find_codec: Callable[[Codec], Codec]
     ) -> None:
-        """``find_codec`` returns what does the work of a codec in the store's memory, or raises."""
+        """``find_codec`` returns the implementation of a codec for the store's memory, or raises."""
         self._exchange = exchange
         memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
@@ -46,6 +46,6 @@ class Verbs:
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:
-        """Forget a call that was prepared, and is not made after all. Local."""
+        """Drop a call that was prepared and will not run. Local."""
         self._exchange.pipeline.prefetched = None
         self._exchange.transport.memory.order.cancel()

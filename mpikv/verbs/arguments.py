@@ -1,4 +1,4 @@
-"""The checks and conversions of what a caller passed: what can be wrong on one rank is found before data move."""
+"""Checks and conversions of a caller's arguments: a mistake on one rank is found before data move."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 
 WIDER = "init the key with a wider dtype"
-"""What to do about integers that a stored value cannot hold."""
+"""Advice for integers that a stored value cannot hold."""
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 
 
 def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a push brings for each key, as flat numpy arrays that fit the stored values."""
+    """Return the arrays of a push for each key, flat, in the store's memory, and fit for the stored values."""
     return [
         tuple(_readable(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
         for entry, group in zip(entries, groups, strict=True)
@@ -46,8 +46,9 @@ def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
 
 
 def singles(form: Form, table: KeyTable | None, memory: Memory, is_read: bool) -> list[Array]:
-    """Return the one array of each key, in this memory; it fits the value of a key that the table has. Only its dtype
-    and shape need to where it is not read.
+    """Return the one array of each key, in this memory. For keys in the table it fits the stored value.
+
+    ``is_read`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
     """
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
@@ -62,9 +63,9 @@ def singles(form: Form, table: KeyTable | None, memory: Memory, is_read: bool) -
 
 
 def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a pull fills for each key, as numpy arrays that fit the stored values.
+    """Return the arrays that a pull fills for each key, in the store's memory, and fit for the stored values.
 
-    A value's own view is passed on: there is nothing to fill.
+    A value's own view is returned as it is: there is nothing to fill.
     """
     return [
         tuple(
@@ -90,7 +91,7 @@ def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], m
 
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
-    """Return the arrays to fill in the order of ``keys``, which ``key`` named."""
+    """Return the arrays to fill, in the order of ``keys``; ``key`` is the form of these that the caller passed."""
     if isinstance(key, Mapping):
         if not isinstance(out, Mapping):
             raise TypeError(f"out of a dict of arrays is a dict with the same keys, not {a_kind(out)}")
@@ -105,7 +106,7 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
 
 
 def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
-    """Return the arrays of a plan in the form of the keys of which it was made."""
+    """Return the arrays of a plan in the form of the caller's ``key``."""
     if not isinstance(key, (list, tuple)):
         return arrays[0]
     if len(key) == len(plan.keys):
@@ -115,7 +116,7 @@ def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
 
 
 def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
-    """Return new arrays for the values of a plan, in the form of the keys of which it was made."""
+    """Return new arrays for the values of a plan, in the form of the caller's ``key``."""
     if not isinstance(key, (list, tuple)):
         return memory.empty(plan.shapes[0], plan.dtypes[0])
     entries = in_form(list(key), plan, plan.entries)
@@ -123,8 +124,9 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
 
 
 def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
-    """Return an array to fill in place of one that cannot be written, None where one is not replaced: numpy's as
-    ``out`` is a mistake if it is read-only, but not where it was given to be pushed (``implied``).
+    """Return an array to fill in place of one that cannot be written, None for one that is not to be replaced.
+
+    A read-only array of numpy is replaced only if it was given to be pushed (``implied``): as ``out`` it is a mistake.
     """
     if not is_array(array) or not _is_replaced(array, implied, memory):
         return None
@@ -149,7 +151,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer that an object, or a name with its arguments, stands for."""
+    """Return an optimizer given as an object, or by its name and arguments."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):

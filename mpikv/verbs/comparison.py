@@ -1,4 +1,4 @@
-"""What ranks compare before a call: its verb, its keys, and all that decides how values change by it."""
+"""The description of a call that ranks compare: its verb, its keys, and every setting that changes its result."""
 
 from __future__ import annotations
 
@@ -21,22 +21,20 @@ from .arguments import priorities
 __all__ = ["Comparison", "add_text", "text_call"]
 
 
-# Those that move no whole values.
+# Verbs that move no whole values, and so need no buckets.
 _NO_BUCKETS = ("row_sparse_pull", "delete")
 _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
-# Of the few texts that come with any keys.
+# Cached for the few texts that calls with any keys share.
 _digest = lru_cache(maxsize=256)(digest)
 
 
 def text_call(verb: str, text: str, shown: str | None = None) -> Call:
-    """Return a call of which ranks compare a text. ``shown`` stands for it in messages, with the first line that
-    differs.
-    """
+    """Return a call for ranks to compare a text. Messages show ``shown`` for it, and the first line that differs."""
     return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=text.splitlines)
 
 
 def add_text(call: Call, text: str) -> Call:
-    """Return a call of which ranks compare one more text."""
+    """Return a call with one more text to compare."""
     return replace(call, token=call.token ^ digest(text), describe=lambda: [*call.describe(), text])
 
 
@@ -46,12 +44,12 @@ class Comparison:
     def __init__(self, exchange: Exchange, agreement: Agreement) -> None:
         self._exchange, self._agreement = exchange, agreement
         self.compression: str | None = None
-        """The settings of what packs pushes, as it was given."""
-        # To describe an updater takes longer than all else that makes a call.
+        """The settings of the codec that the user set."""
+        # Cached, as describing an updater takes longer than the rest of making a call.
         self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return the call of a verb that updates nothing."""
+        """Return the description of a verb that updates nothing."""
         call = plan.calls.get(verb)
         if call is None:
             if verb not in _NO_BUCKETS:
@@ -63,8 +61,8 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went, where
-        it may fail on one of them.
+        """Return the description of a verb that updates, the updater's steps, and a ``confirm`` for updaters that may
+        raise.
         """
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
@@ -73,7 +71,7 @@ class Comparison:
         call, steps, confirm = known.call, known.steps, known.confirm
         if steps is None:
             steps = self._exchange.steps(plan)
-            # Two schedules of a user's may differ and have the same name.
+            # Two schedules of a user may have the same name and give different rates.
             if isinstance(updater, Optimizer) and updater.opaque:
                 call = add_text(call, f"lr_scheduler gives {'; '.join(map(str, dict.fromkeys(steps.each)))}")
         if not steps.uniform and contribution not in _OF_ROWS:
@@ -83,7 +81,7 @@ class Comparison:
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm
 
     def value_call(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
-        """Return the call of a verb that gives values to keys, which may be new."""
+        """Return the description of a verb that gives values to known or new keys."""
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
@@ -103,7 +101,7 @@ class Comparison:
         return UpdateCall(call, steps, confirm, updater.revision)
 
     def _settings(self) -> list[str]:
-        """Describe what decides how a value changes by what is pushed."""
+        """Describe the updater and the codec, as both decide how a push changes a value."""
         updater, known = self._exchange.updater, self._described
         if known is None or known[0] is not updater or known[1] != updater.revision:
             known = self._described = updater, updater.revision, f"updater {updater.settings()}"
@@ -111,6 +109,6 @@ class Comparison:
 
 
 def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:
-    """Add priorities, which must be the same on all ranks, to what is compared."""
+    """Add priorities to the description, as they must be the same on all ranks."""
     wishes = priorities(priority, plan.keys)
     return add_text(call, f"priority {wishes}") if any(wishes) else call

@@ -1,4 +1,4 @@
-"""``barrier``, ``check_equal``, ``any_rank``, ``command`` and ``group``: what ranks tell each other beside values."""
+"""``barrier``, ``check_equal``, ``any_rank``, ``command`` and ``group``: calls without values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ControlVerbs:
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
-        """Prepare a communicator of some ranks, who are told with it."""
+        """Prepare to make a communicator of some ranks."""
         if not can_create:
             raise Unsupported("group: a store that was not made by create() cannot make another")
         members, size = tuple(ranks), self._group.size

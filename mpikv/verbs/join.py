@@ -1,4 +1,4 @@
-"""What a rank that has left ``join`` does in the calls of the others: it makes them, and brings nothing."""
+"""The part of a rank that has left ``join`` in the calls of the others: it makes them, and brings nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, said: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return what runs here in a call of the others, which read this rank's buffers once all know that it can."""
+        """Return this rank's part in a call of the others, None for a barrier. Local.
+
+        ``until_done`` keeps this rank's buffers zeroed while the others may read them.
+        """
         if said.verb == "barrier":
             return None
         call, run = self._prepare(said, self._exchange.values.plan(tuple(said.keys)), until_done)
@@ -46,7 +49,7 @@ class Join:
             whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
             return self._rows.pushpull_rows(plan, none, whole, nothing) if pulls else self._rows.push(plan, none)
         sources: Sequence[Any] | None = nothing
-        # Buffers of zeros are nothing, but not every code of zeros is.
+        # Zeros in the buffers add nothing. With compression they would: a codec may decode zeros to other numbers.
         if contribution is Contribution.BUFFERS and self._exchange.compression is None:
             until_done.enter_context(self._exchange.values.empty_buffers(plan))
             sources = None
@@ -55,7 +58,7 @@ class Join:
         return self._push_pull.push_arrays(plan, sources, contribution=contribution)
 
     def _check_same(self, said: CallReport, mine: Sequence[str]) -> None:
-        """Raise if this rank's view of a call of the others, which it has left to them, is another than theirs."""
+        """Raise if this rank would describe a call of the others in another way than they do."""
         if (differs := next((text for text in mine if text not in said.parts), None)) is not None:
             text = f"others call {said.text} with {list(said.parts)[:4]}; rank {self._rank}, which has left join(), has"
             raise RankMismatch(f"ranks disagree: {text} {differs}; nothing was changed")

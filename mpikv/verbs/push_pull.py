@@ -1,4 +1,4 @@
-"""``push``, ``pull`` and ``pushpull`` of whole arrays, and ``buffer``, from which they are pushed without copies."""
+"""``push``, ``pull`` and ``pushpull`` of whole arrays, and ``buffer`` for pushes without copies."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PushPull:
         self, verb: str, plan: Plan, priority: Any, contribution: Contribution
     ) -> tuple[Call, Steps, Confirm | None]:
         known = plan.update_calls.get((verb, contribution))
-        # As training calls the store again and again.
+        # The hot path: training repeats a call, and nothing about it has changed. It saves a call into Comparison.
         if known is not None and priority == 0:
             call, steps, confirm, revision = known
             if steps is not None and confirm is None and revision == self._exchange.updater.revision:
@@ -94,7 +94,7 @@ class PushPull:
     def push_arrays(
         self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> PreparedCall:
-        """Prepare a push of arrays that are as they should be; None for the buffers."""
+        """Prepare a push of checked arrays; None stands for the buffers."""
         if sources is None:
             contribution = Contribution.BUFFERS
         call, steps, confirm = self._update_call("push", plan, priority, contribution)

@@ -1,4 +1,4 @@
-"""What a call fills in place of a caller's arrays, and gives to the caller when it is made.
+"""Arrays that a call fills in place of a caller's, and the results made of them.
 
 Arrays of JAX are never written to, and numpy's may be read-only. A call that would fill one returns a structure of the
 same dicts, lists and tuples instead, with a new array of the same library, shape and dtype in its place.
@@ -22,7 +22,7 @@ __all__ = ["Filled", "Renewed", "Widened", "answer", "check_integers", "check_ou
 
 
 class Renewed:
-    """A caller's structure, in which numpy's arrays stand for those that cannot be written, until they are filled."""
+    """A caller's structure with arrays of numpy in place of those that cannot be written, until they are filled."""
 
     def __init__(self, given: Any, stand_in: Callable[[Any], Array | None]) -> None:
         """``stand_in`` returns an array for one that cannot be written, None for others, or raises."""
@@ -31,7 +31,7 @@ class Renewed:
         self.arrays = _replaced(given, self._filled)
 
     def made(self) -> Any:
-        """Return the structure that the caller is given, now that the arrays are filled."""
+        """Return the structure for the caller, once the arrays are filled."""
         try:
             return _replaced(self.arrays, self._returned)
         except Exception as error:
@@ -51,14 +51,14 @@ class Renewed:
 
 
 class Widened:
-    """What a call returns, once arrays are given the integers that are known to fit in them."""
+    """A call's result whose arrays get their integers after a check that these fit."""
 
     def __init__(self, result: Any, outs: Sequence[tuple[Key, Array, Array]], memory: Memory) -> None:
         """``outs``: for some keys the array to be filled, and the one of the stored dtype that the call fills."""
         self._result, self._outs, self._memory = result, outs, memory
 
     def made(self) -> Any:
-        """Give the arrays their integers, and return what the caller is given.
+        """Copy the integers to the caller's arrays; return the call's result.
 
         Raises:
             ValueMismatch: some do not fit; no array was changed, and the other ranks have made their call.
@@ -70,11 +70,11 @@ class Widened:
 
 
 Filled = (Renewed, Widened)
-"""Kinds of results that are made when the arrays are filled."""
+"""Results to be made by :func:`answer` once the arrays are filled."""
 
 
 def answer(result: Any) -> Any:
-    """Return what a call returns to its caller."""
+    """Return the call's result for the caller."""
     return result.made() if type(result) in Filled else result
 
 
@@ -85,8 +85,10 @@ def widened(
     memory: Memory,
     result: Any = None,
 ) -> tuple[Sequence[Sequence[Array]], Any]:
-    """Return the arrays that a call fills with values of these dtypes, and what it returns, given the arrays of the
-    caller, and the result without them.
+    """Return the arrays that a call fills with values of these dtypes, and its result.
+
+    Where an integer dtype of the caller's is narrower, a new array of the stored dtype takes the array's place, and a
+    :class:`Widened` takes that of ``result``.
     """
     outs: list[tuple[Key, Array, Array]] = []
 
@@ -114,17 +116,17 @@ def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory
 
 
 def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> None:
-    """Raise ValueMismatch if pulled integers would wrap in the dtype of the out of this rank, who alone knows it."""
+    """Raise ValueMismatch if pulled integers would wrap in the dtype of this rank's out."""
     try:
         advice = f"the out of this rank was left as it was, pass one of {array.dtype.name}"
         check_integers(f"the value of key {key!r}", array, dtype, memory, advice)
     except ValueMismatch as error:
-        settled(error)
+        settled(error)  # only this rank knows its out: the others have made their call
         raise
 
 
 def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
-    """Return the leaves in a list or a tuple like another, which may be named.
+    """Return the leaves in a list, tuple or named tuple like another.
 
     >>> contained(("a", "b"), [1, 2])
     (1, 2)
@@ -143,7 +145,7 @@ def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _mapped(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in a dict like another: a copy of that has its order, and its default."""
+    """Return the items in a dict like another: a copy of it keeps its order and its default factory."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]
     new = copy(like)

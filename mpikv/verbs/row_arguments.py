@@ -1,4 +1,4 @@
-"""The checks and conversions of rows that a caller passed, or asked for."""
+"""Checks and conversions of rows that a caller pushes or asks for."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ _NUMPYS = {np.ndarray}
 
 
 class Brought(NamedTuple):
-    """What a push of rows brings for each key: the sum of its list, in the dtype of the value."""
+    """The rows that a rank pushes: for each key the sum of its list, in the value's dtype."""
 
     rows: Sequence[RowSparse]
 
 
 class Asked(NamedTuple):
-    """What is to be done with some rows of a value once they are here."""
+    """A request for some rows of a value."""
 
     ids: Array
     out: Any
-    """A :class:`RowSparse`, whose rows are replaced, or an array, of which all else is set to zero."""
+    """A :class:`RowSparse`, to replace its rows, or an array, to fill with these rows and zeros."""
 
 
 def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
-    """Return whether the arrays of a call, of which there are some for each key, are meant to be rows."""
+    """Return whether a call brings rows. Its groups hold arrays for each key."""
     return any(type(given) is RowSparse for group in groups for given in group)
 
 
 def asks_rows(out: Any) -> bool:
-    """Return whether there is a :class:`RowSparse` among what a pull is to fill, in any form."""
+    """Return whether an ``out`` of a pull, in any form, has a :class:`RowSparse`."""
     if isinstance(out, Mapping):
         out = list(out.values())
     if not isinstance(out, (list, tuple)):
@@ -69,7 +69,7 @@ def asks_rows(out: Any) -> bool:
 def brought(
     entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
 ) -> Brought:
-    """Return the sums of this rank's rows for each key. ``apart`` copies what may change before it is read."""
+    """Return the sums of this rank's rows for each key. ``apart`` copies arrays that may change too early."""
     return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
@@ -85,7 +85,7 @@ def single_rows(
 
 
 def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
-    """Return what is asked of each value by a row_sparse_pull, and the result of that call."""
+    """Return the requests of a row_sparse_pull for each value, and the result of that call."""
     if wanted is None:
         raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
     if isinstance(wanted, Integral):
@@ -115,26 +115,26 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
 
 
 class Made(NamedTuple):
-    """Memory for what one gets who asked, made beforehand, as a GPU may have too little; None where none is needed."""
+    """Memory to answer one request, taken before ranks agree, as a GPU may have too little; None where not needed."""
 
     some: Array | None
-    """For rows of its own, where others asked for more."""
+    """For its rows, where other requests pull more of them."""
     cast: Array | None
-    """For those in the dtype of an out on a GPU."""
+    """For its rows in the dtype of an out on a GPU."""
 
 
 class Wanted(NamedTuple):
-    """The rows of a value that are to be pulled, their memory, and for whom they are."""
+    """The rows of a value to pull, memory for them, and the requests that they answer."""
 
     ids: Array
     rows: Array
-    """In a row for each number."""
+    """A row for each number."""
     asked: Sequence[Asked]
     made: Sequence[Made]
 
 
 def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
-    """Return what is to be pulled of a value, with the memory for it. Local."""
+    """Return the rows of a value to pull for some requests, with memory for them. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
     return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
@@ -149,7 +149,7 @@ def _made(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
 
 
 def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
-    """Return how many bytes of a GPU :func:`deliver`, and what fills the rows before it, take besides."""
+    """Return the bytes of workspace on a GPU for pulling these rows and for :func:`deliver`."""
     nbytes = 0
     for entry, wanted in zip(entries, every, strict=True):
         if not wanted.asked:
@@ -161,10 +161,10 @@ def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Give the rows of a value to those who asked for some of them."""
+    """Give each request its rows of a value. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
-        # Rows that one asked for are nobody else's.
+        # A single request owns the pulled rows; several need copies.
         some = rows
         if each.ids is not wanted.ids:
             some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
@@ -188,7 +188,7 @@ def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
 
 
 def fill(entry: Entry, out: RowSparse) -> None:
-    """Give an out all rows of a value, of which this rank has the newest, that are not zero."""
+    """Give an out all nonzero rows of a value. This rank has its newest elements. Local."""
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
@@ -198,21 +198,21 @@ def fill(entry: Entry, out: RowSparse) -> None:
 
 
 def _union(wanted: Sequence[Array]) -> Array:
-    """Return all of several arrays of rising numbers, in order."""
+    """Return the union of sorted arrays of numbers, sorted."""
     if len(wanted) == 1:
         return wanted[0]
     return np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)
 
 
 def _is_one(wanted: Any) -> bool:
-    """Return whether these are the numbers of rows for one array, not a list of several such."""
+    """Return whether these are row numbers for one array, not a list of several such."""
     return is_array(wanted) or (
         isinstance(wanted, (list, tuple)) and all(isinstance(number, Integral) for number in wanted)
     )
 
 
 def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return what is asked of a value by some arrays of numbers: for as many outs, by one for all, or for None."""
+    """Return the requests for rows of a value: one per out. One array of numbers serves all outs; None makes outs."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
@@ -234,19 +234,19 @@ def _empty(entry: Entry) -> RowSparse:
 
 
 def _in_memory(rows: RowSparse, memory: Memory, apart: Callable[[Array], Array]) -> RowSparse:
-    """Return rows whose values lie in this memory, and stay as they are: these, if theirs do."""
+    """Return rows with values in this memory, safe from changes: the given ones if theirs are."""
     values = apart(memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
 
 def _taken(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
-    """Return rows for a caller to keep."""
+    """Return a copy of rows of a table."""
     made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
     return memory.workspace.take_rows(table, ids, made)
 
 
 def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
-    """Return rows of the dtype of an out, and where its rows lie."""
+    """Return rows in the dtype and the memory of an out."""
     if out.on_host:
         return memory.to_host(rows).astype(out.dtype, copy=False)
     if rows.dtype == out.dtype:
@@ -279,7 +279,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
         ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
     else:
         ids, rows = only.indices, only.values
-        # What is given may be out as well, and have other rows before a GPU has read these.
+        # On a GPU the caller's rows may also be the out, and get other rows before the GPU has read these: copy them.
         if memory.is_host and rows.dtype == entry.dtype:
             return only
     summed = _empty(entry)

@@ -135,12 +135,12 @@ class RowVerbs:
         return call, run
 
     def none_of(self, plan: Plan) -> Sequence[RowSparse]:
-        """Return what a rank brings that has no rows."""
+        """Return the operand of a rank without rows."""
         self._rows.load(plan.dtypes)
         return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
     def _pulling(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> Callable[[], None]:
-        """Return what pulls rows for those who asked, with the memory for it, of which a GPU may lack. Local."""
+        """Return a function that pulls rows for requests. Local; takes the memory now, as a GPU may have too little."""
         every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
         nbytes = 0 if self._memory.is_host else spare_of(plan.entries, every)
         spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
@@ -155,7 +155,7 @@ class RowVerbs:
 
 
 def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]], list[Sequence[Any]]]:
-    """Return the rows and the arrays among what is filled of each key."""
+    """Return the RowSparse and the other arrays of each key's group."""
     return (
         [[each for each in group if type(each) is RowSparse] for group in groups],
         [[each for each in group if type(each) is not RowSparse] for group in groups],

@@ -1,4 +1,4 @@
-"""``set_updater``, ``set_optimizer`` and ``set_gradient_compression``: how values change from now on."""
+"""``set_updater``, ``set_optimizer`` and ``set_gradient_compression``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SettingVerbs:
         self._exchange, self._comparison, self._find_codec = exchange, comparison, find_codec
         self._memory = exchange.transport.memory
         self.codec: Codec | None = None
-        """What packs, as it was given: in this memory something else may do its work."""
+        """The codec as the user set it: a GPU's store may run another implementation of it."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
         new = Assign() if updater is None else CallableUpdater(updater_function(updater))
@@ -38,7 +38,7 @@ class SettingVerbs:
         return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)
 
     def set_compression(self, compression: Any) -> PreparedCall:
-        """Prepare a change of the codec to what is meant by ``compression``."""
+        """Prepare a change to the codec that ``compression`` names."""
         from .. import codecs
 
         meant = codecs.create(compression)
@@ -47,7 +47,7 @@ class SettingVerbs:
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _working(self, codec: Codec) -> Codec:
-        """Return what does the work of a codec, whose payloads messages can hold."""
+        """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads."""
         check_payloads(codec, self._exchange.transport)
         found = self._find_codec(codec)
         if self._memory.is_host or found is not codec:
