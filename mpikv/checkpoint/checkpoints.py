@@ -293,11 +293,10 @@ class Checkpoints:
         """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
-        for block, slot, extents in list_extents(header, entries):
-            for extent in extents:
-                for low, high in mine[block].within(extent.low, extent.high):
-                    array = block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
-                    yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
+        for block, slot, first, last, begin in list_extents(header, entries):
+            for low, high in mine[block].within(first, last):
+                array = block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
+                yield Span(begin + (low - first) * array.itemsize, array)
 
     # --- Together with the other ranks
 

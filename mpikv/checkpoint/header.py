@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from json.encoder import encode_basestring_ascii as _escape
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -96,11 +95,6 @@ class Column(NamedTuple):
         """The beginning of each array's name; the key follows."""
         return f"{self.slot if '/' in self.slot else f'state/{self.slot}' if self.slot else 'value'}/"
 
-    def describe(self, kind: int) -> tuple[str, tuple[int, ...]]:
-        """Return safetensors' name of the dtype, and the shape in the file, with complex numbers as pairs."""
-        shape = self.shapes[kind]
-        return _STORED[self.dtype][0], (*shape, 2) if self.dtype.startswith("complex") else shape
-
 
 class CodecArray(NamedTuple):
     """An array of a codec's state for a value."""
@@ -177,8 +171,9 @@ class Header:
         """The arrays in file order: largest elements first, so that every array is aligned."""
         shapes: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
         for number, kind in enumerate(self.kinds):
-            for slot, dtype, shape in self._list_arrays(kind):
-                shapes.setdefault((slot, dtype), {})[number] = shape
+            for slots, _, dtype, shape in self._list_arrays(kind):
+                for slot in slots:
+                    shapes.setdefault((slot, dtype), {})[number] = shape
         kind_of, begin, columns = np.array(self.kind_of, np.int64), 0, list[Column]()
         for (slot, dtype), shape_of in sorted(shapes.items(), key=lambda column: -_STORED[column[0][1]][1]):
             nbytes = np.full(len(self.kinds), -1, np.int64)
@@ -190,35 +185,33 @@ class Header:
             begin = int(edges[-1])
         return tuple(columns)
 
-    def _list_arrays(self, kind: Kind) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield the slot, dtype name and shape of each array of a kind."""
+    def _list_arrays(self, kind: Kind) -> Iterator[tuple[Iterable[str], int, str, tuple[int, ...]]]:
+        """Yield the arrays of a kind: slots, their number, and the dtype name and shape of each."""
         for slot, dtype in (({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)).items():
-            yield slot, dtype, kind.shape
+            yield (slot,), 1, dtype, kind.shape
         # Without residuals a forged header may claim any number of ranks.
-        for rank in range(self.ranks if kind.positions else 0):
-            for position in range(kind.positions):
-                yield f"residual/{rank}/{position}", "float32", kind.shape
+        ranks = range(self.ranks if kind.positions else 0)
+        slots = (f"residual/{rank}/{position}" for rank in ranks for position in range(kind.positions))
+        yield slots, self.ranks * kind.positions, "float32", kind.shape
         for name, (dtype, shape) in kind.codec.items():
-            yield f"codec/{name}", dtype, shape
+            yield (f"codec/{name}",), 1, dtype, shape
 
     # A forged header may claim any counts. So these properties multiply, and never loop over arrays or ranks.
 
     @property
     def count(self) -> int:
         """Number of arrays."""
-        of_kind = [self.values + len(one.state) + self.ranks * one.positions + len(one.codec) for one in self.kinds]
-        return sum(of_kind[number] for number in self.kind_of)
+        of_kind = [sum(number for _, number, _, _ in self._list_arrays(kind)) for kind in self.kinds]
+        return sum(of_kind[kind] for kind in self.kind_of)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         of_kind = [
-            sum(_nbytes(dtype, one.shape) for dtype in ([one.dtype] * self.values + [*one.state.values()]))
-            + self.ranks * one.positions * _nbytes("float32", one.shape)
-            + sum(_nbytes(*array) for array in one.codec.values())
-            for one in self.kinds
+            sum(number * _nbytes(dtype, shape) for _, number, dtype, shape in self._list_arrays(kind))
+            for kind in self.kinds
         ]
-        return sum(of_kind[number] for number in self.kind_of)
+        return sum(of_kind[kind] for kind in self.kind_of)
 
     @property
     def chunks(self) -> int:
@@ -228,14 +221,7 @@ class Header:
     @property
     def places(self) -> dict[str, Any]:
         """The place of each array, as a JSON tree."""
-        places = {}
-        for column in self.columns:
-            described = {kind: column.describe(kind) for kind in column.shapes}
-            for item, offsets in zip(column.items.tolist(), pairwise(column.edges.tolist()), strict=True):
-                dtype, shape = described[self.kind_of[item]]
-                name = f"{column.name}{self.keys[item]}"
-                places[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [*offsets]}
-        return places
+        return _parse_tree("{" + self.end.removeprefix(","))
 
     def names_between(self, begin: int, end: int) -> Iterator[str]:
         """Yield the names of the arrays in a range of bytes."""
@@ -246,13 +232,15 @@ class Header:
 
     @cached_property
     def end(self) -> str:
-        """The text after the metadata: :attr:`places` in JSON. Joined from few texts; json is slow for many keys."""
+        """The text after the metadata: the place of each array. Joined from few texts; json is slow for many keys."""
         names, texts = [_escape(str(key))[1:] for key in self.keys], list[str]()
         for column in self.columns:
             begin, middle = f",{_escape(column.name)[:-1]}", {}
-            for kind in column.shapes:
-                dtype, shape = column.describe(kind)
-                middle[kind] = f':{{"dtype":"{dtype}","shape":{_dump(shape)},"data_offsets":['
+            for kind, shape_of in column.shapes.items():
+                # safetensors has no complex numbers: the file has pairs.
+                pairs = [2] * column.dtype.startswith("complex")
+                shape = _dump([*shape_of, *pairs])
+                middle[kind] = f':{{"dtype":"{_STORED[column.dtype][0]}","shape":{shape},"data_offsets":['
             edges = list(map(str, column.edges.tolist()))
             texts += [
                 f"{begin}{names[item]}{middle[self.kind_of[item]]}{low},{high}]}}"
