@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..arrays.arrays import accumulator
 from ..arrays.float16 import narrow, widen
 from ..cluster.printing import warn
 from ..errors import ConfigError, Unsupported
@@ -27,14 +28,7 @@ BLOCK = 1 << 16
 """Elements per block. A rule passes a dozen times over each of its arrays; all but the first pass find a block in the
 cache."""
 
-FLOAT32 = np.dtype(np.float32)
-
-PRECISION: dict[np.dtype[Any], np.dtype[Any]] = {
-    np.dtype(np.float16): FLOAT32,
-    FLOAT32: FLOAT32,
-    np.dtype(np.float64): np.dtype(np.float64),
-}
-"""The dtype of computation for the dtype of a value. bfloat16, from the package ml_dtypes, is known by its name."""
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -130,7 +124,7 @@ class Optimizer:
     _ranks: int = field(init=False, default=0)
     _warned: bool = field(init=False, default=False)
     _has_rate: bool = field(init=False, default=False)
-    _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
+    _had: tuple[int, Mapping[str, Any], Mapping[str, Any]] = field(init=False, default=(-1, {}, {}))
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
 
@@ -261,30 +255,30 @@ class Optimizer:
             >>> optimizer.rescale_grad
             0.5
         """
-        outside, before = self.revision, {name: getattr(self, name) for name in options}
-        inside = None
+        outside = {name: getattr(self, name) for name in (*options, "revision")}
+        inside: Mapping[str, Any] = {}
         try:
             # The same block again gets the revision of the last time, so plans made inside of it stay valid.
-            if self._had is not None and self._had[:2] == (outside, options):
-                _, _, checked, inside = self._had
-                self._restore(checked, inside)
+            if self._had[:2] == (self.revision, options):
+                inside = self._had[2]
+                self._restore(inside)
             else:
                 for name, value in options.items():
-                    if value != before[name]:
+                    if value != outside[name]:
                         setattr(self, name, value)
-                inside = self.revision
-                self._had = outside, dict(options), {name: getattr(self, name) for name in options}, inside
+                inside = {name: getattr(self, name) for name in outside}
+                self._had = outside["revision"], options, inside
             yield
         finally:
-            changed = self.revision != inside  # somebody set an option inside of the block
-            self._restore(before, outside)
+            changed = self.revision != inside.get("revision")  # somebody set an option inside of the block
+            self._restore(outside)
             if changed:
                 self._change()
 
-    def _restore(self, options: Mapping[str, Any], revision: int) -> None:
+    def _restore(self, options: Mapping[str, Any]) -> None:
+        """Set checked options, and the revision that they had."""
         for name, value in options.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "revision", revision)
         self._derive()
         self._steps.clear()
 
@@ -464,11 +458,9 @@ class Optimizer:
         return arrays
 
     def _precision(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        precision = PRECISION.get(dtype)
-        if precision is not None:
-            return precision
-        if dtype.name == "bfloat16":
-            return FLOAT32
+        """Return the dtype of computation for values of this dtype."""
+        if dtype.name in _FLOATS:
+            return accumulator(dtype)
         raise Unsupported(
             f"{type(self).__name__} cannot update values of {dtype.name} (known: float16, bfloat16, float32, float64); "
             "store the value in one of these, or use an updater function"
