@@ -113,23 +113,20 @@ class DeviceMemory:
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)
             return
-        pairs, here = list(zip(targets, sources, strict=True)), list[tuple[Array, Array]]()
-        for out, array in pairs:
+        here = list[tuple[Array, Array]]()
+        for out, array in zip(targets, sources, strict=True):
+            there, same = self.gpu.owns(array), array.dtype == out.dtype
             if not self.gpu.owns(out):
-                continue
-            if self.gpu.owns(array) or array.dtype != out.dtype:
-                here.append((out, array if self.gpu.owns(array) else self.gpu.upload(array)))
+                if there and same:
+                    self._download(array, out)
+                else:
+                    out[...] = self.to_host(array)
+            elif there or not same:
+                here.append((out, array if there else self.gpu.upload(array)))
             else:
                 self.gpu.upload(array, out)  # which takes no memory there
         if here:
             self.gpu.copy([out for out, _ in here], [array for _, array in here])
-        for out, array in pairs:
-            if self.gpu.owns(out):
-                continue
-            if self.gpu.owns(array) and array.dtype == out.dtype:
-                self._download(array, out)
-            else:
-                out[...] = self.to_host(array)
 
     def to_host(self, array: Array) -> Array:
         if not self.gpu.owns(array):

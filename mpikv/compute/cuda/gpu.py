@@ -211,42 +211,25 @@ def count_gpus(cupy: Any, visible: str | None) -> int:
     )
 
 
-def _translated(method: Method) -> Method:
-    """Make the GPU current in a method. Raise CUDA's errors as TransportError, or as MemoryError if memory is short."""
-
-    @wraps(method)
-    def translated(self: CupyGpu, *arguments: Any) -> Any:
-        try:
-            if self.present_number() == self.ordinal:
-                return method(self, *arguments)
-            with self.cuda.Device(self.ordinal):
-                return method(self, *arguments)
-        except self.cuda.memory.OutOfMemoryError as error:
-            raise self._lacking(error) from error
-        except (self.cuda.runtime.CUDARuntimeError, self.cuda.driver.CUDADriverError) as error:
-            if error.status == _OUT_OF_MEMORY:
-                raise self._lacking(error) from error
-            raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
-
-    return cast(Method, translated)
-
-
-def _failing(text: str) -> Callable[[Method], Method]:
-    """Make the object's GPU current in a method. Raise CUDA's errors as TransportError, with this text and the GPU's
-    name.
+def _translated(text: str = "CUDA failed on {0}, in '{1}'") -> Callable[[Method], Method]:
+    """Make the object's GPU current in a method. Raise CUDA's errors as TransportError, with this text and the names of
+    the GPU and the method, or as MemoryError if memory is short.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
         def translated(self: Any, *arguments: Any) -> Any:
-            gpu = self.gpu
+            gpu: CupyGpu = self.gpu
+            cuda = gpu.cuda
             try:
                 if gpu.present_number() == gpu.ordinal:
                     return method(self, *arguments)
-                with gpu.cuda.Device(gpu.ordinal):
+                with cuda.Device(gpu.ordinal):
                     return method(self, *arguments)
-            except gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"{text.format(gpu.name)}: {error}") from error
+            except (cuda.memory.OutOfMemoryError, cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError) as error:
+                if getattr(error, "status", _OUT_OF_MEMORY) == _OUT_OF_MEMORY:
+                    raise gpu.lacking(error) from error
+                raise TransportError(f"{text.format(gpu.name, method.__name__)}: {error}") from error
 
         return cast(Method, translated)
 
@@ -276,7 +259,11 @@ class CupyGpu:
         self.spare_events = deque[Any]()
         """CuPy's events without an owner. Threads take and return them without a lock: deque is atomic."""
 
-    def _lacking(self, error: Exception) -> MemoryError:
+    @property
+    def gpu(self) -> CupyGpu:
+        return self  # as of its streams
+
+    def lacking(self, error: Exception) -> MemoryError:
         why = str(error).rstrip(".")
         return MemoryError(
             f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
@@ -302,28 +289,28 @@ class CupyGpu:
         if status:
             raise TransportError(f"CUDA failed on {self.name}, in 'cuThreadExchangeStreamCaptureMode': status {status}")
 
-    @_translated
+    @_translated()
     def stream(self) -> Stream:
         return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
 
     def current(self) -> Stream:
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
-    @_translated
+    @_translated()
     def capturing(self) -> bool:
         # Torch has its own current stream. The module may be missing, or half imported by another thread.
         torch_captures = getattr(sys.modules.get("torch.cuda"), "is_current_stream_capturing", bool)
         return bool(torch_captures() or self.cuda.get_current_stream(self.ordinal).is_capturing())
 
-    @_translated
+    @_translated()
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
 
-    @_translated
+    @_translated()
     def zeros(self, nbytes: int) -> Array:
         return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
 
-    @_translated
+    @_translated()
     def release(self, stream: Any) -> None:
         self.cupy.get_default_memory_pool().free_all_blocks(stream=stream.beneath)
 
@@ -377,7 +364,7 @@ class CupyGpu:
         of_torch = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
         return of_torch is not None and of_torch(self.ordinal) == self.cuda.get_current_stream(self.ordinal).ptr
 
-    @_translated
+    @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
@@ -386,7 +373,7 @@ class CupyGpu:
         copies.copy((out,), (whole,))
         return out  # type: ignore[no-any-return]
 
-    @_translated
+    @_translated()
     def download(self, array: Array, out: Array) -> None:
         whole = self.cupy.ascontiguousarray(array)
         flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
@@ -420,7 +407,7 @@ class CupyGpu:
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
-    @_translated
+    @_translated()
     def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
         sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         there = np.empty(sums.shape, sums.dtype)
@@ -433,7 +420,7 @@ class CupyGpu:
             first = last
         return found
 
-    @_translated
+    @_translated()
     def scale(self, arrays: Sequence[Array], factor: float) -> None:
         whole = [self.cupy.ascontiguousarray(array) for array in arrays]
         norms.scale(whole, factor)
@@ -448,16 +435,16 @@ class CupyGpu:
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
-    @_translated
+    @_translated()
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         copies.copy(targets, sources)
 
-    @_translated
+    @_translated()
     def mark(self) -> CupyMark:
         """Return a mark in the current stream's work; the GPU records its time. For measurements."""
         return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
 
-    @_translated
+    @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
         flags.fill(0)
         copies.exceeding(arrays, flags, bound)
@@ -466,27 +453,27 @@ class CupyGpu:
         flagged: list[bool] = found.tolist()
         return flagged
 
-    @_translated
+    @_translated()
     def clear(self, array: Array) -> None:
         array.fill(0)
 
-    @_translated
+    @_translated()
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         cuda_rows.prepare(dtype, accumulator(dtype))
 
-    @_translated
+    @_translated()
     def take_rows(self, table: Array, ids: Array, out: Array) -> None:
         cuda_rows.take(table, ids, out)
 
-    @_translated
+    @_translated()
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
         cuda_rows.put(table, ids, rows)
 
-    @_translated
+    @_translated()
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
         cuda_rows.add(table, ids, rows)
 
-    @_translated
+    @_translated()
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
         total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
         numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
@@ -536,47 +523,44 @@ class CupyStream:
 
     # CUDA resolves the default stream, and makes an event, for the current GPU only.
 
-    @_failing("nothing can be queued on {0}")
+    @_translated("nothing can be queued on {0}")
     def record(self) -> Event:
         return CupyEvent(self.gpu, self.beneath.record(self.gpu.event()))
 
-    @_failing("nothing can be queued on {0}")
+    @_translated("nothing can be queued on {0}")
     def wait(self, event: Any) -> None:
         self.beneath.wait_event(event.beneath)
 
-    @_failing("what was queued on {0} failed")
+    @_translated("what was queued on {0} failed")
     def synchronize(self) -> None:
         self.beneath.synchronize()
 
-    @_failing("work of {0} cannot be recorded")
+    @_translated("work of {0} cannot be recorded")
     def begin_capture(self) -> None:
         # Relaxed mode: other threads, such as the watchdog's, may query events during a capture.
         self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
 
-    @_failing("work of {0} could not be recorded")
+    @_translated("work of {0} could not be recorded")
     def end_capture(self) -> Graph:
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
         # Most stream objects are made for one call and never entered; so the state is made here.
         self._entered = entered = self._entered or _Entered()
-        gpu = self.gpu
-        other = None if gpu.present_number() == gpu.ordinal else gpu.cuda.Device(gpu.ordinal)
-        if other is not None:
-            other.__enter__()
+        present = self.gpu.present()
+        present.__enter__()
         self.beneath.__enter__()
-        entered.others.append(other)
+        entered.others.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
         assert self._entered is not None
         self.beneath.__exit__(*failure)
-        if (other := self._entered.others.pop()) is not None:
-            other.__exit__(*failure)
+        self._entered.others.pop().__exit__(*failure)
 
 
 class _Entered(threading.local):
-    """A thread's way back to its earlier GPUs, one for each stream entered; None where the GPU was current already."""
+    """A thread's way back to its earlier GPUs, one for each stream entered."""
 
     def __init__(self) -> None:
         self.others: list[Any] = []
@@ -589,7 +573,7 @@ class CupyGraph:
         self.gpu = gpu
         self._graph = graph
 
-    @_failing("CUDA failed on {0}, in a graph")
+    @_translated("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
         if (graph := self._graph) is None:  # another thread has discarded it
             raise TransportError(f"the graph recorded on {self.gpu.name} was discarded")
@@ -630,7 +614,7 @@ class CupyMark:
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
         self.gpu, self.beneath = gpu, beneath
 
-    @_failing("what was queued on {0} failed")
+    @_translated("what was queued on {0} failed")
     def seconds_to(self, later: CupyMark) -> float:
         """Wait until the GPU has reached a later mark, and return the seconds between them.
 
