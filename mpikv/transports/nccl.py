@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,13 +250,8 @@ class NcclTransport(Unshared):
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        if self._gathers:
-            return self._terms(send, [send.size if rank == root else 0 for rank in range(self.size)])
-
-        def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
-            self._call(comm.reduce, source, into, count, *self._sort(wire), root)
-
-        return self._sum("reduce", send, recv if self.rank == root else None, start)
+        counts = [send.size if rank == root else 0 for rank in range(self.size)]
+        return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self._gathers:
@@ -285,6 +280,9 @@ class NcclTransport(Unshared):
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        return self._scatter("reduce_scatter", send, recv, counts)
+
+    def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         if self._gathers:
             return self._terms(send, counts)
 
@@ -299,7 +297,7 @@ class NcclTransport(Unshared):
                         self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire), rank)
                     source += count * wire.each * wire.kind.itemsize
 
-        return self._sum("reduce_scatter", send, recv, start)
+        return self._sum(name, send, recv, start)
 
     def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Return every rank's elements for this one, in the dtype of the sum: who adds them widens none. Collective."""
@@ -310,34 +308,26 @@ class NcclTransport(Unshared):
         return self.all_to_all(send, counts)
 
     def _sum(
-        self,
-        name: str,
-        send: Array,
-        recv: Array | None,
-        start: Callable[[Any, Wire, int, int, int], None],
+        self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
         """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'. ``start`` is
-        given the addresses of arrays of that type, 0 for one that this rank does not receive, and their size.
+        given the addresses of arrays of that type, and the size of the first.
         """
         wire = self._wires[send.dtype.name]
 
         def run(comm: Any) -> None:
-            source = _as_wire(send, wire)
+            source, into = _as_wire(send, wire), _as_wire(recv, wire)
             if source is None:
                 source = self._wide[0].view(wire.kind)[: send.size]
                 self.memory.copy((source,), (send,))
-            into = recv if recv is None else _as_wire(recv, wire)
-            wide = None
-            if recv is not None and into is None:
-                into = wide = self._wide[1].view(wire.kind)[: recv.size]
-            address = self._gpu.address
-            start(comm, wire, address(source), 0 if into is None else address(into), source.size)
-            if recv is not None and wide is not None:
+            wide = self._wide[1].view(wire.kind)[: recv.size] if into is None else into
+            start(comm, wire, self._gpu.address(source), self._gpu.address(wide), source.size)
+            if into is None:
                 self.memory.copy((recv,), (wide,))
 
         self._queue(f"{name} of {send.size} {send.dtype}", run)
         self.slot = 1 - self.slot
-        return () if recv is None else (recv,)
+        return (recv,)
 
     def _sort(self, wire: Wire) -> tuple[int, int]:
         return getattr(self._nccl, wire.constant), getattr(self._nccl, wire.operation)
@@ -453,19 +443,15 @@ class NcclTransport(Unshared):
         if tell and not isinstance(self._failure, Stalled):
             with suppress(MPIKVError):  # the abort comes whether or not the others can be told
                 self._group.announce_end(str(self._failure))
-        # Not for ever: a thread may be in a call that comes to its end by the abort only.
-        held = self._queueing.acquire(timeout=_PATIENCE)
-        try:
+        with ExitStack() as ending:
+            # Not for ever: a thread may be in a call that comes to its end by the abort only.
+            if self._queueing.acquire(timeout=_PATIENCE):
+                ending.callback(self._queueing.release)
             comm, self._comm = self._comm, None
-            try:
-                # The end of a communicator waits for that of all graphs that use it.
-                self._order.drop_graphs()
-            finally:
-                if comm is not None:
-                    _abort(comm, self._gpu.use)
-        finally:
-            if held:
-                self._queueing.release()
+            if comm is not None:
+                ending.callback(_abort, comm, self._gpu.use)
+            # The end of a communicator waits for that of all graphs that use it.
+            self._order.drop_graphs()
 
     # --- The door of every call of NCCL
 
@@ -476,17 +462,13 @@ class NcclTransport(Unshared):
         work = Work(call)
         try:
             with self._queueing:
-                if self._failure is not None:
-                    self._check()
+                self._check()
                 recording = self._order.recording
                 if not recording:
                     self._watchdog.look_after(work)
                 lane = self._order.lane
-                if lane is self._stream:
+                with nullcontext() if lane is self._stream else self._order.begin_transfer():
                     result = run(self._comm)
-                else:
-                    with self._order.begin_transfer():
-                        result = run(self._comm)
                 if not recording:
                     work.event = lane.record()
                 return result
