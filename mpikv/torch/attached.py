@@ -360,10 +360,9 @@ class Attached:
             return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), {
                 name: value for name, value in options.items() if name != "closure"
             }
+        if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
+            self._check_gradients(optimizer)
         with self._missing_a_call():
-            self._check_synchronized()
-            if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
-                self._check_exchanged(optimizer)
             if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
                 sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
         self._stepped[id(optimizer)] = sync.passes
@@ -375,9 +374,7 @@ class Attached:
         self._sync.weights.accept()  # LBFGS changes weights between its calls of the closure
         loss = closure()
         self._sync.complete()
-        with self._missing_a_call():
-            self._check_synchronized()
-            self._check_exchanged(optimizer)
+        self._check_gradients(optimizer)
         return self._mean_loss(loss)
 
     def _mean_loss(self, loss: Any) -> Any:
@@ -394,11 +391,6 @@ class Attached:
             self._sync.miss()
             raise
 
-    def _check_synchronized(self) -> None:
-        """Raise ConfigError on every rank if gradients are this rank's alone."""
-        if self._sync.why_local:
-            self._sync.next_store.raise_on_all_ranks(ConfigError(self._sync.why_local), "optimizer.step")
-
     def _refuse_in_backward(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             self._sync.refuse(
@@ -412,32 +404,30 @@ class Attached:
         with self._missing_a_call():
             if fault := sharded.find_fault():
                 self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
-            self._check_synchronized()
-            self._check_exchanged(sharded.optimizer)
+            self._check_gradients(sharded.optimizer)
             sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
 
-    def _check_exchanged(self, optimizer: Any) -> None:
-        """Raise ConfigError on every rank if a gradient of the step was not exchanged."""
+    def _check_gradients(self, optimizer: Any) -> None:
+        """Raise ConfigError on every rank if gradients of the step are this rank's alone."""
+        if why := self._sync.why_local or self._find_kept_back(optimizer):
+            with self._missing_a_call():
+                self._sync.next_store.raise_on_all_ranks(ConfigError(why), "optimizer.step")
+
+    def _find_kept_back(self, optimizer: Any) -> str:
+        """Name a gradient of the step that was not exchanged; "" if there is none. Local."""
         sync = self._sync
         is_new = self._stepped[id(optimizer)] != sync.passes  # the user may change exchanged gradients before a step
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or not parameter.numel():
-                    continue
-                gradient = sync.watched.get(parameter)
-                if gradient is None or not (is_new or parameter.grad is gradient.buffer):
-                    sync.next_store.raise_on_all_ranks(
-                        ConfigError(
-                            f"the gradient of {self._name(parameter)} was not exchanged; compute it by backward, or "
-                            "call attached.add(name, parameter) for a parameter that is new, or was frozen"
-                        ),
-                        "optimizer.step",
-                    )
-
-    def _name(self, parameter: Any) -> str:
-        """Return a parameter's name for a message, or its shape if it is not the model's."""
-        own = (repr(name) for name, one in self._model.named_parameters() if one is parameter)
-        return next(own, f"a parameter of shape {tuple(parameter.shape)}, which the model does not have,")
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            gradient = sync.watched.get(parameter)
+            exchanged = gradient is not None and (is_new or parameter.grad is gradient.buffer)
+            if parameter.grad is not None and parameter.numel() and not exchanged:
+                own = (repr(name) for name, one in self._model.named_parameters() if one is parameter)
+                strange = f"a parameter of shape {tuple(parameter.shape)}, which the model does not have,"
+                return (
+                    f"the gradient of {next(own, strange)} was not exchanged; compute it by backward, or call "
+                    "attached.add(name, parameter) for a parameter that is new, or was frozen"
+                )
+        return ""
 
 
 class _Remains:
