@@ -168,8 +168,7 @@ class AsyncKVStore(KVStore):
         """
         if _unknown:
             raise unknown_argument(KVStore.push, _unknown)
-        self._check_wait("push", wait)
-        self._enter("push", self._run_push, key, value, priority)
+        self._enter("push", wait, self._run_push, key, value, priority)
 
     def pull(
         self,
@@ -190,8 +189,7 @@ class AsyncKVStore(KVStore):
         """
         if _unknown:
             raise unknown_argument(KVStore.pull, _unknown)
-        self._check_wait("pull", wait)
-        return self._enter("pull", self._run_pull, key, out, priority)
+        return self._enter("pull", wait, self._run_pull, key, out, priority)
 
     def pushpull(
         self,
@@ -206,8 +204,7 @@ class AsyncKVStore(KVStore):
         """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
         if _unknown:
             raise unknown_argument(KVStore.pushpull, _unknown)
-        self._check_wait("pushpull", wait)
-        return self._enter("pushpull", self._run_pushpull, key, value, out, priority)
+        return self._enter("pushpull", wait, self._run_pushpull, key, value, out, priority)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate for later pushes. Collective in this store: owners apply the pushes of all
@@ -263,10 +260,6 @@ class AsyncKVStore(KVStore):
 
     def _lacks(self, verb: str) -> NoReturn:
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call; {_INSTEAD}")
-
-    def _check_wait(self, verb: str, wait: bool) -> None:
-        if not wait:
-            raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
     def _run_push(self, key: Any, value: Any, priority: Any) -> None:
         plan, arrays = self._verbs.operands.arrays(key, value)
@@ -328,8 +321,10 @@ class AsyncKVStore(KVStore):
 
     # --- The doors
 
-    def _enter(self, verb: str, run: Callable[..., Result], *arguments: Any) -> Result:
+    def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
         """Make a call that is not collective."""
+        if not wait:
+            raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
         def checked() -> Result:
             with self._translated():

@@ -84,10 +84,7 @@ class Packed:
         # since the asking rank knows their order.
         answers = [_aligned(take(_numbers_in(part, kinds))) for part in asked]
         received, _ = self._alltoallv.to_each(answers, ("answer", label))
-        return [
-            [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
-            for rank, (part, numbers) in enumerate(zip(received, wanted, strict=True))
-        ]
+        return _answers(received, wanted, kinds, self._rank)
 
 
 class Split:
@@ -129,10 +126,7 @@ class Split:
         ready(asked)
         # Transposed: the table says how much each rank asks for, and the answers go the other way.
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
-        return [
-            [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
-            for rank, (part, numbers) in enumerate(zip(answers, wanted, strict=True))
-        ]
+        return _answers(answers, wanted, kinds, self._rank)
 
     def _exchange_numbers(
         self, numbers: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable
@@ -200,12 +194,20 @@ def _aligned(rows: Sequence[Array]) -> Part:
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 
-def _split(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) -> list[Array]:
-    """Split a message of :func:`_aligned` into the given counts of rows of each value."""
+def _split(packed: Array, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
+    """Split a message of :func:`_aligned` into the rows of each value, of these numbers."""
     take = _taker(packed)
-    order = sorted(range(len(counts)), key=lambda item: -kinds[item].dtype.itemsize)
-    rows = {item: _rows_of(take, counts[item], kinds[item]) for item in order}
-    return [rows[item] for item in range(len(counts))]
+    order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
+    rows = {item: _rows_of(take, numbers[item].size, kinds[item]) for item in order}
+    return [rows[item] for item in range(len(numbers))]
+
+
+def _answers(
+    received: Sequence[Array], wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], rank: int
+) -> list[list[Array]]:
+    """Split each other rank's message into the rows wanted of it; this rank's holds nothing."""
+    pairs = enumerate(zip(received, wanted, strict=True))
+    return [[] if sender == rank else _split(part, numbers, kinds) for sender, (part, numbers) in pairs]
 
 
 def _join(
@@ -213,8 +215,7 @@ def _join(
 ) -> list[list[Selected]]:
     """Join the numbers received from each rank with their rows."""
     return [
-        _paired(numbers, _split(values, [ids.size for ids in numbers], kinds))
-        for numbers, values in zip(numbers_received, rows, strict=True)
+        _paired(numbers, _split(values, numbers, kinds)) for numbers, values in zip(numbers_received, rows, strict=True)
     ]
 
 
