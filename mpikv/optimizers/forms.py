@@ -50,18 +50,10 @@ def _of_sgd(optimizer: SGD, step: Step) -> Call:
     return "nesterov" if optimizer.nesterov else "momentum", (step.rate, optimizer.momentum)
 
 
-def _of_test(optimizer: Test, step: Step) -> Call:
-    return "descent", (step.rate,)
-
-
 def _of_signum(optimizer: Signum, step: Step) -> Call:
     if not optimizer.momentum:
         return "sign", (step.rate, optimizer.wd_lh)
     return "signum", (step.rate, optimizer.wd_lh, optimizer.momentum, 1.0 - optimizer.momentum)
-
-
-def _of_adagrad(optimizer: AdaGrad, step: Step) -> Call:
-    return "adagrad", (step.rate, optimizer.epsilon)
 
 
 def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
@@ -97,10 +89,6 @@ def _of_adamax(optimizer: Adamax, step: Step) -> Call:
     return "adamax", (step.rate / first, optimizer.epsilon, optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2)
 
 
-def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
-    return "ftrl", (step.rate, optimizer.lamda1, optimizer.beta)
-
-
 def _shares(optimizer: Moments) -> tuple[float, float, float, float]:
     """Return the shares that both averages keep, and the shares that they take from the gradient."""
     return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
@@ -108,15 +96,15 @@ def _shares(optimizer: Moments) -> tuple[float, float, float, float]:
 
 FORMS: Mapping[type[Optimizer], Form] = {
     SGD: _of_sgd,
-    Test: _of_test,
+    Test: lambda optimizer, step: ("descent", (step.rate,)),
     Signum: _of_signum,
-    AdaGrad: _of_adagrad,
+    AdaGrad: lambda optimizer, step: ("adagrad", (step.rate, optimizer.epsilon)),
     RMSProp: _of_rmsprop,
     AdaDelta: _of_adadelta,
     Adam: _of_adam,
     AdamW: _of_adamw,
     Nadam: _of_nadam,
     Adamax: _of_adamax,
-    FTRL: _of_ftrl,
+    FTRL: lambda optimizer, step: ("ftrl", (step.rate, optimizer.lamda1, optimizer.beta)),
 }
 """The optimizers that have a compiled form."""

@@ -290,13 +290,14 @@ class Rows:
 
     def _clear(self, entry: Entry) -> None:
         """Write zeros to this rank's possibly nonzero elements of a value."""
-        value, owners = _table(entry, entry.value), self._owners(entry)
+        value, place = _table(entry, entry.value), entry.place
         if entry.present is None or entry.present.rows is None:
-            for low, high in owners.ranges(self._transport.rank):
-                value.reshape(-1)[low:high] = 0
+            mine = self._exchange.values.planner.owned(place.block)
+            for low, high in mine.within(place.start, place.start + place.size):
+                place.block.values[low:high] = 0
             return
         ids = entry.present.rows
-        whole, parts = owners.own(self._transport.rank, ids)
+        whole, parts = self._owners(entry).own(self._transport.rank, ids)
         self._tables.put_rows(value, ids[whole], None)
         for at, low, high in parts:
             value[ids[at], low:high] = 0
@@ -462,12 +463,6 @@ class _Owners:
             if self._owners[number] == rank:
                 low, high = (int(edge) - begin for edge in self._edges[number : number + 2])
                 yield at, max(low, 0), min(high, self._width)
-
-    def ranges(self, rank: int) -> Iterator[tuple[int, int]]:
-        """Yield a rank's ranges of elements."""
-        for (low, high), owner in zip(pairwise(self._edges.tolist()), self._owners.tolist(), strict=False):
-            if owner == rank:
-                yield low, high
 
 
 def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:

@@ -49,42 +49,25 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
     home = next(host for host in hosts if rank in host)
     away = [host for host in hosts if host is not home]
     return Routes(
-        tuple(route for host in away for route in _from_carrier(rank, home, host, counts, starts)),
-        tuple(route for host in away if counts[rank] for route in _to_owner(rank, host, home, counts, starts)),
+        tuple(one for host in away for one in _between(home, host, counts, starts) if one.carrier == rank),
+        tuple(one for host in away for one in _between(host, home, counts, starts) if one.owner == rank),
     )
 
 
-def _share(carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int]) -> int:
-    """Return how many of the owners' elements each carrier takes. Elements are in the order of their owners."""
+def _between(
+    carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+) -> Iterator[Route]:
+    """Yield the routes from one host to another: what its owners are to receive, in their order, is cut into equal
+    shares of the carriers.
+    """
     wanted = sum([counts[owner] for owner in owners])
-    return -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
-
-
-def _from_carrier(
-    carrier: int, home: Sequence[int], owners: Sequence[int], counts: Sequence[int], starts: Sequence[int]
-) -> Iterator[Route]:
-    """Yield the routes from one rank of a host to another host."""
-    share = _share(home, owners, counts)
-    # The carrier's first element, counted from the present owner's first: negative once its part has begun before.
-    low = home.index(carrier) * share
-    for owner in owners if share else ():
-        count = counts[owner]
-        begin, end = max(low, 0), min(low + share, count)
-        if begin < end:
-            yield Route(carrier, owner, starts[owner] + begin, starts[owner] + end)
-        low -= count
-
-
-def _to_owner(
-    owner: int, carriers: Sequence[int], home: Sequence[int], counts: Sequence[int], starts: Sequence[int]
-) -> Iterator[Route]:
-    """Yield the routes from a host to one rank of another host."""
-    share = _share(carriers, home, counts)
-    low = sum([counts[rank] for rank in home[: home.index(owner)]])
-    # Carriers divide a host's elements joined together; the shift leads back to the message's own numbers.
-    end, shift = low + counts[owner], starts[owner] - low
-    while low < end:
-        number = low // share
-        high = min(end, (number + 1) * share)
-        yield Route(carriers[number], owner, low + shift, high + shift)
-        low = high
+    share = -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
+    low = 0
+    for owner in owners:
+        # Carriers divide a host's elements joined together; the shift leads back to the message's own numbers.
+        end, shift = low + counts[owner], starts[owner] - low
+        while low < end:
+            number = low // share
+            high = min(end, (number + 1) * share)
+            yield Route(carriers[number], owner, low + shift, high + shift)
+            low = high
