@@ -154,21 +154,17 @@ def _sum(
     pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
 ) -> Array:
     """Write or read pieces; return their contribution to each chunk's checksum, computed while the cache holds them."""
-    sums = np.zeros(chunks.stop - chunks.start, np.uint32)
-    crcs, offsets, ends = list[int](), list[int](), list[int]()
+    sums, found = np.zeros(chunks.stop - chunks.start, np.uint32), list[tuple[int, int, int]]()
     for run in _runs(pieces):
         move([piece.memory for piece in run], run[0].offset)
         crc = 0
         for piece in run:
             crc = zlib.crc32(piece.memory, crc)
-        crcs.append(crc)
-        offsets.append(run[0].offset)
-        ends.append(run[-1].end)
-    if crcs:
-        numbers = np.array(offsets, np.int64) // CHUNK
-        parts = shift_crcs(np.array(crcs, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
-        # ufunc.at, not an index assignment: several runs may lie in one chunk.
-        np.bitwise_xor.at(sums, numbers - chunks.start, parts)
+        found.append((crc, run[0].offset // CHUNK, run[-1].end))
+    crcs, numbers, ends = np.array(found, np.int64).reshape(-1, 3).T
+    parts = shift_crcs(crcs, np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
+    # ufunc.at, not an index assignment: several runs may lie in one chunk.
+    np.bitwise_xor.at(sums, numbers - chunks.start, parts)
     return sums
 
 
