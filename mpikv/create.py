@@ -1,4 +1,4 @@
-"""What the name of a store stands for, and which memory, transport, placement and kernels a store is given."""
+"""``create``: from the name and options of a store to its memory, transport, placement and kernels."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ __all__ = ["check_name", "create"]
 
 @dataclass(frozen=True)
 class StoreKind:
-    """What the stores of some names have in common."""
+    """The common features of the stores of some names."""
 
     names: tuple[str, ...]
     memory: Literal["host", "device", "any"] = "host"
-    """Where sums are made: ``any`` is on GPUs where every rank has one, else on the host."""
+    """The memory of values and sums: ``any`` is on GPUs where every rank has one, else on the host."""
     asynchronous: bool = False
     """Whether pushes are applied when they arrive."""
     storeless: bool = False
@@ -80,15 +80,17 @@ _KINDS = (
 )
 _KIND_OF = {name: kind for kind in _KINDS for name in kind.names}
 _NAMES = (*_KIND_OF, "teststore")
-# Where a message is a launch, it may be larger than any cache.
+# On GPUs each message costs launches, and need not fit a cache.
 _BUCKET_OF_GPUS = 64 << 20
-# Where sums are made in the callers' arrays, few dtypes need messages, and memory of eight times their size.
+# Sums in callers' arrays need messages for few dtypes alone, and the memory for these is eight times a message.
 _BUCKET_OF_SUMS = 16 << 20
 
 
 @dataclass
 class _Request:
-    """What this rank asks for, as far as it could be read: ranks meet with the rest as it is by default."""
+    """This rank's request, as far as its options are valid. Even with a ``problem`` it meets the other ranks, by the
+    defaults of the rest, to tell them.
+    """
 
     name: Any
     root: Any
@@ -105,7 +107,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What ranks that have met make a store of."""
+    """The parts of a store, once ranks have met."""
 
     group: ProcessGroup
     settings: Config
@@ -114,7 +116,7 @@ class _Parts:
     kernels: GpuKernels | None
     """Those of the transport's memory, where that is a GPU's."""
     waits: AbortableWaiting | None = None
-    """What the transport waits by, where ranks may come to wait for GPUs."""
+    """The waits of the transport, where ranks may later wait for GPUs."""
 
 
 @naming_argument
@@ -146,36 +148,36 @@ def create(
             ``local_allreduce_cpu`` mean the same); ``nccl`` (``dist_device_sync``, ``dist_sync_device``) for sums on
             GPUs, one for each rank; ``device`` (``local_allreduce_device``) for the same where every rank has a GPU,
             else for ``dist_sync``;
-            ``p3`` for a ``dist_sync`` with messages as large as MXNet's slices, which the variable
-            ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
+            ``p3`` for a ``dist_sync`` with messages as large as MXNet's slices; the variable ``DMLC_PS_VAN_TYPE=p3``
+            turns ``dist`` and ``dist_sync`` into it;
             ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
-            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce` without stored values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
-        comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
+        comm: an ``mpi4py.MPI.Intracomm``; the store duplicates it. None: all ranks of the launch. ``MPI.COMM_SELF``: a
             private store.
-        placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
-        root: the rank whose values count at ``init`` and which runs Python updaters.
+        placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default): the updater decides.
+        root: the rank that stores its values at ``init`` and runs Python updaters.
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
-        warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
+        warn_after: seconds until a waiting rank logs the ranks that it waits for. Default 5.
         verify_calls: False turns the comparison of calls off, for measurements. Default True.
-        transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default), which sees where ranks are.
-            On GPUs data travel by NCCL all the same, and it says by which of these the ranks agree.
+        transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default): the hosts of ranks decide.
+            On GPUs data travel by NCCL in any case, and the ranks agree by this transport.
         bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
             elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in
-            docs/explanation/performance.md; half precision excepted, whose lists are rounded before they are sent, and
-            compression, which packs each rank's arrays by themselves. Default False, where ``mpi`` sums in an order of
-            the MPI library's, and ``hierarchical`` each host first.
-        native_halves: True has NCCL send and sum float16 and bfloat16 as they are, which halves their bytes. Default
-            False: they travel as float32, are summed exactly so, and rounded once. What is lost: each addition on the
-            way rounds, on n ranks up to n - 1 times, to 11 bits of float16 or 8 of bfloat16; a sum of float16 beyond
-            65504 becomes infinite, though an optimizer would scale it down; and bits depend on NCCL's algorithm and on
-            the number of ranks. Where an NVLink switch adds, NCCL rounds once. Of no effect where the host sums.
-        kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
-            same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
-        compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
+            docs/explanation/performance.md. Two cases are excepted: half precision, as lists are rounded before they
+            are sent, and compression, as each rank's arrays are packed by themselves. Default False: the MPI library
+            chooses the order on ``mpi``, and ``hierarchical`` sums each host first.
+        native_halves: True has NCCL send and sum float16 and bfloat16 as they are, in half of the bytes. Default
+            False: they travel as float32, are summed exactly so, and rounded once. The price of True: each addition on
+            the way rounds, on n ranks up to n - 1 times, to 11 bits of float16 or 8 of bfloat16; a sum of float16
+            beyond 65504 becomes infinite, though an optimizer would scale it down; and bits depend on NCCL's algorithm
+            and on the number of ranks. Where an NVLink switch adds, NCCL rounds once. Of no effect where the host sums.
+        kernels: ``numpy`` (the default) or ``numba``: it compiles the rules of most optimizers. The bits are the same.
+            On GPUs rules are always compiled, and ``nccl`` refuses ``numba``.
+        compression: the codec of pushes, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
         staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
             number.
 
@@ -219,7 +221,7 @@ def create(
 
 
 def check_name(name: str) -> None:
-    """Raise what :func:`create` would raise for a name. Local."""
+    """Raise the error of :func:`create` for an unknown name. Local."""
     if _plugin(name) is None:
         _find_kind(name)
 
@@ -251,7 +253,7 @@ def _warn_once(texts: Sequence[str]) -> None:
             warnings.warn(text, stacklevel=level + 1)
 
 
-# --- What this rank asks for
+# --- This rank's request
 
 
 def _parse(request: _Request, options: Mapping[str, Any]) -> None:
@@ -287,11 +289,11 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
         request.compression = request.codec.settings()  # any code, which may raise
 
 
-# --- What the ranks must agree on
+# --- The agreement of ranks
 
 
 def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None) -> _Parts:
-    """Return what a store is made of, or raise on every rank. Collective."""
+    """Return the parts of a store, or raise on every rank. Collective."""
     settings, problem = request.settings, request.problem or _find_fault(request, group)
     device, lack = None, ""
     if problem is None and request.kind.memory != "host":
@@ -323,7 +325,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
 
 
 def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
-    """Return what of a request cannot be had in this group. Local."""
+    """Return the error of a request that this group cannot serve, else None. Local."""
     if not isinstance(request.root, int) or not 0 <= request.root < group.size:
         return ConfigError(f"root={request.root!r} is not a rank from 0 to {group.size - 1}")
     if request.kind.asynchronous and not group.threads:
@@ -332,14 +334,14 @@ def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
 
 
 def _describe(request: _Request) -> dict[str, str]:
-    """Return what must be the same on every rank."""
+    """Return the parts of a request that must be the same on every rank."""
     settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
     own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
     return {**own, **settings, "compression": request.compression}
 
 
 def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
-    """Raise on every rank unless all want the same store and can have it; return what is each rank's ``own``."""
+    """Raise on every rank unless all want the same store and can have it; return each rank's ``own``. Collective."""
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
     said = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
@@ -367,8 +369,7 @@ def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception 
 def _find_device(
     kind: StoreKind, group: ProcessGroup, settings: Config
 ) -> tuple[DeviceMemory | None, str, Exception | None]:
-    """Return the memory of this rank's GPU; or None, and why there is none, which is an error where only a GPU will do.
-    Local.
+    """Return the memory of this rank's GPU; or None, the reason, and an error where the store needs a GPU. Local.
 
     A process has one GPU in all its stores, of whatever ranks they are: that of its number on its host.
     """
@@ -384,7 +385,7 @@ def _find_device(
 
 
 def _find_lack(told: Sequence[Sequence[Any]]) -> str:
-    """Return why ranks cannot all have a GPU of their own, given what each lacks and which it has; "" if they can."""
+    """Return why ranks cannot all have a GPU of their own, "" if they can. ``told`` has each rank's lack and GPU."""
     gpus = [gpu for _, gpu, _ in told]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     return next((lack for lack, *_ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
@@ -397,7 +398,7 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
     warn("store %r is on %s", name, where, level=level)
 
 
-# --- What a store is made of
+# --- The store
 
 
 def _build(request: _Request, parts: _Parts) -> KVStore:
@@ -417,8 +418,8 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
 
 
 def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
-    """Return what sums arrays of GPUs for a store that keeps no values; on every rank None where NCCL cannot join these
-    GPUs. Collective.
+    """Return the sums on GPUs for a store that keeps no values, None on every rank where NCCL cannot join these GPUs.
+    Collective.
     """
     from .store.device_sums import DeviceSums
 

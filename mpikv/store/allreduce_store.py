@@ -31,7 +31,7 @@ __tracebackhide__ = hidden_from_pytest
 
 
 class _Kind(NamedTuple):
-    """What a rank brings under a name."""
+    """One rank's operand under a name."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -40,8 +40,8 @@ class _Kind(NamedTuple):
 
 
 OpenSums: TypeAlias = "Callable[[KVStore, Gpu], DeviceSums | None]"
-"""Returns what makes sums on the GPUs of the ranks, of which each brings its own; on every rank None if that cannot be.
-Collective."""
+"""Makes the :class:`~mpikv.store.device_sums.DeviceSums` of a store, given this rank's GPU; returns None on every rank
+where one cannot be made. Collective."""
 
 
 @naming_arguments
@@ -180,7 +180,7 @@ class AllReduce(Wrapped):
         return self._store._collective(verb, self._sums.prepare, key, verb, form, filled, priority)
 
     def _kinds(self, form: Form) -> dict[Key, _Kind]:
-        """Return what a call brings for each name. Local."""
+        """Return the operands of a call, one for each name. Local."""
         kinds, facts = {}, self._store._transport.memory.facts
         asked = self._sums is not None or self._open_sums is not None
         for name, group in zip(form.keys, form.groups, strict=True):

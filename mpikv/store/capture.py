@@ -1,9 +1,9 @@
-"""A pushpull that is made again and again, which a GPU is given as one piece of work.
+"""Graph capture: a repeated pushpull that a GPU runs as one launch.
 
-On a GPU the first call queues it as it will be recorded, so that all is compiled and connected; the second records it
-in a CUDA graph, and launches that, as do those that follow. Numbers that change from call to call, as an optimizer's
-rate, are read from memory, to which each call writes them first. All else is as in any call: ranks compare what they
-call, which includes that all of them record it, or launch what they have recorded together, as NCCL wants it.
+On a GPU the first call queues the work as it will be recorded, so that kernels are compiled and ranks connected. The
+second call records a CUDA graph and launches it; later calls launch it again. Numbers that change from call to call, as
+an optimizer's rate, are read from memory; each call writes them there first. Ranks compare these calls as any others,
+and whether they queue, record or launch: NCCL requires that all of them do the same.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ if TYPE_CHECKING:
 __all__ = ["CapturedStep", "Fixed", "prepare_capture"]
 
 _NOT_TOLD = None, "", None
-# How a call is made, as ranks that disagree are told.
+# How a call runs, in the words that ranks compare and errors show.
 _PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
 _RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
 
 
 class Fixed(NamedTuple):
-    """The arguments of a pushpull that is made again and again, in lists and dicts of its own."""
+    """The arguments of a repeated pushpull, in copies of the caller's lists and dicts."""
 
     key: Any
     value: Any
     out: Any
     result: Any
-    """What the caller of the pushpull expects."""
+    """The structure that each call returns."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What is known on a GPU of a call, until it is to be forgotten. It keeps what the GPU uses."""
+    """The state of a step on a GPU, until values move or settings change. It keeps the arrays that the GPU uses."""
 
     plan: Plan
     sources: Arrays | None
-    """None where the buffers are pushed."""
+    """None for the buffers."""
     targets: Arrays
     result: Any
     lack: str
-    """Why it cannot be recorded."""
+    """Why it cannot be recorded; "" if it can."""
     agreed: bool = False
     """Whether all ranks know whether all can record it."""
     table: StepTable | None = None
     revision: int = 0
-    """That of the updater, whose settings the table follows from."""
+    """The updater's revision when the table was made."""
     uniform: bool = True
     """Whether all keys are updated by one step."""
     ready: bool = False
@@ -76,8 +76,8 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether what was queued makes the updates that are to be made now, given other numbers."""
-        # Steps of keys may be equal for once, as where a schedule ends at zero.
+        """Return whether the recorded updates are right for these steps, once the table has their numbers."""
+        # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
             return alike
@@ -85,11 +85,11 @@ class _Known:
 
 
 class _Launch(NamedTuple):
-    """A launch that was prepared: from call to call only the steps are others."""
+    """The prepared launch, cached: between calls only the steps change."""
 
     known: _Known | None
     call: Call | None
-    """What it was prepared for, before how it is made was added to that."""
+    """The description of the pushpull that it was prepared from."""
     prepared: PreparedCall | None
 
 
@@ -100,9 +100,9 @@ class CapturedStep:
     """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.capture`, and
     called without arguments, or with ``wait=False``.
 
-    Collective: every rank calls it, in the order of its other calls. It pushes what its arrays hold then, fills what it
-    was given to fill, and returns what :meth:`mpikv.KVStore.pushpull` returned. It raises what that raises; ranks that
-    make other calls, or call another of these, all raise ``RankMismatch``.
+    Collective: every rank calls it, in the order of its other calls. It pushes the present contents of its arrays,
+    fills the arrays to fill, and returns and raises the same as :meth:`mpikv.KVStore.pushpull`. Where ranks make other
+    calls, or call another step, all raise ``RankMismatch``.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class CapturedStep:
         door: Door,
         call: Callable[[Callable[..., PreparedCall], Any, bool], Any],
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks; ``call`` makes a call of the
-        store: it is given what prepares the call, the key, and whether to wait.
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks. ``call(prepare, key, wait)``
+        makes a call of the store.
         """
         self._given, self._number, self._call = given, number, call
         self._door, self._verbs, self._exchange, self._agreement = door, verbs, exchange, agreement
@@ -124,14 +124,14 @@ class CapturedStep:
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
         self._known: _Known | None = None
-        # The call that was described last, how, and that description.
+        # Cached: the last call described, how it runs, and the description.
         self._told: tuple[Call | None, str, Call | None] = _NOT_TOLD
         self._launch = _NO_LAUNCH
         self._steps = _NO_STEPS
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
-        """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
+        """Drop the recorded graph: values move, or are updated in another way, from now on. Local."""
         self._known, self._told, self._launch = None, _NOT_TOLD, _NO_LAUNCH
 
     def __call__(self, *, wait: bool = True) -> Any:
@@ -150,14 +150,12 @@ class CapturedStep:
 
     @property
     def captured(self) -> bool:
-        """Whether a call is launched as one piece of work, as the last one was; but in a block of ``join`` none is.
-        Local.
-        """
+        """Whether the next call launches a graph. In a block of ``join`` no call does. Local."""
         return self._known is not None and self._known.graph is not None
 
     @property
     def reason(self) -> str:
-        """Why not, or nothing. Local."""
+        """Why the next call launches no graph; "" if it does. Local."""
         if self.captured:
             return ""
         lack = self._door.why or self._why or (self._known.lack if self._known else "")
@@ -168,7 +166,7 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
+        """Prepare the next call. Local. If ranks refuse the call, the same state prepares it again."""
         memory = self._memory
         if memory is None or self._door.state is State.JOINING:
             return self._plainly(_PLAIN)
@@ -197,13 +195,13 @@ class CapturedStep:
         return self._described(call, _RECORDED), lambda: self._record(memory, known)
 
     def _plainly(self, how: str) -> PreparedCall:
-        """Prepare it as any pushpull."""
+        """Prepare a plain pushpull."""
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
         return self._described(call, how), run
 
     def _described(self, call: Call, how: str) -> Call:
-        """Add to what is compared which of the store's it is, and how it is made."""
+        """Add the number of this step, and how it runs, to the description that ranks compare."""
         known, same, described = self._told
         if described is None or call is not known or how != same:
             described = add_text(call, f"captured step #{self._number}, {how}")
@@ -232,7 +230,7 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Learn whether all ranks can record it; make it."""
+        """Learn whether all ranks can record it; run it. Collective."""
         known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
         return run() if known.lack else self._queue_first(known)
 
@@ -243,12 +241,12 @@ class CapturedStep:
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _queue_first(self, known: _Known) -> Any:
-        """Queue it as it will be recorded."""
+        """Queue it as it will be recorded. Collective."""
         self._known = replace(known, ready=True)
         return self._run(known)
 
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
-        """Record it, and launch that if every rank could; else queue it, now and from now on."""
+        """Record and launch a graph if every rank can; else queue the work, now and in later calls. Collective."""
         graph, lack = None, ""
         with self._exchange.pipeline.uncounted(known.plan):
             try:
@@ -260,11 +258,11 @@ class CapturedStep:
         return self._run(known) if lack else self._launcher(memory, known)()
 
     def _launcher(self, memory: DeviceMemory, known: _Known) -> Callable[[], Any]:
-        """Return what launches it, and keeps all that it uses."""
+        """Return a function that launches the graph, and keeps its arrays alive until the GPU is done."""
         return partial(memory.order.queue, f"pushpull({known.plan.label})", partial(self._run, known))
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Queue it, or launch what was recorded, with the steps of now."""
+        """Queue the work, or launch the graph, with the present steps."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
@@ -276,7 +274,7 @@ class CapturedStep:
         return known.result
 
     def _queue(self, known: _Known) -> None:
-        """Queue it with the steps of the table."""
+        """Queue the work; updates read their steps from the table."""
         plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
         if known.table is not None:
             rows = known.table.rows
@@ -285,28 +283,28 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
+    """Check the arguments of a pushpull; the prepared call returns them, copied, for a step to keep. Local."""
     given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
-    verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+    verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # raises for every mistake in them
     plan, _, _, result = _bind(verbs, given)
     if type(result) in Filled:
         raise TypeError(
             "each call fills the same arrays, and one of them is read-only, or of integers that hold less than the "
             "stored ones; use pushpull, or numpy's arrays of the stored dtype"
         )
-    verbs.give_up()  # nothing is to be filled
+    verbs.give_up()  # it was prepared for its checks alone
     return verbs.comparison.plan_call("capture", plan), lambda: given
 
 
 def _copy(given: Any) -> Any:
-    """Return arguments as they are now, whatever becomes of lists and dicts."""
+    """Return arguments with lists and dicts copied, so that later changes of these have no effect."""
     if isinstance(given, Mapping):
         return {key: _copy(each) for key, each in given.items()}
     return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:
-    """Return the plan of a pushpull, what it pushes, None for the buffers, what it fills, and what it returns."""
+    """Return a pushpull's plan, its sources or None for the buffers, its targets, and its result."""
     key, value, out, result = given
     plan, sources = verbs.operands.sources(key, value)
     fills = given_to_fill(key, value, out)
@@ -323,7 +321,7 @@ def _has_rows(given: Fixed) -> bool:
 
 
 def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
-    """Return why arrays are no memory of the GPU that stays the same, or nothing."""
+    """Return why a graph cannot use the arrays: it needs the same GPU memory at each call. "" if it can."""
     for entry, group in zip(plan.entries, targets, strict=True) if targets else ():
         if not all(map(memory.gpu.owns, group)):
             return f"an array that is filled with key {entry.key!r} is the host's"

@@ -1,9 +1,8 @@
-"""Sums over ranks of arrays of GPUs, for a store that keeps no values: NCCL reads them, and fills, where they lie.
+"""Zero-copy sums over ranks of arrays on GPUs, for a store that keeps no values: NCCL reads and fills callers' arrays.
 
-Ranks agree on such a call as on any of the store's. Memory beside the arrays of the caller is taken for arrays with
-gaps, for lists of arrays, and for what is filled in another dtype; before the ranks agree, as a GPU may have too
-little. What NCCL would round at every step of a sum, half precision, and what it has no dtype for, short integers, are
-summed by messages.
+Ranks agree on such a call as on any of the store's. Only arrays with gaps, lists of arrays, and targets of another
+dtype take memory of their own, before ranks agree, as a GPU may have too little. Two groups of dtypes are summed by
+messages: half precision, as NCCL would round it at every step, and short integers, as NCCL has none.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ _Pairs: TypeAlias = "Sequence[tuple[Array, Array]]"
 
 
 class _Work(NamedTuple):
-    """What a call does on a GPU."""
+    """The work of a call on a GPU."""
 
     parts: list[tuple[Array, Array]]
-    """What is sent for each key, and what is filled: flat arrays, of the same memory or apart from each other."""
+    """The array to send and the one to fill for each key: flat, and the same memory or without overlap."""
     before: list[tuple[Array, Array]]
-    """Targets and sources of copies that come first."""
+    """Targets and sources of copies to make first."""
     after: list[tuple[Array, Array]]
+    """Targets and sources of copies to make last."""
 
 
 class DeviceSums:
-    """Makes the calls of one :class:`~mpikv.AllReduce` whose arrays all lie on GPUs."""
+    """Runs the calls of one :class:`~mpikv.AllReduce` on arrays that all lie on GPUs."""
 
     def __init__(self, store: KVStore, transport: Transport) -> None:
         """Collective. ``transport`` moves the GPUs' arrays, and is closed with the store."""
@@ -54,7 +54,7 @@ class DeviceSums:
         self._store, self._transport = store, transport
         self._nccl = transport if isinstance(transport, NcclTransport) else None
         self._in_pairs = store._config.deterministic
-        # The sum of half precision is twice as wide as the message.
+        # Half precision is summed in float32: twice as wide as the message.
         self._scratch = transport.allocate(2 * transport.limit)
 
     def close(self) -> None:
@@ -82,11 +82,11 @@ class DeviceSums:
         return local_sum(arrays, arrays[0].dtype, self._in_pairs).astype(arrays[0].dtype, copy=False)
 
     def prepare(self, key: Any, verb: str, form: Form, filled: Any, priority: Any) -> PreparedCall:
-        """Prepare a ``pushpull`` or a ``broadcast`` of arrays, which returns what it has ``filled``. Local.
+        """Prepare a ``pushpull`` or a ``broadcast`` that fills and returns ``filled``. Local.
 
         Raises:
-            ValueMismatch: the arrays of a list, or those that are filled, do not fit, or cannot be summed.
-            Unsupported: one lies elsewhere, or the present stream is being captured.
+            ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
+            Unsupported: an array lies elsewhere, or the present stream is being captured.
         """
         self.memory.order.begin()
         sources = [self._source(name, group) for name, group in zip(form.keys, form.groups, strict=True)]
@@ -166,6 +166,6 @@ class DeviceSums:
             self._transport.broadcast(into, self._store.root)
 
     def _fill(self, parts: _Pairs) -> None:
-        """Copy what is sent to where it is filled, if that is elsewhere."""
+        """Copy sent arrays to the filled ones, unless they are the same memory."""
         address = self.memory.gpu.address
         self._copy([(into, send) for send, into in parts if address(send) != address(into)])

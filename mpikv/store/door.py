@@ -1,6 +1,6 @@
 """The door of a store: it lets in one call at a time, and none after the end.
 
-A failure of which the other ranks do not know ends the store.
+A failure ends the store if the other ranks do not know of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SHOWN = 80
 
 
 class State(Enum):
-    """What a store lets in."""
+    """The calls that a store lets in."""
 
     OPEN = "all calls"
     JOINING = "calls that the ranks wait for, in a block of join"
@@ -85,7 +85,7 @@ class Door:
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
+        """Wait until a call may run; return the error of a pending call that nobody has seen, to be raised instead."""
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
@@ -103,14 +103,14 @@ class Door:
         return None
 
     def _claim(self, verb: str) -> None:
-        """Have the thread of pending calls begin none: it would begin it in the middle of this one."""
+        """Mark the store as busy, so that the thread of pending calls begins none in the middle of this one."""
         self._check_idle(verb)
         self.running = verb
 
     # --- Calls without an agreement of their own
 
     def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run what waits for other ranks, which do not come together; say what was wrong with it."""
+        """Run a function that waits for other ranks without an agreement; complete the message of its error."""
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))
         try:

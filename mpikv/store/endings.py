@@ -1,4 +1,4 @@
-"""How a process ends that has made stores: what closes them, and what is told of errors that nobody has seen."""
+"""The end of a process that has made stores: it closes them, and prints errors that nobody has seen."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _register() -> None:
 
 
 def tell_unseen() -> None:
-    """Print what calls with ``wait=False`` have raised and nobody has seen. Local. For a rank that is to end the job,
-    and comes to no end of the program.
+    """Print errors of calls with ``wait=False`` that nobody has seen. Local. For a rank that is about to end the job
+    before the end of its program.
     """
     for store in (*open_stores(), *lost_stores()):
         if (unseen := store.unseen()) is not None:
@@ -40,7 +40,7 @@ def tell_unseen() -> None:
 
 
 def _close_all() -> None:
-    """Close what is still open at the end of the program, while MPI still runs."""
+    """Close the stores that are still open at the end of the program, while MPI still runs."""
     while stores := open_stores():
         store = stores[0]
         try:
@@ -67,7 +67,7 @@ def _close_all() -> None:
 
 
 def _complain(error: BaseException) -> None:
-    """Print what nobody can catch any more, and have the process end with an exit status that tells of it."""
+    """Print an error that nobody can catch any more, and make the process exit with a failure."""
     _tell(error)
     fail_at_end()
 

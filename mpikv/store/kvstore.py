@@ -1,4 +1,4 @@
-"""The store: the verbs, each of which plans, agrees with the other ranks, and then moves data."""
+"""The store and its verbs. Each verb plans, agrees with the other ranks, and then moves data."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ class KVStore(KVStoreBase):
         self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
         self.sums: Any = None
-        """What makes sums on GPUs for a store that keeps no values, if something does: it is closed with the store."""
+        """The sums on GPUs of a store that keeps no values, if it makes any: closed with the store."""
         self.before_close: list[Callable[[], None]] = []
-        """What is to be called before the store is closed, once, on every rank alike."""
+        """Functions to call before the store is closed, once, on every rank alike."""
         self._stores = open_stores()
         self._stores.append(self)
 
@@ -195,7 +195,7 @@ class KVStore(KVStoreBase):
 
     @property
     def compression(self) -> Any:
-        """The codec by which pushes are compressed, or None."""
+        """The codec that compresses pushes, or None."""
         return self._verbs.settings.codec
 
     @lazy
@@ -223,7 +223,7 @@ class KVStore(KVStoreBase):
             self._exchange.values.table.summed[self._exchange.values.table[key].index] = True
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
+        """Return whether the store has a capability: optimizer, sparse, compression, async or gpu. Local.
 
         Raises:
             ConfigError: the word is unknown.
@@ -233,7 +233,7 @@ class KVStore(KVStoreBase):
         return {**_CAPABILITIES, "gpu": not self._memory.is_host}[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the store has found out about itself. Local.
+        """Return counters of the store. Local.
 
         ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows.
 
@@ -340,7 +340,7 @@ class KVStore(KVStoreBase):
                 thread.
 
         Returns:
-            None, or the :class:`Work`, of which :meth:`Work.wait` returns None.
+            None, or a :class:`Work`; its :meth:`Work.wait` returns None.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -422,7 +422,7 @@ class KVStore(KVStoreBase):
         wait: bool = True,
         **_unknown: NoReturn,
     ) -> Any:
-        """Push and pull in one exchange, which is faster than the two calls.
+        """Push and pull in one exchange, faster than the two calls.
 
         Collective.
 
@@ -461,20 +461,20 @@ class KVStore(KVStoreBase):
         """Return a function that makes the same :meth:`pushpull` at each call.
 
         Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
-        a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
-        number of keys, unless these have rates of their own. A learning rate, a schedule, and update counts go on as in
-        any push. Where that cannot be, the function makes plain calls, and its ``captured`` is False and its ``reason``
-        says why: on the host, for updater functions and optimizers of whole values, compression, ``deterministic``,
-        several arrays for a key, and arrays of the host or that are not contiguous. After anything that changes where
-        values lie, or how they are updated, the work is recorded anew.
+        a CUDA graph. That call and later ones launch it, and the cost to the host does not grow with the number of
+        keys, unless these have rates of their own. A learning rate, a schedule, and update counts go on as in any push.
+        Where a GPU cannot record the work, the function makes plain calls, its ``captured`` is False, and its
+        ``reason`` says why: on the host, for updater functions and optimizers of whole values, compression,
+        ``deterministic``, several arrays for a key, and arrays of the host or that are not contiguous. After anything
+        that moves values, or changes how they are updated, the work is recorded anew.
 
         Args:
-            key: as in :meth:`push`. What lists and dicts hold now counts.
+            key: as in :meth:`push`. The present contents of lists and dicts count.
             value: as in :meth:`pushpull`: the memory that is read at each call. The function keeps the arrays.
             out: as in :meth:`pushpull`: the memory that is written.
 
         Returns:
-            A :class:`CapturedStep`, which returns what ``pushpull`` would, with ``wait=False`` a :class:`Work`.
+            A :class:`CapturedStep`: each call returns the same as ``pushpull``, with ``wait=False`` a :class:`Work`.
 
         Raises:
             KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.
@@ -1123,8 +1123,8 @@ class KVStore(KVStoreBase):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
     def unseen(self) -> BaseException | None:
-        """Return what a call with ``wait=False`` has raised and nobody has seen, if it is more than that the store had
-        ended. Local. For the end of the program.
+        """Return the error of a call with ``wait=False`` that nobody has seen, but not that the store had ended. Local.
+        For the end of the program.
         """
         self._pending.drain(_LAST_STEPS)
         failure = self._pending.failure()
@@ -1155,7 +1155,7 @@ class KVStore(KVStoreBase):
         """Tell the other ranks that this one ends without having closed the store together with them. For the end.
 
         Returns:
-            What says which ranks have not told the same yet, and how many seconds they may take.
+            A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
         """
         # One that does not know of the failure yet finds it when it closes the store, after the timeout.
         return self._parting(), self._config.timeout + _LAST_STEPS
@@ -1177,7 +1177,10 @@ class KVStore(KVStoreBase):
     # --- The way of every collective call
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
+        """Make a call: prepare it, agree with the other ranks, run it. Collective.
+
+        ``prepare`` raises for every mistake in this rank's arguments, before data move. Then all ranks raise.
+        """
         door, unseen = self._door, None
         if door.running or self._pending.waiting or door.state is _ENDED or UPDATING:
             unseen = door.enter(verb)
@@ -1221,7 +1224,7 @@ class KVStore(KVStoreBase):
         return bool(wait)
 
     def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
-        """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        """Have the worker thread make a call; its last argument is the priority. Local."""
         self._door.check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
@@ -1261,19 +1264,20 @@ class KVStore(KVStoreBase):
 
 
 def open_stores() -> list[KVStore]:
-    """Return the stores of this process that are not closed, in the order of their making, which is the same on all
-    ranks. A store stays there until it is closed: the garbage collector would take it at another moment on each rank.
+    """Return the open stores of this process in the order of their creation, the same on all ranks.
+
+    The list keeps a store alive until it is closed: the garbage collector would free it at another moment on each rank.
     """
     return owned("open stores")
 
 
 def lost_stores() -> list[KVStore]:
-    """Return those that were not closed together, so that not all ranks may come to the end of MPI."""
+    """Return the stores that ranks did not close together: not all ranks may come to the end of MPI."""
     return owned("lost stores")
 
 
 def let_gpus_queue(but: KVStore | None = None) -> None:
-    """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
+    """Wait for pending calls of stores on GPUs, so that all ranks use NCCL in the order of the program. Local."""
     for store in () if here.makes_calls else tuple(open_stores()):
         if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()

@@ -1,4 +1,4 @@
-"""The surface that every store has, and the names by which :func:`mpikv.create` finds those of other makes."""
+"""The surface of every store, and the registry where :func:`mpikv.create` finds stores of other packages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Registry: TypeAlias = "dict[str, type[KVStoreBase]]"
 
 
 class KVStoreBase:
-    """What a store can be asked, under MXNet's names. Subclass it for a store of your own.
+    """The calls of a store, under MXNet's names. Subclass it for a store of your own.
 
     A :class:`mpikv.Trainer` needs :meth:`broadcast` and :meth:`pushpull`; a store that :meth:`is_capable` of
-    ``optimizer`` needs :meth:`set_optimizer`, too. It passes lists of keys and of arrays. What a subclass leaves out
-    raises ``Unsupported``.
+    ``optimizer`` needs :meth:`set_optimizer`, too. It passes lists of keys and of arrays. A method that a subclass
+    leaves out raises ``Unsupported``.
 
     Example:
         >>> import mpikv, numpy as np
@@ -97,7 +97,7 @@ class KVStoreBase:
         return 0
 
     def _only_sums(self, keys: Sequence[Key]) -> None:
-        """Take note that the values of keys are sums from now on, which nobody is to take for weights. Local."""
+        """Mark the values of keys as sums from now on, so that nobody takes them for weights. Local."""
 
     @property
     def optimizer(self) -> Any:

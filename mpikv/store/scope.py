@@ -24,15 +24,15 @@ _MOST_LISTS = 1024
 
 @naming_arguments
 class Scope(Wrapped):
-    """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
+    """The keys of a store that begin with a name, without that name: made by :meth:`mpikv.KVStore.scope`.
 
     It has the store's ``init``, ``push``, ``pull``, ``pushpull``, ``row_sparse_pull``, ``broadcast``, ``set``,
     ``delete``, ``buffer``, ``view``, ``version``, ``keys``, ``barrier``, ``check_equal``, ``any_rank``,
     ``raise_on_all_ranks`` and ``scope``, and its facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank``
     and ``is_root``, with the same rules; the rest, as ``save``, ``join`` and ``close``, is the store's. Keys are
-    strings. ``"w"`` in the scope ``generator`` is the
-    store's key ``generator/w``, by which errors and updaters call it. The updater is the store's, of which there is
-    one: set it there. So a :class:`mpikv.Trainer` on a scope updates the weights itself. Closing the store ends it.
+    strings. ``"w"`` in the scope ``generator`` is the store's key ``generator/w``, and errors and updaters call it by
+    that name. The store has one updater for all scopes: set it there. So a :class:`mpikv.Trainer` on a scope updates
+    the weights itself. Closing the store ends it.
 
     Example:
         >>> import mpikv, numpy as np
@@ -171,7 +171,7 @@ class Scope(Wrapped):
         return contained(key, self._names(tuple(key)))
 
     def _inner(self, key: Any, result: Any, wait: bool = True) -> Any:
-        """Return what the caller of a verb expects: of a dict the dict itself, not the one around it."""
+        """Return the result for the caller of a verb: for a dict the dict itself, not the one around it."""
         if not isinstance(key, Mapping):
             return result
         inner = itemgetter(self._prefix[:-1])

@@ -31,7 +31,7 @@ SUFFIX = ".mpikv-trace"
 
 
 def find_tracer(directory: str) -> Tracer:
-    """Return what writes to a file of this process in a directory. Local.
+    """Return the tracer of this process for a directory. Local.
 
     Raises:
         ConfigError: no file can be made there.
@@ -112,7 +112,7 @@ class Tracer:
         return waiting
 
     def _event(self, phase: str, name: str, arguments: dict[str, Any]) -> None:
-        """Write what begins or ends now, in nanoseconds of this host's clock."""
+        """Write an event that begins or ends now, in nanoseconds of this host's clock."""
         thread = threading.get_native_id()
         self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": arguments})
 

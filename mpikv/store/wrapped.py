@@ -1,4 +1,4 @@
-"""What stores have in common that are made of another store: its facts, and what ranks tell each other."""
+"""The base of stores made of another store: they share its facts, and its calls without values."""
 
 from __future__ import annotations
 
