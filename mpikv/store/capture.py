@@ -113,12 +113,14 @@ class CapturedStep:
         exchange: Exchange,
         agreement: Agreement,
         door: Door,
-        call: Callable[[Callable[..., PreparedCall], Any, bool], Any],
+        collective: Callable[..., Any],
+        issue_unless: Callable[..., Any],
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks. ``call(prepare, key, wait)``
-        makes a call of the store.
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks. ``collective(verb, prepare,
+        *arguments)`` makes a call of the store; ``issue_unless(wait, …)`` leaves it to the store's thread unless the
+        caller waits.
         """
-        self._given, self._number, self._call = given, number, call
+        self._given, self._number, self._collective, self._issue_unless = given, number, collective, issue_unless
         self._door, self._verbs, self._exchange, self._agreement = door, verbs, exchange, agreement
         memory = self._exchange.transport.memory
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
@@ -142,7 +144,8 @@ class CapturedStep:
                 stream then goes on beside the call, until :meth:`mpikv.Work.wait`: so a forward pass waits for the
                 weights of a layer when it comes there, if each layer has a step of its own.
         """
-        made, given = self._call(self._prepare, self._given.key, wait), self._given.result
+        call, given = ("pushpull", self._prepare, self._given.key, 0), self._given.result
+        made = self._collective(*call) if wait is True else self._issue_unless(wait, *call)
         if isinstance(made, Work):
             made.inner = lambda result: result if given is None else given
             return made

@@ -498,15 +498,13 @@ class KVStore(KVStoreBase):
 
         given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
-        return CapturedStep(
-            given, number, self._verbs, self._exchange, self._agreement, self._door, self._call_captured
-        )
+        parts = self._verbs, self._exchange, self._agreement, self._door
+        return CapturedStep(given, number, *parts, self._collective, self._issue_unless)
 
-    def _call_captured(self, prepare: Callable[..., PreparedCall], key: Any, wait: bool) -> Any:
-        """Make the call of a captured step. Collective."""
-        if wait is not True and not self._waits("pushpull", wait):
-            return self._issue("pushpull", prepare, key, 0)
-        return self._collective("pushpull", prepare, key, 0)
+    def _issue_unless(self, wait: bool, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
+        """Make a call now, or leave it to the thread of pending calls, as ``wait`` says. Collective."""
+        make = self._collective if self._waits(verb, wait) else self._issue
+        return make(verb, prepare, *arguments)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.
