@@ -180,7 +180,9 @@ class Pipeline:
         compressed; ``in_place`` fills them with the new values.
         """
         delivery = None if outs is None else _Delivery(self, plan, outs)
-        streams, sums = self.streams, dict[Bucket, tuple[Sequence[Array], Event | None]]()
+        streams = self.streams
+        # Not dict[...](): Python builds that type anew in each call, which takes as long as a small sum.
+        sums: dict[Bucket, tuple[Sequence[Array], Event | None]] = {}
         compressed = None
         if self._compression is not None and sources is not None:
             compressed = self._compression.start(plan, _layers(sources))
@@ -416,7 +418,7 @@ class _Delivery:
     def __init__(self, pipeline: Pipeline, plan: Plan, outs: Arrays) -> None:
         self._pipeline, self._outs = pipeline, outs
         self._streams = pipeline.streams if plan.overlaps else None
-        self._coming = deque[tuple[Bucket, Event | None]]()
+        self._coming: deque[tuple[Bucket, Event | None]] = deque()
 
     def add(self, bucket: Bucket) -> None:
         """Publish a message. Collective."""

@@ -196,7 +196,8 @@ class GpuOrder:
         if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)
             return function(*arguments)
-        caller, made = self._gpu.current(), list[Any]()
+        made: list[Any] = []
+        caller = self._gpu.current()
         outer = call.caller, call.made
         self.stream.wait(caller.record())
         call.caller, call.made = caller, made
@@ -233,7 +234,8 @@ class GpuOrder:
 
     def run_issued(self, issued: Issued, run: Callable[[], Any]) -> Any:
         """Return ``run()``, a call issued by another thread. Local: the worker calls it inside :meth:`on_worker`."""
-        call, made = self.call, list[Any]()
+        made: list[Any] = []
+        call = self.call
         outer = call.caller, call.begin, call.made
         call.caller, call.begin, call.made = issued.caller, issued.begin, made
         try:
