@@ -435,8 +435,9 @@ class _Remains:
 
     def __init__(self, attached: Attached, own: bool) -> None:
         self.kv, self.own, self.attached = attached.kv, own, ref(attached)
-        self.number = 0
-        """Number of the attachment in its store, or among the stores made by attach; the same on every rank."""
+        self.number = -1
+        """Number of the attachment in its store, or among the stores made by attach, from 0 on; the same on every rank.
+        -1 before it has one: :meth:`free` must not touch the keys of another."""
         self.sums: KVStore | None = None
         """The store of compressed gradients."""
 

@@ -99,3 +99,16 @@ def test_a_copy_is_not_attached(kv, copied):
     assert model[0].weight.grad is None
     assert_equal_over_ranks(kv, copy[0].weight.grad)
     attached.detach()
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_attach_that_fails_early_leaves_the_first_model_its_memory(kv):
+    model = network()
+    attach(model, kv=kv)
+    loss_of(model, 0, kv).backward()
+    keys = kv.keys()
+    fail = partial(attach, network(1), kv=kv) if kv.is_root else partial(kv.init, "w", torch.zeros(1))
+    with pytest.raises(mpikv.RankMismatch):
+        fail()
+    kv.barrier()  # which no rank misses for a call that deletes
+    assert kv.keys() == keys
