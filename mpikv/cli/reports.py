@@ -48,13 +48,19 @@ class Reports:
                 self.wfile.write(b"0\n")
                 lines.add(self.connection)
                 try:
-                    for line in self.rfile:
-                        name, text = json.loads(line)
-                        if re.fullmatch(r"[a-z]*\.?\d+", name):
-                            # A process id of another host means nothing here, even if the hosts have the same name.
-                            (directory / name).write_text("" if name.startswith(PREFIX) else text)
+                    # A killed rank resets its connection, and a late report finds no directory: socketserver would
+                    # print a traceback.
+                    with contextlib.suppress(ConnectionError, FileNotFoundError):
+                        self._write_reports()
                 finally:
                     lines.discard(self.connection)
+
+            def _write_reports(self) -> None:
+                for line in self.rfile:
+                    name, text = json.loads(line)
+                    if re.fullmatch(r"[a-z]*\.?\d+", name):
+                        # A process id of another host means nothing here, even if the hosts have the same name.
+                        (directory / name).write_text("" if name.startswith(PREFIX) else text)
 
         self._lines = lines
         # Each rank on another host takes one file descriptor.
