@@ -43,7 +43,8 @@ def warn(text: str, *about: object, level: int = logging.WARNING, trace: BaseExc
     handler raises, and one rank alone would leave its call.
     """
     with suppress(Exception):
-        logging.getLogger("mpikv").log(level, text, *about, exc_info=trace)
+        # With the place of the caller, not of this line.
+        logging.getLogger("mpikv").log(level, text, *about, exc_info=trace, stacklevel=2)
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:

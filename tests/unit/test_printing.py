@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cluster.printing import print_lines, until_read
+from mpikv.cluster.printing import print_lines, until_read, warn
 
 
 class Closed(io.StringIO):
@@ -68,6 +68,11 @@ def test_a_log_that_cannot_be_written_stops_no_thread_and_no_call() -> None:
             kv.push("w", np.ones(2))  # warns that nothing was changed
     finally:
         log.removeHandler(failing)
+
+
+def test_a_record_has_the_place_that_logs(caplog) -> None:
+    warn("%d of %d", 1, 2)
+    assert [(record.getMessage(), record.pathname) for record in caplog.records] == [("1 of 2", __file__)]
 
 
 @pytest.fixture
