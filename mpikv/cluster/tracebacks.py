@@ -111,7 +111,7 @@ def place_here() -> str:
 
 
 def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the place of the first of these frames outside of installed libraries, if any."""
+    """Return the place of the first of these frames outside of installed libraries, else of the first; "" for none."""
     own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
     return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
 
