@@ -55,7 +55,12 @@ def plant(texts: Sequence[str], jobs: int) -> int:
     """Plant the faults with one of these texts in their names, or all; return how many were not found.
 
     The page is written when all were planted and found.
+
+    Raises:
+        SystemExit: a text is in no name.
     """
+    if unknown := [text for text in texts if not any(text in fault.name for fault in FAULTS)]:
+        raise SystemExit(f"no fault has {unknown[0]!r} in its name; the names are in scripts/mutation/gpu_faults.json")
     chosen = [fault for fault in FAULTS if not texts or any(text in fault.name for text in texts)]
     found: dict[str, str] = {}
 

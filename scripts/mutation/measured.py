@@ -19,7 +19,7 @@ FAST = ("--simulate", "--ranks=1,2,3")
 FOLDERS = ("tests/unit", "tests/docs", "tests/simulation", "tests/store", "tests/contract")
 # Which scripts/test leaves to --all.
 LATER = tuple(f"--ignore=tests/store/test_{name}.py" for name in ("training", "words", "scale"))
-GPU = "device device_rows device_work gpu_compression gpu_memory gpu_trainer guests layout replay sums"
+GPU = "device device_rows device_work gpu_compression gpu_memory gpu_trainer guests layout overlap replay sums"
 SESSIONS = (
     (*FAST, *LATER, *FOLDERS),
     ("--ranks=1", *(f"tests/gpu/stand_ins/test_{name}.py" for name in GPU.split())),

@@ -57,6 +57,11 @@ def test_the_page_has_the_listed_faults(mutation):
     assert len(set(titles)) == len(titles)
 
 
+def test_a_text_that_is_in_no_name_of_a_fault_is_refused(mutation):
+    with pytest.raises(SystemExit, match="no fault has 'regsters' in its name"):
+        mutation.gpu.plant(["32 bits", "regsters"], 1)
+
+
 @pytest.mark.parametrize(
     ("status", "text", "verdict"),
     [
