@@ -138,6 +138,12 @@ def start(hosts: Hosts, text: str, *arguments: str, ranks: int = 4) -> subproces
     return hosts.start(command)
 
 
+def outputs(hosts: Hosts, text: str, seconds: float, ranks: int = 4) -> list[str]:
+    status, output = start(hosts, text, ranks=ranks).wait(seconds), hosts.output.read_text()
+    assert status == 0, output
+    return output.splitlines()
+
+
 def wait(condition: Callable[[], bool], seconds: float) -> bool:
     limit = time.monotonic() + seconds
     while not condition():
@@ -149,11 +155,8 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 @pytest.mark.deadline(90)
 def test_values(hosts: Hosts) -> None:
-    job = start(hosts, VALUES)
-    status, output = job.wait(80), hosts.output.read_text()
-    assert status == 0, output
-    lines = [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
-    assert sorted(line for line in output.splitlines() if line in lines) == lines, output
+    said, lines = outputs(hosts, VALUES, 80), [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
+    assert sorted(line for line in said if line in lines) == lines, said
     assert hosts.processes() == []
 
 
@@ -161,10 +164,8 @@ def test_values(hosts: Hosts) -> None:
 @pytest.mark.parametrize("each", [1, 2])
 def test_bytes_on_the_cable(hosts: Hosts, each: int) -> None:
     """What a pushpull of a million elements sends from one host, in bytes, but for headers and what is small."""
-    job = start(hosts, WIRE, ranks=2 * each)
-    status, output = job.wait(80), hosts.output.read_text()
-    assert status == 0, output
-    sent = {line.split()[1]: int(line.split()[2]) for line in output.splitlines() if line.startswith("sent ")}
+    lines = outputs(hosts, WIRE, 80, 2 * each)
+    sent = {line.split()[1]: int(line.split()[2]) for line in lines if line.startswith("sent ")}
     # With one rank on each host every rank has a copy of sums, for which codes travel whole, and halves of the others.
     # With more, packed gradients go to each rank that owns them, as nothing is added up inside of a host.
     expected = {
@@ -200,15 +201,13 @@ def test_a_late_rank_on_the_other_host(hosts: Hosts) -> None:
     """Ranks of both hosts name it, with its last call and its line; nothing of that disturbs the values, nor is left
     for MPI to complain of at its end.
     """
-    job = start(hosts, LATE)
-    status, output = job.wait(50), hosts.output.read_text()
-    assert status == 0, output
-    assert output.count("sum 4.0") == 4, output
+    lines = outputs(hosts, LATE, 50)
+    assert sum("sum 4.0" in line for line in lines) == 4, lines
     for rank in range(3):
-        (line,) = [line for line in output.splitlines() if f"rank {rank} has waited" in line]
+        (line,) = [line for line in lines if f"rank {rank} has waited" in line]
         assert "in call #2 push('w'): rank 3 began call #1 init('w') last and is now at" in line
         assert line.endswith("in evaluate")
-    assert "unexpected" not in output
+    assert not any("unexpected" in line for line in lines)
 
 
 @pytest.mark.deadline(60)
@@ -218,11 +217,9 @@ def test_a_slow_cable(hosts: Hosts) -> None:
         hosts.slow_down("20mbit")
     except OSError as error:
         pytest.skip(f"a cable cannot be slowed down here: {error}")
-    job = start(hosts, SLOW, ranks=2)
-    status, output = job.wait(50), hosts.output.read_text()
-    assert status == 0, output
-    (took,) = [float(line.split()[1]) for line in output.splitlines() if line.startswith("took ")]
-    assert 0.7 < took < 10, output
+    lines = outputs(hosts, SLOW, 50, 2)
+    (took,) = [float(line.split()[1]) for line in lines if line.startswith("took ")]
+    assert 0.7 < took < 10, lines
 
 
 @pytest.mark.deadline(120)
