@@ -179,7 +179,7 @@ class Exchange:
             NotFinite: an element cannot be compressed.
         """
         if self.compression is not None:
-            arrays = self.pipeline.buffers_as_sources(plan) if sources is None else sources
+            arrays = self.values.buffers(plan) if sources is None else sources
             check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 

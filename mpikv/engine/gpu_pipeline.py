@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
 from ..memory.device import DeviceMemory
 from ..protocols import Array
-from .calls import Confirm, Steps
+from .calls import Confirm
 from .compression import Compression, restoring
 from .pipeline import Arrays, Pipeline, are_plain
 from .plan import Plan
@@ -61,9 +61,6 @@ class GpuPipeline(Pipeline):
         kept: Confirm = self._order.run(restoring, plan, confirm)
         return kept
 
-    def buffers_as_sources(self, plan: Plan) -> Arrays:
-        return [(buffer.reshape(-1),) for buffer in self._values.buffers(plan)]
-
     # --- Push and pull
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
@@ -100,13 +97,6 @@ class GpuPipeline(Pipeline):
 
     def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         self._memory.copy(targets, sources)
-
-    def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        if plan.update_whole is None:
-            super()._update_whole(plan, steps, confirm)
-        else:
-            pairs = zip(plan.totals, steps.each, strict=True)
-            plan.update_whole([step for total, step in pairs if total is not None])
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         if self._updater.may_raise:

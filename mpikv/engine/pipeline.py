@@ -88,7 +88,7 @@ class Pipeline:
         raises if the updater of any rank raised.
         """
         if sources is None and self._compression is not None:
-            sources = self.buffers_as_sources(plan)  # a codec packs them: no other rank reads the buffers
+            sources = self._values.buffers(plan)  # a codec packs them: no other rank reads the buffers
         self._run(plan, sources, steps, confirm)
         if plan.single_copy or sources is None:
             # Other ranks read the caller's arrays, or the buffers, until here.
@@ -127,7 +127,7 @@ class Pipeline:
         brings this rank the newest values.
         """
         if sources is None and self._compression is not None:
-            sources = self.buffers_as_sources(plan)
+            sources = self._values.buffers(plan)
         if sources is None and self._all_fill_buffers(plan, targets):
             self._run(plan, None, steps, confirm, in_place=True)
             self._transport.fence()
@@ -157,10 +157,6 @@ class Pipeline:
             return False
         own = are_plain(targets) and self._values.are_buffers(plan, targets)
         return self._transport.agree(int(own)) and own
-
-    def buffers_as_sources(self, plan: Plan) -> Arrays:
-        """Return this rank's buffers in the form of a caller's arrays. Local."""
-        return self._values.buffers(plan)
 
     # --- The stages of all messages
 
@@ -330,6 +326,9 @@ class Pipeline:
         """
         every = zip(plan.entries, plan.totals, steps.each, strict=True)
         owned = [(entry, total, step) for entry, total, step in every if total is not None]
+        if plan.update_whole is not None:
+            plan.update_whole([step for _, _, step in owned])
+            return
         if confirm is None:
             for entry, total, step in owned:
                 self._updater.update(step, total, entry.value, entry.state)

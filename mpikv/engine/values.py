@@ -54,10 +54,6 @@ class Values:
             self.plans.add(plan, len(self.table))
         return plan
 
-    def plan_of_all(self) -> Plan:
-        """Return the plan for all keys. Local."""
-        return self.plan(tuple(self.table))
-
     def invalidate_listeners(self) -> None:
         """Tell the listeners that plans are invalid. Local."""
         for each in list(self.listeners):

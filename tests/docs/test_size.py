@@ -24,17 +24,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 18_515,
+    "lines of code in the core": 18_510,
     "lines of code in tests and scripts": 41_400,
     "longest chain of imports in the core": 33,
-    "relative words per 100 sentences of docstrings": 11,
+    "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
     "private names that tests read": 200,
     "patches in tests": 180,
 }
 """The most that each figure may be."""
-FEWEST_COMMENTS = 0.05
+FEWEST_COMMENTS = 0.052
 """Comments per line of code in the core. Where a reader stops to think, one gives the reason or the danger."""
 
 
