@@ -27,7 +27,7 @@ from ..errors import (
     known_names,
 )
 from ..optimizers import Optimizer
-from ..options import naming_arguments
+from ..options import check_switch, naming_arguments
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
@@ -120,7 +120,7 @@ class Trainer:
             check_name(kvstore)
         if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
             raise ConfigError(f"update_on_kvstore={update_on_kvstore!r} is neither True, False nor None")
-        if resume and (isinstance(kvstore, str) or update_on_kvstore is False):
+        if check_switch("resume", resume) and (isinstance(kvstore, str) or update_on_kvstore is False):
             raise ConfigError(
                 "resume=True continues from a store that was loaded and updates: kv.load(path), then "
                 "Trainer(..., kvstore=kv, resume=True) without update_on_kvstore"
@@ -477,8 +477,13 @@ class Trainer:
         on_store = capable and (updates_on_kvstore() if self._wanted is None else self._wanted)
         present, known = store.optimizer, self._own.keys() & set(store.keys())
         is_free = present is None or present._user in (None, self._token)
+        if self._resume and not on_store:
+            raise ConfigError(
+                "resume=True continues from a store that updates, and this one does not: it has no optimizer, or "
+                "MXNET_UPDATE_ON_KVSTORE=0 is set; use another store, or unset the variable"
+            )
         if self._resume:
-            self._check_resumable(present if on_store and is_free else None, known)
+            self._check_resumable(present if is_free else None, known)
         elif known:
             raise KeyAlreadyInitialized(
                 f"the store has a value of {min(known)!r} already; give each Trainer a store, or a scope, of its own; "

@@ -777,6 +777,15 @@ def test_the_optimizer_of_a_store_that_was_loaded_meanwhile(comm, start, tmp_pat
         trainer.step(1)
 
 
+def test_resume_that_cannot_be(start, monkeypatch):
+    kv, _, _ = start()
+    with pytest.raises(ConfigError, match="resume='no' is neither True nor False"):
+        mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, resume="no")
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    with pytest.raises(ConfigError, match="MXNET_UPDATE_ON_KVSTORE=0 is set; use another store, or unset"):
+        mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, resume=True).start()
+
+
 def test_a_loaded_store_of_others(start):
     kv, _, _ = start()
     kv.init("w", np.zeros(3))
