@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..codecs import create as create_codec
 from ..create import create
-from ..errors import ConfigError, MPIKVError, Unsupported
+from ..errors import ConfigError, MPIKVError, Unsupported, a_kind
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
 from .checks import OWNER, check_model, check_options, check_parameter
@@ -104,6 +104,10 @@ def attach(
         >>> optimizer.step()
         >>> attached.detach()
     """
+    if kv is not None and not isinstance(kv, KVStore):
+        raise TypeError(
+            f"attach: kv is {a_kind(kv)}, and not a store; pass what mpikv.create() returns, or leave it out"
+        )
     options = _Options(update, compression, bucket_bytes, buffers)
     return Attached(create() if kv is None else kv, kv is None, model, optimizer, options)
 

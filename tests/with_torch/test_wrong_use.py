@@ -99,6 +99,12 @@ def test_a_model_is_attached_twice_on_one_rank(kv):
     check_attaches(kv)
 
 
+def test_what_is_no_store(kv):
+    for value in ("dist_sync", kv.scope("a")):
+        with pytest.raises(TypeError, match=r"and not a store; pass what mpikv.create\(\) returns"):
+            attach(nn.Linear(1, 1), kv=value)
+
+
 def test_a_part_of_an_attached_model(kv):
     model = network()
     attached = attach(model, kv=kv)
