@@ -112,7 +112,9 @@ def place_residuals(
             warn(
                 "the checkpoint has the residuals of %d ranks with compression %s, and this store has %d with %s: "
                 "they are dropped, and residuals start at zero",
-                *(header.ranks, header.compression, size),
+                header.ranks,
+                header.compression,
+                size,
                 "none" if exchange.compression is None else exchange.compression.codec.settings(),
             )
         # Every rank reads its share of the unused arrays: the checksums need all bytes.
