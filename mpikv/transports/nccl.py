@@ -283,6 +283,7 @@ class NcclTransport(Unshared):
         return self._scatter("reduce_scatter", send, recv, counts)
 
     def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        """Sum the ranks' arrays; each rank gets its part. Collective."""
         if self._gathers:
             return self._terms(send, counts)
 
