@@ -87,7 +87,7 @@ def _run_once(
         environ = {**environ, "MPIKV_RUN": str(directory)}
         watch, senders = Watch(directory), []
         if not one_host:
-            reports = stack.enter_context(contextlib.closing(Reports(directory)))
+            reports = stack.enter_context(contextlib.closing(Reports(directory, size)))
             environ["MPIKV_RUN_AT"] = reports.address
             senders.append(reports.send)
         senders.append(watch.send)
@@ -112,7 +112,11 @@ def _run_once(
                     "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
                 )
 
-        status = watch.wait(job.process, bereft)
+        try:
+            status = watch.wait(job.process, bereft)
+        except BaseException:
+            job.finish(failed=True)
+            raise
         # Only after success: after a failure a host may be cut off, and its connection stays open.
         if not one_host and status == 0:
             reports.wait()

@@ -33,13 +33,16 @@ Report = Callable[[str, str], object]
 
 _ADDRESS_OF_INTERFACE = 0x8915  # of <linux/sockios.h>
 _PATIENCE = 5.0
+"""Seconds for a connection, and for the last reports."""
+_OTHER_FILES = 256
+"""More than this process opens beside the connections."""
 
 
 class Reports:
     """The connections of ranks on other hosts. Each report becomes a file, as if the rank were on this host."""
 
-    def __init__(self, directory: Path) -> None:
-        token, lines = os.urandom(16).hex(), set[socket.socket]()
+    def __init__(self, directory: Path, ranks: int) -> None:
+        token, lines, writing = os.urandom(16).hex(), set[socket.socket](), threading.Lock()
 
         class Line(socketserver.StreamRequestHandler):
             def handle(self) -> None:
@@ -60,11 +63,15 @@ class Reports:
                     name, text = json.loads(line)
                     if re.fullmatch(r"[a-z]*\.?\d+", name):
                         # A process id of another host means nothing here, even if the hosts have the same name.
-                        (directory / name).write_text("" if name.startswith(PREFIX) else text)
+                        with writing:
+                            (directory / name).write_text("" if name.startswith(PREFIX) else text)
 
-        self._lines = lines
-        # Each rank on another host takes one file descriptor.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        self._lines, self._writing = lines, writing
+        # Each rank on another host takes one file descriptor. Children inherit the limit: no higher than needed.
+        limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit != resource.RLIM_INFINITY and limit < (needed := ranks + _OTHER_FILES):
+            needed = needed if highest == resource.RLIM_INFINITY else min(needed, highest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
         self._server = socketserver.ThreadingTCPServer(("", 0), Line)
         self._server.daemon_threads, self._server.block_on_close = True, False
         threading.Thread(target=self._server.serve_forever, args=[0.1], daemon=True).start()
@@ -85,8 +92,10 @@ class Reports:
             time.sleep(0.01)
 
     def close(self) -> None:
+        """Take no more reports. The lock is kept: a late one must not write while the directory is removed."""
         self._server.shutdown()
         self._server.server_close()
+        self._writing.acquire()
 
 
 def _addresses() -> list[str]:

@@ -66,9 +66,10 @@ class ProcessGroup:
         # Messages sent to each rank; at this rank's own place, minus the messages received. Summed over ranks, each
         # place is the number of messages still on their way.
         self._counts = np.zeros(self.size, np.int64)
+        self._counting = threading.Lock()
         self.witness: Callable[[], None] = lambda: None
         """Answers other hosts that ask about this one. Called by waiting ranks."""
-        self._listening = threading.Lock()
+        self._listening, self._closing = threading.Lock(), False
         self.host_comm: Any = None
         self._control: Any = None
         """For the ranks' messages about failures, and at the end."""
@@ -188,7 +189,7 @@ class ProcessGroup:
 
     def send_notice(self, text: bytes, rank: int, tag: int) -> None:
         """Send a message that the other rank receives at the end of the store at the latest. Local."""
-        self._counts[rank] += 1
+        self._count(rank, 1)
         _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
@@ -200,8 +201,12 @@ class ProcessGroup:
             return None
         text = bytearray(status.Get_count(mpi.BYTE))
         found.Recv(text)
-        self._counts[self.rank] -= 1
+        self._count(self.rank, -1)
         return status.source, bytes(text)
+
+    def _count(self, rank: int, change: int) -> None:
+        with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
+            self._counts[rank] += change
 
     def find_end(self) -> str:
         """Return why another rank has ended the store, or "". Local; any thread may ask."""
@@ -217,7 +222,9 @@ class ProcessGroup:
 
     def _may_speak(self) -> bool:
         """Return whether this thread may use MPI now."""
-        return self.comm is not None and not self.mpi.Is_finalized() and (self.threads or self.mpi.Is_thread_main())
+        if self.comm is None or self._closing or self.mpi.Is_finalized():
+            return False
+        return self.threads or bool(self.mpi.Is_thread_main())
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
         """Tell the other ranks that this one shuts down; return a function that lists those that have not said so yet.
@@ -236,11 +243,12 @@ class ProcessGroup:
         with self.translated("closing"):
             self.windows.close()
             self.host_comm.Free()
-            with self._listening:  # a watchdog's thread may be about to receive
-                self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM))
-                # MPI gives this communicator's number to the next one, and leftover messages would be received there.
-                Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
-                comm, self.comm, self.host_comm = self.comm, None, None
+            with self._listening:  # a watchdog's thread may be receiving, and does so no more from here on
+                self._closing = True
+            self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM))
+            # MPI gives this communicator's number to the next one, and leftover messages would be received there.
+            Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
+            comm, self.comm, self.host_comm = self.comm, None, None
             self._control.Free()
             comm.Free()
 

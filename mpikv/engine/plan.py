@@ -40,7 +40,7 @@ from .keys import Entry
 from .lazy import lazy
 from .spans import Spans
 
-__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "schedule"]
+__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "turns"]
 
 
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
@@ -233,9 +233,9 @@ class Plan:
 
     @lazy
     def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
-        """As :func:`schedule` returns it."""
+        """As :func:`turns` returns it."""
         ahead = self.planner.adds_there and (self.overlaps or len(self.buckets) == 1)
-        return schedule(self.buckets, int(ahead))
+        return turns(self.buckets, int(ahead))
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
@@ -312,12 +312,12 @@ class Plans:
         self._held = 0
 
 
-def schedule(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:
+def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:
     """Return pairs, one per turn of a push: the message to reduce, then the message to update.
 
     ``ahead``: how many messages are reduced, and in flight, before the first is updated.
 
-    >>> schedule(("a", "b", "c"), 1)
+    >>> turns(("a", "b", "c"), 1)
     (('a', None), ('b', 'a'), ('c', 'b'), (None, 'c'))
     """
     none = (None,) * ahead

@@ -15,7 +15,7 @@ from mpikv.engine.arena import Arena, Block, Place
 from mpikv.engine.grid import Grid
 from mpikv.engine.keys import Entry, KeyTable
 from mpikv.engine.placement import Owners, Replicated, Root, Sharded
-from mpikv.engine.plan import Planner, Plans, describe, digest, label, schedule
+from mpikv.engine.plan import Planner, Plans, describe, digest, label, turns
 from mpikv.engine.spans import Spans
 from mpikv.memory.host import HOST
 from mpikv.transports.local import LocalTransport
@@ -208,11 +208,11 @@ def test_offsets_beyond_32_bits(low):
 @pytest.mark.parametrize("ahead", range(4))
 @pytest.mark.parametrize("count", range(1, 5))
 def test_every_message_is_reduced_and_later_updated(count, ahead):
-    turns = schedule(tuple(range(count)), ahead)
-    assert [coming for coming, _ in turns if coming is not None] == list(range(count))
-    assert [ready for _, ready in turns if ready is not None] == list(range(count))
+    made = turns(tuple(range(count)), ahead)
+    assert [coming for coming, _ in made if coming is not None] == list(range(count))
+    assert [ready for _, ready in made if ready is not None] == list(range(count))
     reduced = updated = 0
-    for coming, ready in turns:
+    for coming, ready in made:
         reduced += coming is not None
         updated += ready is not None
         in_flight = reduced - updated

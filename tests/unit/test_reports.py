@@ -35,7 +35,7 @@ def report_late(line: socket.socket, folder: Any) -> None:
 
 @pytest.mark.parametrize("end", [reset, report_late])
 def test_no_traceback_of_a_rank_that_is_killed_or_late(tmp_path, capfd, end) -> None:
-    with closing(Reports(tmp_path)) as reports:
+    with closing(Reports(tmp_path, 2)) as reports:
         line, threads = connect(reports), threading.active_count()
         end(line, tmp_path)
         line.close()
