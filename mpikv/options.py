@@ -80,7 +80,7 @@ def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments
 def unknown_argument(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
     """Return the error of a call with arguments that a function does not have.
 
-    A function called thousands of times a second takes ``**_unknown: NoReturn`` and raises this itself: a wrapper
+    A function called thousands of times a second takes ``**_other: NoReturn`` and raises this itself: a wrapper
     around it would take longer.
     """
     known, name = signature(function).parameters, next(iter(names))

@@ -145,7 +145,7 @@ class AsyncKVStore(KVStore):
 
     # --- Verbs
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_unknown: NoReturn) -> None:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn) -> None:
         """Send one value per key to its owner; the owner's updater changes the stored value: ``updater(key, value,
         stored)``.
 
@@ -166,9 +166,7 @@ class AsyncKVStore(KVStore):
             PeerFailed: the updater raised, at the owner, in an earlier push.
             Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
         """
-        if _unknown:
-            raise unknown_argument(KVStore.push, _unknown)
-        self._enter("push", wait, self._run_push, key, value, priority)
+        self._enter("push", wait, _other, self._run_push, key, value, priority)
 
     def pull(
         self,
@@ -178,7 +176,7 @@ class AsyncKVStore(KVStore):
         ignore_sparse: bool = True,
         *,
         wait: bool = True,
-        **_unknown: NoReturn,
+        **_other: NoReturn,
     ) -> Any:
         """Read the value of a key, or of each key of a list, from its owner.
 
@@ -187,24 +185,13 @@ class AsyncKVStore(KVStore):
 
         Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
         """
-        if _unknown:
-            raise unknown_argument(KVStore.pull, _unknown)
-        return self._enter("pull", wait, self._run_pull, key, out, priority)
+        return self._enter("pull", wait, _other, self._run_pull, key, out, priority)
 
     def pushpull(
-        self,
-        key: Any,
-        value: Any = None,
-        out: Any = None,
-        priority: Any = 0,
-        *,
-        wait: bool = True,
-        **_unknown: NoReturn,
+        self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn
     ) -> Any:
         """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
-        if _unknown:
-            raise unknown_argument(KVStore.pushpull, _unknown)
-        return self._enter("pushpull", wait, self._run_pushpull, key, value, out, priority)
+        return self._enter("pushpull", wait, _other, self._run_pushpull, key, value, out, priority)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate for later pushes. Collective in this store: owners apply the pushes of all
@@ -321,8 +308,12 @@ class AsyncKVStore(KVStore):
 
     # --- The doors
 
-    def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a call that is not collective."""
+    def _enter(
+        self, verb: str, wait: bool, others: Mapping[str, Any], run: Callable[..., Result], *arguments: Any
+    ) -> Result:
+        """Make a call that is not collective, and has no ``others`` among its arguments."""
+        if others:
+            raise unknown_argument(getattr(KVStore, verb), others)
         if not wait:
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 

@@ -8,10 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["UNREAD", "has_lost_reader", "until_unread"]
+__all__ = ["UNREAD", "has_lost_reader", "open_closed_files", "until_unread"]
 
 UNREAD = 128 + signal.SIGPIPE
 """The exit status if the output has lost its reader: the shell's status of a process ended by SIGPIPE."""
+
+
+def open_closed_files() -> None:
+    """Open the null device in place of closed standard files. A launcher refuses to start without them."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
 
 
 def until_unread(command: Callable[[], int]) -> int:

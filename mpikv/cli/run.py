@@ -20,7 +20,7 @@ from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .allocation import find_allocation, find_kill_wait
 from .job import GRACE, run_job
-from .output import UNREAD, has_lost_reader
+from .output import UNREAD, has_lost_reader, open_closed_files
 from .parser import Parser
 from .watch import remove_leftovers
 
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     program = _program(parser, options)
+    open_closed_files()
     try:
         return _run(options, program)
     except MPIKVError as error:

@@ -222,9 +222,8 @@ class ProcessGroup:
 
     def _may_speak(self) -> bool:
         """Return whether this thread may use MPI now."""
-        if self.comm is None or self._closing or self.mpi.Is_finalized():
-            return False
-        return self.threads or bool(self.mpi.Is_thread_main())
+        may = self.comm is not None and not (self._closing or self.mpi.Is_finalized())
+        return may and (self.threads or bool(self.mpi.Is_thread_main()))
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
         """Tell the other ranks that this one shuts down; return a function that lists those that have not said so yet.

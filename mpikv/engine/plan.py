@@ -234,8 +234,7 @@ class Plan:
     @lazy
     def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
         """As :func:`turns` returns it."""
-        ahead = self.planner.adds_there and (self.overlaps or len(self.buckets) == 1)
-        return turns(self.buckets, int(ahead))
+        return turns(self.buckets, int(self.planner.adds_there and (self.overlaps or len(self.buckets) == 1)))
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:

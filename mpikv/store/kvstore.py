@@ -312,7 +312,7 @@ class KVStore(KVStoreBase):
         """
         self._collective("init", self._verbs.values.init, key, value, overwrite)
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_unknown: NoReturn) -> Any:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn) -> Any:
         """Add up one value per rank and give the sum to the updater.
 
         Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
@@ -357,8 +357,8 @@ class KVStore(KVStoreBase):
             array([2., 2.])
         """
         # Not by naming_arguments: another function around the three verbs of every step costs half a microsecond.
-        if _unknown:
-            raise unknown_argument(KVStore.push, _unknown)
+        if _other:
+            raise unknown_argument(KVStore.push, _other)
         if wait is not True and not self._waits("push", wait):
             return self._issue("push", self._verbs.push_pull.push, key, value, priority)
         return self._collective("push", self._verbs.push_pull.push, key, value, priority)
@@ -371,7 +371,7 @@ class KVStore(KVStoreBase):
         ignore_sparse: bool = True,
         *,
         wait: bool = True,
-        **_unknown: NoReturn,
+        **_other: NoReturn,
     ) -> Any:
         """Read the stored value of a key, or of each key of a list.
 
@@ -407,21 +407,14 @@ class KVStore(KVStoreBase):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        if _unknown:
-            raise unknown_argument(KVStore.pull, _unknown)
+        if _other:
+            raise unknown_argument(KVStore.pull, _other)
         if wait is not True and not self._waits("pull", wait):
             return self._issue("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
         return self._collective("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
     def pushpull(
-        self,
-        key: Any,
-        value: Any = None,
-        out: Any = None,
-        priority: Any = 0,
-        *,
-        wait: bool = True,
-        **_unknown: NoReturn,
+        self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn
     ) -> Any:
         """Push and pull in one exchange, faster than the two calls.
 
@@ -452,8 +445,8 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        if _unknown:
-            raise unknown_argument(KVStore.pushpull, _unknown)
+        if _other:
+            raise unknown_argument(KVStore.pushpull, _other)
         if wait is not True and not self._waits("pushpull", wait):
             return self._issue("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
         return self._collective("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
@@ -504,8 +497,7 @@ class KVStore(KVStoreBase):
 
     def _issue_unless(self, wait: bool, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Make a call now, or leave it to the thread of pending calls, as ``wait`` says. Collective."""
-        make = self._collective if self._waits(verb, wait) else self._issue
-        return make(verb, prepare, *arguments)
+        return (self._collective if self._waits(verb, wait) else self._issue)(verb, prepare, *arguments)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launching import launch
 
 from mpikv.cli.launchers import clean
-from tests.support.launching import launch
 
 pytestmark = pytest.mark.deadline(60)
 
@@ -77,3 +77,12 @@ def test_a_hook_that_fails_is_told_with_what_it_was_given(tmp_path: Path) -> Non
     done = run(tmp_path, "mpikv run", "sys.excepthook = fail; raise ValueError('wrong')")
     assert done.returncode == 1
     assert done.stderr.index("ValueError: wrong") < done.stderr.index("KeyError: 'of the hook'")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_job_of_a_command_with_closed_files_runs(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "program.py").write_text("import pathlib, mpikv; pathlib.Path(f'rank{mpikv.create().rank}').touch()")
+    command = f"{sys.executable} -m mpikv run -n 2 program.py {closed}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=clean(os.environ), timeout=55, check=False)
+    assert done.returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
