@@ -308,9 +308,7 @@ class AsyncKVStore(KVStore):
 
     # --- The doors
 
-    def _enter(
-        self, verb: str, wait: bool, others: Mapping[str, Any], run: Callable[..., Result], *arguments: Any
-    ) -> Result:
+    def _enter(self, verb: str, wait: bool, others: Any, run: Callable[..., Result], *arguments: Any) -> Result:
         """Make a call that is not collective, and has no ``others`` among its arguments."""
         if others:
             raise unknown_argument(getattr(KVStore, verb), others)

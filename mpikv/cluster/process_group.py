@@ -189,7 +189,8 @@ class ProcessGroup:
 
     def send_notice(self, text: bytes, rank: int, tag: int) -> None:
         """Send a message that the other rank receives at the end of the store at the latest. Local."""
-        self._count(rank, 1)
+        with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
+            self._counts[rank] += 1
         _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
@@ -201,12 +202,9 @@ class ProcessGroup:
             return None
         text = bytearray(status.Get_count(mpi.BYTE))
         found.Recv(text)
-        self._count(self.rank, -1)
+        with self._counting:
+            self._counts[self.rank] -= 1
         return status.source, bytes(text)
-
-    def _count(self, rank: int, change: int) -> None:
-        with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
-            self._counts[rank] += change
 
     def find_end(self) -> str:
         """Return why another rank has ended the store, or "". Local; any thread may ask."""

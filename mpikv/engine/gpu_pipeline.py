@@ -18,7 +18,7 @@ from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
 from ..memory.device import DeviceMemory
 from ..protocols import Array
 from .calls import Confirm
-from .compression import Compression, restoring
+from .compression import Compression
 from .pipeline import Arrays, Pipeline, are_plain
 from .plan import Plan
 from .values import Values
@@ -56,9 +56,7 @@ class GpuPipeline(Pipeline):
         return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        if confirm is None or self._compression is None:
-            return confirm
-        kept: Confirm = self._order.run(restoring, plan, confirm)
+        kept: Confirm | None = self._order.run(super().restoring, plan, confirm)
         return kept
 
     # --- Push and pull

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -463,13 +463,17 @@ class NcclTransport(Unshared):
         work = Work(call)
         try:
             with self._queueing:
-                self._check()
+                if self._failure is not None:
+                    self._check()
                 recording = self._order.recording
                 if not recording:
                     self._watchdog.look_after(work)
                 lane = self._order.lane
-                with nullcontext() if lane is self._stream else self._order.begin_transfer():
+                if lane is self._stream:  # without a context that does nothing: a captured step has few calls
                     result = run(self._comm)
+                else:
+                    with self._order.begin_transfer():
+                        result = run(self._comm)
                 if not recording:
                     work.event = lane.record()
                 return result
