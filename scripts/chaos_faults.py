@@ -539,7 +539,7 @@ def _stay_away(rank: int, at: int) -> Fault:
 
 
 _KILL, _STOP = _signal(signal.SIGKILL), _signal(signal.SIGSTOP)
-_CLOSE = either(r"close\(\)", r"push\('a'\)")
+_CLOSE = either(r"reached the end of its program", r"push\('a'\)")
 
 ENDS = (
     End("exception", _raise_planted, "death", r"ValueError: planted"),
