@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 18_510,
+    "lines of code in the core": 19_510,
     "lines of code in tests and scripts": 41_400,
-    "longest chain of imports in the core": 33,
+    "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
