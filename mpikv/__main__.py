@@ -6,10 +6,15 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
-from .cli import __version__
-from .cli.output import until_unread
-from .errors import ConfigError, known_names
+if not __package__:
+    # `uv run mpikv` in a copy of the repository runs this folder, from which `import torch` would take mpikv.torch.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from mpikv.cli import __version__
+from mpikv.cli.output import until_unread
+from mpikv.errors import ConfigError, known_names
 
 # The summary lines of --help stand here so that it imports no subcommand.
 COMMANDS = {
@@ -42,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
-        print(_help())
+        width = max(map(len, COMMANDS))
+        print(HELP.format(commands="\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())))
         return 0 if arguments else 2
     if name == "--version":
         print(f"mpikv {__version__}")
@@ -56,12 +62,6 @@ def _run(arguments: list[str]) -> int:
         print(f"mpikv {name}: {error}", file=sys.stderr)
         return 2
     return status
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
-    return HELP.format(commands=commands)
 
 
 if __name__ == "__main__":

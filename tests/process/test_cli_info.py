@@ -48,6 +48,11 @@ def report(**variables: str) -> dict[str, Any]:
     return found
 
 
+def test_the_folder_of_the_package_is_the_command_too() -> None:
+    """``uv run mpikv`` in a copy of the repository runs the folder."""
+    assert run([sys.executable, str(ROOT / "mpikv"), "--version"]) == f"mpikv {mpikv.__version__}\n"
+
+
 def test_text(mpi: tuple[Library, Launcher]) -> None:
     library, launcher = mpi
     text = info()
