@@ -80,9 +80,9 @@ def advice(missing: Sequence[str]) -> str:
     """Return what to do where packages are missing."""
     return f"""\
 {sys.executable} lacks {", ".join(missing)}, and no wheel has them; nothing was run, and nothing written.
-In a checkout of mpikv:
-  pip install ".[mpich,cuda13,test]"
+In a checkout of mpikv, with pip 25.1 or newer:
+  pip install --group test ".[mpich,cuda13]"
 with cuda12 where the driver is older than 580, and without mpich on a cluster that has its own MPI.
 For a machine without a network, in a checkout on another Linux machine that has one:
-  python{sys.version_info.major}.{sys.version_info.minor} -m pip download -d .whl ".[mpich,cuda13,test]"
+  python{sys.version_info.major}.{sys.version_info.minor} -m pip download -d .whl --group test ".[mpich,cuda13]"
 Then bring the folder .whl along."""
