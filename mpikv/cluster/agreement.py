@@ -24,8 +24,11 @@ from ..errors import (
     PeerFailed,
     Raised,
     RankMismatch,
+    Stalled,
+    TransportError,
     is_settled,
     mark_repeated,
+    mark_stalled,
     noted,
     notes,
     settled,
@@ -49,7 +52,7 @@ _END = "the end of the program"
 
 
 class Agreement:
-    """Compares the ranks' calls. Its public methods but :meth:`at_rank` and :meth:`name` are collective."""
+    """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
     def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, verifies: bool) -> None:
         self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
@@ -192,6 +195,17 @@ class Agreement:
         elif isinstance(error, OSError):  # its arguments are a number, a text and a path
             noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
         return settled(error)
+
+    def complete(self, verb: str, error: BaseException) -> None:
+        """Complete the message of a failure that the other ranks do not know of: who is late, and where. Local."""
+        if isinstance(error, Stalled):
+            error.missing, about = self._board.report(error.missing)
+            mark_stalled(error, self._group.rank)
+            self._board.give_up()
+            about = f": {about}" if about else ""
+            error.args = (f"{error}, in {self._board.call}{about}; if a rank is only slow, raise timeout=",)
+        if isinstance(error, TransportError):
+            self.at_rank(verb, error)
 
     def name(self, call: Call, error: Exception) -> None:
         """Make the message of an error begin with its call, and end with this rank. Local."""

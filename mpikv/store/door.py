@@ -19,7 +19,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
-from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
+from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, text_of
 from ..optimizers.updaters import check_outside
 from ..protocols import Memory
 
@@ -54,7 +54,7 @@ class Door:
         abandon: Callable[[str, bool], None],
     ) -> None:
         """``abandon`` makes the store unusable: it is told why, and whether to tell the others."""
-        self._agreement, self._memory, self._board, self._rank = agreement, memory, board, group.rank
+        self._agreement, self._memory, self._board = agreement, memory, board
         self._is_alone = group.size == 1
         self._pending, self._abandon = pending, abandon
         self.state = State.OPEN
@@ -169,14 +169,7 @@ class Door:
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)
             return
-        if isinstance(error, Stalled):
-            error.missing, about = self._board.report(error.missing)
-            mark_stalled(error, self._rank)
-            self._board.give_up()
-            about = f": {about}" if about else ""
-            error.args = (f"{error}, in {self._board.call}{about}; if a rank is only slow, raise timeout=",)
-        if isinstance(error, TransportError):
-            self._agreement.at_rank(verb, error)
+        self._agreement.complete(verb, error)
         # The others have the same deadline.
         self._abandon_after(error, tell=not isinstance(error, Stalled))
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mpikv"
-MODULES = [*PACKAGE.glob("transports/*.py"), PACKAGE / "cluster" / "agreement.py", *PACKAGE.glob("engine/*.py")]
+MODULES = [
+    PACKAGE / "cluster" / "agreement.py",
+    *(path for package in ("transports", "engine", "collectives") for path in PACKAGE.glob(f"{package}/*.py")),
+]
 CALLS = {"reduce", "allreduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "fence", "agree"}
 CONTRACT = CALLS | {"allocate", "close"}
 """Methods that the Transport protocol marks for all transports."""

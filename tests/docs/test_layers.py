@@ -30,6 +30,7 @@ LAYERS = (
     "codecs",
     "compute",
     "engine",
+    "collectives",
     "sparse",
     "verbs",
     "checkpoint",
@@ -49,7 +50,10 @@ LAYERS = (
 LEVELS = {unit: level for level, unit in enumerate(LAYERS)}
 MODULES = {"errors", "options", "config", "schedules", "create", "__init__", "__main__"}
 
-UNSEEN = {("engine", "transports"), ("sparse", "transports"), ("verbs", "transports"), ("memory", "compute")}
+UNSEEN = {
+    *((unit, "transports") for unit in ("engine", "collectives", "sparse", "verbs")),
+    ("memory", "compute"),
+}
 """What knows the implementations of a seam by their Protocol alone."""
 
 NUMBA = {f"compute/numba/{name}" for name in ("codecs", "compiling", "rules", "half_rules", "lists")}

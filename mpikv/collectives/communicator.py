@@ -1,0 +1,79 @@
+"""One collective call at a time: ranks agree on it, then data move. The checked face of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from ..arrays.arrays import quiet
+from ..cluster.agreement import Agreement
+from ..cluster.calls import Call
+from ..cluster.tracebacks import hidden_from_pytest, hide_frames
+from ..errors import Closed, TransportError, ValueMismatch, is_settled, text_of
+from ..protocols import Array, Transport
+from .collectives import Collectives
+
+__all__ = ["Communicator"]
+
+__tracebackhide__ = hidden_from_pytest
+Result = TypeVar("Result")
+
+
+class Communicator:
+    """Makes the calls of a group of ranks, for one thread at a time. All methods are collective.
+
+    After an error that every rank has, as RankMismatch, it can be used again. After another one, as Stalled, each later
+    call raises it anew.
+    """
+
+    def __init__(self, transport: Transport, agreement: Agreement) -> None:
+        self.collectives = Collectives(transport)
+        self._agreement, self._quietly = agreement, quiet()
+        self._failure: Exception | None = None
+
+    def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
+        """Agree on a call, and return what ``run(staged)`` returns.
+
+        Args:
+            call: ranks compare its token. The bytes of the message, and all that ``run`` does, follow from it.
+            run: moves data by :attr:`collectives`, and passes on whether the message is ``staged``.
+            message: the parts of the message that the first collective of ``run`` takes, if that can be staged.
+
+        Raises:
+            RankMismatch: ranks made different calls.
+            PeerFailed: another rank refused.
+            Stalled: a rank did not come.
+        """
+        self._check_usable()
+        try:
+            staged = bool(message) and self.collectives.stage(*message)
+            self._agreement.begin(call, staged)
+            # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
+            result: Result = self._quietly(run, staged)
+        except BaseException as error:
+            if isinstance(error, ValueMismatch):
+                self._agreement.name(call, error)
+            self._end_unless_settled(call.verb, error)
+            raise
+        return result
+
+    def refuse(self, call: Call, error: Exception) -> NoReturn:
+        """Tell the other ranks, which make a call, that this one cannot, and raise the error. They raise PeerFailed."""
+        self._check_usable()
+        try:
+            self._agreement.refuse(call, error)
+        except BaseException as failure:
+            self._end_unless_settled(call.verb, failure)
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _end_unless_settled(self, verb: str, error: BaseException) -> None:
+        """Let no call in any more after a failure that the other ranks do not know of. Local."""
+        if not is_settled(error):
+            self._agreement.complete(verb, error)
+            ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
+            self._failure = error if isinstance(error, TransportError) else Closed(ended)
+        hide_frames(error)

@@ -1,0 +1,105 @@
+"""The reductions: how the elements of several ranks become one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, add, name_of
+from ..arrays.float16 import narrow, widen
+from ..errors import Unsupported
+from ..protocols import Array
+
+__all__ = ["Op", "check", "combine"]
+
+
+class Op(Enum):
+    """A reduction. Of booleans the sum is their logical or; integers wrap."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    PRODUCT = "product"
+    MIN = "min"
+    MAX = "max"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+    @property
+    def adds(self) -> bool:
+        """Whether transports can make it, as a sum."""
+        return self in (Op.SUM, Op.MEAN)
+
+
+_FUNCTIONS = {
+    Op.PRODUCT: np.multiply,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
+# Elements of half precision per step, so that the step stays in the cache.
+_BLOCK = 1 << 15
+
+
+class _Scratch(threading.local):
+    """Memory for half precision made wider, each thread's own."""
+
+    def __init__(self) -> None:
+        self.total, self.term = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
+
+
+_scratch = _Scratch()
+
+
+def check(op: Op, dtype: np.dtype[Any]) -> None:
+    """Raise Unsupported where numbers of this dtype have no such reduction. Local."""
+    exact, name = dtype.kind in "biu", name_of(dtype)
+    if op is Op.MEAN and exact:
+        raise Unsupported(f"the mean of {name} is not {name}; take the sum, or convert to a floating-point dtype first")
+    if op in (Op.BAND, Op.BOR, Op.BXOR) and not exact:
+        raise Unsupported(f"{op.value} is for integers and booleans, not for {name}")
+    if op in (Op.MIN, Op.MAX) and dtype.kind == "c":
+        raise Unsupported(f"complex numbers have no order, and so no {op.value}")
+
+
+def combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
+    """Reduce terms, of ``size`` ranks in all, into ``out``. Half precision is reduced in float32, and rounded once.
+
+    Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or all are.
+
+    >>> out = np.empty(2)
+    >>> combine([np.array([1.0, 2.0]), np.array([5.0, 4.0])], out, Op.MEAN, 2)
+    >>> out
+    array([3., 3.])
+    """
+    if accumulator(out.dtype) is out.dtype:
+        _combine(terms, out, op, size)
+        return
+    for low in range(0, out.size, _BLOCK):
+        part = out[low : low + _BLOCK]
+        total = _scratch.total[: part.size]
+        _combine([term[low : low + _BLOCK] for term in terms], total, op, size)
+        narrow(total, part)
+
+
+def _combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
+    """Reduce terms in the dtype of ``out``."""
+    if op.adds:
+        add(terms, 0, out.size, out)
+        if op is Op.MEAN:
+            np.divide(out, size, out=out)
+        return
+    first, *others = terms
+    widen(first, out)
+    for term in others:
+        if term.dtype != out.dtype:
+            wide = _scratch.term[: term.size]
+            widen(term, wide)
+            term = wide
+        _FUNCTIONS[op](out, term, out=out)

@@ -1,0 +1,215 @@
+"""Collectives of flat arrays against numpy in one process, over every transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpikv.cluster.agreement import Agreement
+from mpikv.cluster.calls import Call
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.status_board import StatusBoard
+from mpikv.collectives.communicator import Communicator
+from mpikv.collectives.operations import Op, check
+from mpikv.config import Config
+from mpikv.engine.plan import digest
+from mpikv.errors import PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.protocols import Array
+from mpikv.testing.transport import dtypes
+from mpikv.transports import open_transport
+
+LIMIT = 4096
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+class Ranks:
+    """A communicator of the ranks of a test. All methods are collective."""
+
+    def __init__(self, comm: Any, transport: str, hosts_of: int, timeout: float = 20.0) -> None:
+        self.group = ProcessGroup(comm, hosts_of, timeout)
+        self.board = StatusBoard(self.group)
+        config = Config(transport=transport, bucket_bytes=LIMIT, timeout=timeout)
+        self.transport = open_transport(self.group, config, self.board.warn)
+        self.communicator = Communicator(self.transport, Agreement(self.transport, self.group, self.board, True))
+        self.rank, self.size = self.group.rank, self.group.size
+
+    def close(self) -> None:
+        self.transport.close()
+        self.board.close()
+        self.group.close()
+
+    def call(self, verb: str, *arguments: Any, message: Sequence[Array] = ()) -> None:
+        """Make a call on which ranks agree; a verb of a message takes whether it is staged."""
+        move = getattr(self.communicator.collectives, verb)
+        call = Call(verb, digest(verb), "")
+        self.communicator.call(call, lambda staged: move(*arguments, *[staged] * bool(message)), *message)
+
+
+@pytest.fixture(params=[1 << 20, 1000], ids=["small", "large"])
+def world(
+    request: pytest.FixtureRequest, comm: Any, transport: str, monkeypatch: Any, simulate_ranks_per_host: int
+) -> Iterator[Ranks]:
+    """Return ranks that send most messages as small ones, or as large ones."""
+    monkeypatch.setattr("mpikv.collectives.collectives._SMALL", request.param)
+    world = Ranks(comm, transport, simulate_ranks_per_host if transport == "hierarchical" else 0)
+    yield world
+    world.close()
+
+
+def brought(dtype: np.dtype[Any], size: int, *seed: int) -> Array:
+    """Return small whole numbers, whose sums and products are exact in any order."""
+    return np.random.default_rng(seed).integers(0 if dtype.kind in "bu" else -3, 4, size).astype(dtype)
+
+
+def takes(op: Op, dtype: np.dtype[Any]) -> bool:
+    try:
+        check(op, dtype)
+    except Unsupported:
+        return False
+    return True
+
+
+FUNCTIONS = {
+    Op.SUM: np.add,
+    Op.MEAN: np.add,
+    Op.PRODUCT: np.multiply,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.BAND: np.bitwise_and,
+    Op.BOR: np.bitwise_or,
+    Op.BXOR: np.bitwise_xor,
+}
+KINDS = st.sampled_from([(op, dtype) for op in Op for dtype in dtypes() if takes(op, dtype)])
+SIZES = st.one_of(
+    st.integers(0, 40),
+    st.sampled_from([LIMIT // 16, LIMIT // 4, LIMIT, 2 * LIMIT]).flatmap(lambda n: st.integers(n - 2, n + 2)),
+)
+SEEDS = st.integers(0, 1 << 30)
+some = settings(max_examples=25)
+
+
+def reduce_of(op: Op, arrays: Sequence[Array]) -> Array:
+    """Return the reduction that numpy makes: in float32 for half precision, and rounded once."""
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 and dtype.kind not in "iu" else dtype
+    result = FUNCTIONS[op].reduce(np.stack([array.astype(wide) for array in arrays]), dtype=wide)
+    return (result / wide.type(len(arrays)) if op is Op.MEAN else result).astype(dtype)
+
+
+@some
+@given(kind=KINDS, size=SIZES, seed=SEEDS, root=st.integers(0, 3), staged=st.booleans())
+def test_all_reduce_and_reduce(world, kind, size, seed, root, staged):
+    op, dtype = kind
+    arrays = [brought(dtype, size, seed, rank) for rank in range(world.size)]
+    expected = reduce_of(op, arrays)
+    mine = arrays[world.rank].copy()
+    world.call("all_reduce", mine, op, message=[mine] * staged)
+    assert mine.tobytes() == expected.tobytes()
+    mine, root = arrays[world.rank].copy(), root % world.size
+    world.call("reduce", mine, op, root, message=[mine] * staged)
+    assert mine.tobytes() == (expected if world.rank == root else arrays[world.rank]).tobytes()
+
+
+@some
+@given(kind=KINDS, counts=st.tuples(SIZES, SIZES, SIZES, SIZES), seed=SEEDS, staged=st.booleans(), inside=st.booleans())
+def test_reduce_scatter(world, kind, counts, seed, staged, inside):
+    op, dtype = kind
+    parts = [
+        [brought(dtype, count, seed, rank, to) for to, count in enumerate(counts[: world.size])]
+        for rank in range(world.size)
+    ]
+    expected = reduce_of(op, [each[world.rank] for each in parts])
+    mine = [part.copy() for part in parts[world.rank]]
+    out = mine[world.rank] if inside else np.empty_like(expected)
+    world.call("reduce_scatter", mine, out, op, message=mine * staged)
+    assert out.tobytes() == expected.tobytes()
+
+
+@some
+@given(
+    dtype=st.sampled_from(dtypes()), counts=st.tuples(SIZES, SIZES, SIZES, SIZES), seed=SEEDS, root=st.integers(0, 3)
+)
+def test_all_gather_and_broadcast(world, dtype, counts, seed, root):
+    counts, root = counts[: world.size], root % world.size
+    whole = brought(dtype, sum(counts), seed)
+    for even in (False, True):
+        if even:
+            counts = [counts[0]] * world.size
+            whole = brought(dtype, sum(counts), seed)
+        low = sum(counts[: world.rank])
+        buffer = np.zeros_like(whole)
+        mine = buffer[low : low + counts[world.rank]]
+        mine[:] = whole[low : low + mine.size]
+        world.call("all_gather", buffer, counts, message=[mine] * even)
+        assert buffer.tobytes() == whole.tobytes()
+        array = whole.copy() if world.rank == root else np.zeros_like(whole)
+        world.call("broadcast", array, root, message=[array] * even)
+        assert array.tobytes() == whole.tobytes()
+
+
+@some
+@given(
+    dtype=st.sampled_from(dtypes()),
+    counts=st.lists(SIZES, min_size=16, max_size=16),
+    seed=SEEDS,
+    root=st.integers(0, 3),
+)
+def test_all_to_all_gather_and_scatter(world, dtype, counts, seed, root):
+    n, rank, root = world.size, world.rank, root % world.size
+    parts = [[brought(dtype, counts[4 * s + r], seed, s, r) for r in range(n)] for s in range(n)]
+    receives = [np.zeros_like(each[rank]) for each in parts]
+    world.call("all_to_all", parts[rank], receives)
+    for receive, each in zip(receives, parts, strict=True):
+        assert receive.tobytes() == each[rank].tobytes()
+    receives = [np.zeros_like(each[root]) for each in parts]
+    world.call("gather", parts[rank][root], receives if rank == root else None, root)
+    for receive, each in zip(receives, parts, strict=True):
+        assert rank != root or receive.tobytes() == each[root].tobytes()
+    receive = np.zeros_like(parts[root][rank])
+    world.call("scatter", parts[root] if rank == root else None, receive, root)
+    assert receive.tobytes() == parts[root][rank].tobytes()
+
+
+def test_half_precision_is_rounded_once(world):
+    """Each step would round the small numbers away."""
+    for dtype in (each for each in dtypes() if each.name in ("float16", "bfloat16")):
+        small = 2.0 ** -(11 if dtype.name == "float16" else 8)
+        array = np.full(3000, 1.0 if world.rank == 0 else small).astype(dtype)
+        world.call("all_reduce", array, Op.SUM)
+        assert (array == np.array(1 + small * (world.size - 1), np.float32).astype(dtype)).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(Op.MEAN, "int32"), (Op.MEAN, "bool"), (Op.BOR, "float32"), (Op.MAX, "complex64")]
+)
+def test_some_reductions_have_no_meaning(world, op, name):
+    with pytest.raises(Unsupported, match=name if op is not Op.MAX else "complex"):
+        check(op, np.dtype(name))
+
+
+def test_a_mistake_on_one_rank_leaves_the_ranks_usable(world):
+    second = world.rank == 1
+    if world.size > 1:
+        array = np.ones(2 + second, np.float32)
+        call = Call("all_reduce", digest(f"{array.size}"), f"float32[{array.size}]")
+        with pytest.raises(RankMismatch, match=r"ranks disagree at call #\d+: .* calls? all_reduce\(float32\[.\]\)"):
+            world.communicator.call(call, pytest.fail, array)
+        sends = [np.ones(1 + second)] * world.size
+        wrong = r"all_to_all\(\): rank 1 sends 16 bytes to rank 0, which expects 8 \[rank"
+        with pytest.raises(ValueMismatch, match=wrong):
+            world.call("all_to_all", sends, [np.ones(1)] * world.size)
+    call = Call("broadcast", digest("b"), "")
+    if world.rank == 0:
+        with pytest.raises(TypeError, match="broadcast: a list is no array"):
+            world.communicator.refuse(call, TypeError("a list is no array"))
+    else:
+        with pytest.raises(PeerFailed, match="rank 0 raised TypeError: a list is no array"):
+            world.communicator.call(call, pytest.fail)
+    total = np.ones(3)
+    world.call("all_reduce", total, Op.SUM, message=[total])
+    assert (total == world.size).all()
