@@ -476,9 +476,7 @@ class Job:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(2)
-        for pid in processes_in(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes_in(self.folder)
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
         remove_abandoned(shared_memory() - self.shared_before)
@@ -635,6 +633,21 @@ def processes_in(folder: Path) -> list[int]:
             if mark in environment.read_bytes():
                 found.append(int(environment.parent.name))
     return found
+
+
+def kill_processes_in(folder: Path) -> None:
+    for pid in processes_in(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def cleaned(folder: Path) -> Iterator[None]:
+    """End the processes whose TMPDIR is a folder afterwards, and remove the shared memory that they leave."""
+    before = shared_memory()
+    yield
+    kill_processes_in(folder)
+    remove_abandoned(shared_memory() - before)
 
 
 def shared_memory() -> set[Path]:
