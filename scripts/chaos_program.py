@@ -169,6 +169,8 @@ class Program:
             if self.number_of_calls % 8 == 0:
                 self.check("a sequence of calls")
         self.check("the last call")
+        keys = list(self.model.values)
+        self.compare("views", self.model.values.values(), self.kv.pull(keys, out=self.kv.view(keys)))
         self.kv.close()
         return self.counts
 
@@ -233,7 +235,7 @@ class Program:
         for _ in range(draw.randint(1, most)):
             given = draw.choice(relatives(dtype))
             array = data.integers(low, 2 if dtype.kind == "b" else 5, shape).astype(given)
-            brought.append(draw.choice([np.array, column_major, strided])(array))
+            brought.append(draw.choice(LAYOUTS)(array))
         return brought
 
     def contributions(self, keys: Sequence[Any], ranks: Sequence[int], most: int) -> dict[Any, list[list[Any]]]:
@@ -311,7 +313,7 @@ class Program:
         groups = {
             key: [] if self.rank not in ranks else arrays[ranks.index(self.rank)] for key, arrays in brought.items()
         }
-        verb, priority = self.plan.choice(["push", "pushpull"]), self.plan.choice([0, 0, 0, 5])
+        verb, priority = self.plan.choice(["push", "pushpull", "out"]), self.plan.choice([0, 0, 0, 5])
         key, value = self.form(groups, most) if self.rank in ranks else self.form({name: [None] for name in keys}, most)
         for name, arrays in brought.items():
             self.model.push(name, [array for group in arrays for array in group])
@@ -319,14 +321,31 @@ class Program:
             for function in self.functions:
                 function.seen.clear()
             before = [array.copy() for group in groups.values() for array in group]
-            getattr(self.kv, verb)(key, value, priority=priority)
             after = [array for group in groups.values() for array in group]
+            if verb == "out":
+                self.pushpull_out(groups, priority)
+            else:
+                getattr(self.kv, verb)(key, value, priority=priority)
             if verb == "pushpull":
                 expected = [self.model.values[name].astype(a.dtype) for name, group in groups.items() for a in group]
                 self.compare("pushpull", expected, after)
             else:
                 self.compare("what was pushed", before, after)
             self.check_updater(keys)
+
+    def pushpull_out(self, groups: dict[Any, list[Any]], priority: int) -> None:
+        """Fill arrays whose numbers, layouts and dtypes are this rank's own."""
+        own, outs = random.Random(f"{self.name} {self.number_of_calls} {self.rank} out"), []
+        for key in groups:
+            value = self.model.values[key]
+            dtypes = [value.dtype, relatives(value.dtype)[-1]]
+            outs.append(
+                [own.choice(LAYOUTS)(np.ones(value.shape, own.choice(dtypes))) for _ in range(own.choice([1, 2]))]
+            )
+        self.kv.pushpull(list(groups), list(groups.values()), out=outs, priority=priority)
+        for key, group in zip(groups, outs, strict=True):
+            value = self.model.values[key]
+            self.compare("pushpull", [value.astype(out.dtype) for out in group], group)
 
     def buffer(self) -> None:
         """Ask for buffers, and fill them."""
@@ -474,19 +493,24 @@ class Program:
                 self.plan.choice([self.push_from, self.push_buffers_from])(ranks)
 
     def aside(self) -> None:
-        """Calls that a thread makes; each rank waits for some of them, in an order of its own."""
+        """Calls that a thread makes; each rank waits for some of them, in an order of its own, and makes more."""
         keys, own = self.some_keys(), random.Random(f"{self.name} {self.number_of_calls} {self.rank}")
-        issued = []
-        for key, arrays in self.contributions(keys, range(self.size), 1).items():
-            brought = [array.astype(self.model.values[key].dtype) for (array,) in arrays]
-            self.model.push(key, brought)
-            out, priority = np.ones_like(brought[self.rank]), self.plan.choice([0, 0, 3, -3])
-            issued.append((self.kv.pushpull(key, brought[self.rank], out, priority, wait=False), out))
-        for work, out in own.sample(issued, own.randint(0, len(issued))):
-            if work.wait() is not out:
-                raise Wrong("what a call returned aside is not its out")
+        # A more urgent push to a key would come before an earlier one.
+        priorities = {key: self.plan.choice([0, 0, 3, -3]) for key in keys}
+        expected, issued = [], []
+        for _ in range(2):
+            self.number_of_calls += 1
+            for key, arrays in self.contributions(keys, range(self.size), 1).items():
+                brought = [array.astype(self.model.values[key].dtype) for (array,) in arrays]
+                self.model.push(key, brought)
+                expected.append(self.model.values[key].copy())
+                out = np.ones_like(brought[self.rank])
+                issued.append((self.kv.pushpull(key, brought[self.rank], out, priorities[key], wait=False), out))
+            for work, out in own.sample(issued, own.randint(0, len(issued))):
+                if work.wait() is not out:
+                    raise Wrong("what a call returned aside is not its out")
         self.kv.pull(keys[0])
-        self.compare("what was pulled aside", [self.model.values[key] for key in keys], [out for _, out in issued])
+        self.compare("what was pulled aside", expected, [out for _, out in issued])
 
     def err(self) -> None:
         """Make one of the mistakes of the table that this store can have now."""
@@ -560,3 +584,15 @@ def strided(array: np.ndarray) -> np.ndarray:
     """Return a copy that is not contiguous."""
     wide = np.repeat(array[..., np.newaxis], 2, axis=-1)
     return wide[..., 0]
+
+
+def backwards(array: np.ndarray) -> np.ndarray:
+    return array[::-1].copy()[::-1] if array.ndim else array.copy()
+
+
+def swapped(array: np.ndarray) -> np.ndarray:
+    """Return a copy in the other order of bytes, which numpy has for its own dtypes alone."""
+    return array.astype(array.dtype.newbyteorder()) if array.dtype.kind != "V" else array.copy()
+
+
+LAYOUTS = (np.array, np.array, column_major, strided, backwards, swapped)

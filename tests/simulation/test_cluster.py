@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -32,23 +31,6 @@ def test_results_come_in_rank_order(size: int, hosts: int) -> None:
     assert cluster(size, hosts=hosts).run(program) == [(rank, size, squares) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "hosts"), SIZES)
-@pytest.mark.parametrize("name", ["dist_sync", "p3", "horovod", "dist_async"])
-def test_stores_are_those_of_real_ranks(name: str, size: int, hosts: int) -> None:
-    def program(comm: Any) -> Any:
-        with mpikv.create(name, comm=comm) as kv:
-            if name == "horovod":
-                return kv.pushpull("g", np.full(3, kv.rank + 1.0))
-            kv.init("w", np.zeros(3))
-            kv.set_optimizer("sgd", learning_rate=1.0)
-            kv.push("w", np.full(3, kv.rank + 1.0))
-            kv.barrier()
-            return -kv.pull("w")
-
-    total = size * (size + 1) / 2
-    assert all((value == total).all() for value in cluster(size, hosts=hosts).run(program))
-
-
 @pytest.mark.parametrize(("hosts", "transport"), [(1, "shm"), (2, "hierarchical"), (4, "mpi")])
 def test_hosts_choose_the_transport(hosts: int, transport: str) -> None:
     def program(comm: Any) -> tuple[str, int]:
@@ -56,21 +38,6 @@ def test_hosts_choose_the_transport(hosts: int, transport: str) -> None:
             return kv.transport, kv.local_rank
 
     assert cluster(4, hosts=hosts).run(program) == [(transport, rank % (4 // hosts)) for rank in range(4)]
-
-
-def test_groups_of_some_ranks() -> None:
-    def program(comm: Any) -> list[float]:
-        sums = []
-        with mpikv.create(comm=comm) as kv:
-            for store in (kv.group([0, 2]), mpikv.create(comm=comm.library.COMM_SELF)):
-                if store is not None:
-                    with store:
-                        store.init("w", np.zeros(1))
-                        store.push("w", np.ones(1))
-                        sums.append(float(store.pull("w")[0]))
-        return sums
-
-    assert cluster(3).run(program) == [[2.0, 1.0], [1.0], [2.0, 1.0]]
 
 
 def order_of_events(seed: int) -> list[int]:
@@ -189,12 +156,6 @@ def test_a_communicator_of_another_rank_is_refused() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_real_communicator_is_refused(comm: Any) -> None:
-    with pytest.raises(mpikv.ConfigError, match="pass the communicator that the program is given"):
-        cluster(2).run(lambda simulated: mpikv.create(comm=comm))
-
-
-@pytest.mark.ranks(2)
 def test_a_program_that_takes_the_world_of_mpi_is_refused(comm: Any) -> None:
     from mpi4py import MPI
 
@@ -308,34 +269,6 @@ def test_a_rank_that_polls_without_a_sleep_gives_up_its_turn(look: str) -> None:
         cluster(1).run(looks)
 
 
-def test_a_rank_that_polls_a_call_without_a_sleep_gives_up_its_turn() -> None:
-    def program(comm: Any) -> Any:
-        with mpikv.create(comm=comm) as kv:
-            kv.init("w", np.zeros(1))
-            work = kv.pushpull("w", np.ones(1), wait=False)
-            while not work.done:
-                pass
-            return work.wait()[0]
-
-    assert cluster(3, hosts=2).run(program) == [3.0, 3.0, 3.0]
-
-
-def test_memory_of_operations_is_freed_while_ranks_run() -> None:
-    def program(comm: Any) -> bool:
-        return weakref.ref(comm.Ibarrier())() is None
-
-    assert cluster(1).run(program) == [True]
-
-
-def test_ranks_that_poll_for_ever_are_named() -> None:
-    def program(comm: Any) -> None:
-        while True:
-            time.sleep(1000.0)
-
-    with pytest.raises(Deadlock, match="look and sleep in turn, for ever: rank 0, rank 1"):
-        cluster(2).run(program)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -364,13 +297,6 @@ def test_a_parameter_named_seed_is_given_the_seed() -> None:
     assert found[0].seed == 5
     with pytest.raises(AssertionError):
         found[0].run(draws)
-
-
-def test_another_second_parameter_keeps_its_default() -> None:
-    def trains(comm: Any, rate: float = 0.5) -> None:
-        assert rate == 0.5
-
-    assert explore(trains, range(3), ranks=(1, 1)) is None
 
 
 async def waits(comm: Any) -> None:

@@ -66,24 +66,6 @@ def test_a_killed_rank_runs_no_more(seed: int) -> None:
     assert any("[1]" in texts[rank] for rank in (0, 2))
 
 
-@pytest.mark.parametrize("at", range(29, 37))
-def test_a_killed_rank_that_saves_returns_nothing(at: int, tmp_path: Path) -> None:
-    handled = []
-
-    def program(comm: Any) -> str:
-        kv = mpikv.create(comm=comm, timeout=10.0)
-        kv.init("w", np.zeros(1))
-        try:
-            kv.save(str(tmp_path / "w"))
-            kv.barrier()
-        except mpikv.Stalled:
-            handled.append(comm.rank)
-        return "done"
-
-    assert cluster(3, faults=[Kill(0, at)]).run(program) == [None, "done", "done"]
-    assert 0 not in handled
-
-
 def test_a_killed_rank_that_catches_everything_does_nothing_more() -> None:
     done = []
 
@@ -168,20 +150,6 @@ def test_a_planted_error_is_raised_where_the_program_waits() -> None:
 
     planted = "3 s: planted at scheduling point 5 of rank 1"
     assert cluster(3, faults=[Raise(1, 5)]).run(program) == ["done", planted, "done"]
-
-
-@pytest.mark.parametrize("ends", ["return", "raise"])
-def test_nothing_is_known_of_a_killed_rank_that_catches_its_end(ends: str) -> None:
-    def program(comm: Any) -> str:
-        try:
-            for _ in range(9):
-                time.sleep(1)
-        except BaseException:
-            if ends == "raise":
-                raise ValueError("of a rank that is gone") from None
-        return "done"
-
-    assert cluster(3, faults=[Kill(1, 5)]).run(program) == ["done", None, "done"]
 
 
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
