@@ -319,43 +319,6 @@ def test_reads_are_whole(comm):
 # --- All forms
 
 
-@ALL
-def test_forms_of_keys_and_arrays():
-    with create(staleness=0) as kv:
-        kv.init([5, 7], [np.zeros(2), np.zeros((2, 2), np.float32)])
-        adding(kv)
-        kv.push([5, 7], [[np.ones(2), np.ones(2, np.float32)], np.ones((2, 2))])
-        outs = [np.empty(2, np.float32), [np.empty((2, 2)), np.empty((2, 2), np.float32)]]
-        assert kv.pull([5, 7], out=outs) is outs
-        assert outs[0].tolist() == [2 * kv.size] * 2
-        assert [out.tolist() for out in outs[1]] == [[[kv.size] * 2] * 2] * 2
-        kv.push([5, 5], [np.ones(2), np.ones(2)])
-        first, again = kv.pull([5, 5])
-        assert first.tolist() == again.tolist() == [4 * kv.size] * 2
-        grads = np.ones((2, 4))[:, ::2]
-        assert kv.pushpull(7, grads) is grads
-        assert grads.tolist() == [[2 * kv.size] * 2] * 2
-    with create(staleness=0) as kv:
-        kv.init({"w": np.zeros(2), "layer": {"b": np.zeros(3)}})
-        adding(kv)
-        grads, outs = {"w": np.ones(2), "layer": {"b": np.ones(3)}}, {"w": np.empty(2), "layer": {"b": np.empty(3)}}
-        assert kv.pushpull(grads, out=outs) is outs
-        assert outs["layer"]["b"].tolist() == [kv.size] * 3
-        assert grads["w"].tolist() == [1, 1]
-        assert kv.scope("layer").pull("b").tolist() == [kv.size] * 3
-
-
-@ALL
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8, np.int64, np.complex64, np.bool_])
-def test_dtypes(dtype):
-    with create(staleness=0) as kv:
-        kv.init("w", np.zeros(9, dtype))
-        kv.set_updater(lambda key, given, stored: stored + given)
-        kv.push("w", np.ones(9, dtype))
-        np.testing.assert_array_equal(kv.pull("w"), np.full(9, kv.size).astype(dtype))
-        assert kv.pull("w").dtype == dtype
-
-
 @pytest.mark.feature("async-push")
 @ALL
 @BOUNDS
@@ -559,12 +522,6 @@ def test_an_option_of_the_environment_is_named(monkeypatch):
         create(deterministic=True)
 
 
-@ALL
-def test_a_bound_of_numpy():
-    with create(staleness=np.int64(2)) as kv:
-        assert (kv.staleness, type(kv.staleness)) == (2, int)
-
-
 @SEVERAL
 def test_ranks_that_differ_about_the_bound(comm):
     with pytest.raises(RankMismatch, match="staleness 1 on rank 0, 2 on rank 1"):
@@ -637,19 +594,6 @@ def test_a_failed_push_is_told_by_a_collective_call():
         assert caught.value.rank == (0 if kv.rank == last else last)
         kv.barrier()
         assert kv.pull("w").tolist() == [0, 0]
-
-
-@ALL
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_a_failed_push_is_told_by_itself_where_it_is_waited_for(staleness):
-    with create(staleness=staleness) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(guarded)
-        odd = kv.rank == kv.size - 1
-        with pytest.raises((ValueError, PeerFailed), match="a negative gradient") if odd else nullcontext():
-            kv.push("w", -np.ones(2) if odd else np.ones(2))
-        kv.barrier()
-        assert kv.pull("w").tolist() == [kv.size - 1.0] * 2
 
 
 @SEVERAL

@@ -281,20 +281,6 @@ def test_residuals_that_are_left_out_start_anew(comm, folder, codec):
             assert contents(kv) == contents(other)
 
 
-def test_counts_of_earlier_updaters(kv, other, folder):
-    kv.init("w", np.zeros(3))
-    kv.push("w", np.ones(3))
-    kv.set_optimizer("adam")
-    for _ in range(4):
-        kv.push("w", np.ones(3))
-    kv.save(folder / "checkpoint")
-    other.load(folder / "checkpoint")
-    assert other.version("w") == 5
-    for store in (kv, other):
-        store.push("w", np.ones(3))
-    assert contents(other) == contents(kv)
-
-
 # --- What no file can hold
 
 
@@ -522,18 +508,6 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
         assert "momentum=0.5 against momentum=0.25" in str(error)
 
 
-def test_a_store_whose_calls_are_not_compared(comm, folder):
-    with mpikv.create(comm=comm, verify_calls=False) as kv, mpikv.create(comm=comm, verify_calls=False) as other:
-        kv.init("w", np.arange(5.0))
-        kv.set_optimizer("adam")
-        kv.push("w", np.ones(5))
-        kv.save(folder / "checkpoint")
-        kv.save_optimizer_states(folder / "states")
-        other.load(folder / "checkpoint")
-        other.load_optimizer_states(folder / "states")
-        assert contents(other) == contents(kv)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("check", [True, False])
 def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
@@ -586,39 +560,6 @@ def test_a_folder_that_is_not_there(kv, folder):
     assert isinstance(outcome(kv.load, 3.5), TypeError)
     kv.save(folder / "checkpoint")
     kv.load(folder / "checkpoint")
-
-
-@pytest.mark.processes
-def test_a_full_disk_on_one_rank(kv, folder, ranks, monkeypatch):
-    path, culprit = folder / "checkpoint", ranks - 1
-    kv.init("w", np.arange(10_000.0))
-    kv.save(path)
-    before = path.read_bytes()
-    kv.push("w", np.ones(10_000))
-    write = os.pwritev
-
-    def full(file, parts, offset):
-        if sum(map(len, parts)) > 1000:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(file, parts, offset)
-
-    if kv.rank == culprit:
-        monkeypatch.setattr(os, "pwritev", full)
-    error = outcome(kv.save, path)
-    monkeypatch.undo()
-    if kv.rank == culprit:
-        assert isinstance(error, OSError)
-        assert error.errno == errno.ENOSPC
-    else:
-        assert isinstance(error, PeerFailed)
-        assert error.rank == culprit
-        assert "No space left" in str(error)
-    kv.barrier()
-    assert os.listdir(folder) == ["checkpoint"]
-    assert path.read_bytes() == before
-    kv.barrier()
-    kv.save(path)
-    assert path.read_bytes() != before
 
 
 def test_a_link_stays(kv, folder):
@@ -758,23 +699,6 @@ def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, event, erro
         kv.load(path)
     with pytest.raises(mpikv.Closed, match="ended in an earlier call"):
         kv.push("w", np.ones(10))
-
-
-def test_state_is_loaded_to_where_it_is(kv, folder):
-    """New memory would take as long as the reading."""
-    kv.init("w", np.zeros(1000))
-    kv.set_optimizer("adam")
-    kv.push("w", np.ones(1000))
-    kv.save(folder / "checkpoint")
-    before = contents(kv)
-    kv.push("w", np.ones(1000))
-    (block,) = kv._exchange.values.blocks
-    state = block.state
-    kv.load(folder / "checkpoint")
-    assert block.state is state
-    assert contents(kv) == before
-    kv.set_optimizer("adam")
-    assert block.state is not state
 
 
 @pytest.mark.processes

@@ -292,29 +292,6 @@ def test_other_calls(watched):
 
 
 @SEVERAL
-def test_long_lists_in_another_order(watched):
-    kv = watched.kv
-    keys = [f"k{number}" for number in range(8)]
-    kv.init(keys, [np.zeros(2)] * 8)
-    watched.keys, watched.inside = kv.keys(), watched.internals()
-    swapped = [*keys[:3], keys[4], keys[3], *keys[5:]]
-    pattern = r"item \d: 'k3' float64\[2\] against 'k4' float64\[2\]"
-    watched.fails(RankMismatch, pattern, lambda: kv.pull(swapped if watched.odd else keys))
-
-
-@SEVERAL
-@pytest.mark.feature("optimizer-settings-differ")
-def test_a_learning_rate_of_one_rank(watched):
-    kv = watched.kv
-    if not watched.updates:
-        pytest.skip("needs an optimizer")
-    kv.set_learning_rate(0.25 if watched.odd else 0.5)
-    for call in (lambda: kv.push("weight", np.ones((2, 3))), lambda: kv.pushpull("weight", np.ones((2, 3)))):
-        watched.fails(RankMismatch, r"learning_rate=0.5.*learning_rate=0.25", call)
-    kv.set_learning_rate(0.5)
-
-
-@SEVERAL
 def test_a_schedule_that_differs_between_ranks():
     """Two functions of one name cannot be told apart; what they return can."""
 
@@ -458,29 +435,6 @@ def test_a_buffer_and_an_array(buffered, verb):
     buffered.fails(
         RankMismatch, pattern, lambda: call("bias", value), odd=(RankMismatch, pattern, lambda: call("bias"))
     )
-
-
-@SEVERAL
-def test_other_calls_with_buffers(buffered):
-    kv, last, value = buffered.kv, buffered.watched.last, np.ones(3, np.float32)
-
-    def differ(pattern, call, other):
-        buffered.fails(RankMismatch, pattern, call, odd=(RankMismatch, pattern, other))
-
-    differ(rf"rank 0 calls barrier\(\); rank {last} calls buffer\('bias'\)", kv.barrier, lambda: kv.buffer("bias"))
-    differ(r"buffer\('bias'\).*buffer\('weight'\)", lambda: kv.buffer("bias"), lambda: kv.buffer("weight"))
-    differ(r"push\('bias'\).*pushpull\('bias'\)", lambda: kv.push("bias"), lambda: kv.pushpull("bias"))
-    differ(r"push\('bias'\).*pull\('bias'\)", lambda: kv.push("bias"), lambda: kv.pull("bias", out=kv.view("bias")))
-    differ("priority", lambda: kv.push("bias"), lambda: kv.push("bias", priority=2))
-    keys = ["weight", "bias"]
-    differ(r"\['weight', 'bias'\].*\['bias', 'weight'\]", lambda: kv.push(keys), lambda: kv.push(keys[::-1]))
-    text = rf"pushpull\('bias'\): rank {last} raised ValueMismatch: .*nothing was changed"
-    for bad in (lambda: kv.pushpull("bias", out=np.ones(4)), lambda: kv.pushpull("bias", np.ones(4))):
-        odd = (ValueMismatch, r"shape \(4,\)", bad)
-        buffered.fails(PeerFailed, text, lambda: kv.pushpull("bias"), odd=odd)
-        buffered.fails(PeerFailed, text, lambda: kv.pushpull("bias", value), odd=odd)
-    odd = (KeyNotInitialized, "'other'", lambda: kv.buffer("other"))
-    buffered.fails(PeerFailed, rf"rank {last} raised KeyNotInit.*'other'", lambda: kv.buffer("bias"), odd=odd)
 
 
 # --- Updaters that raise
@@ -795,6 +749,7 @@ def test_closed(transport):
         "set_learning_rate": lambda: kv.set_learning_rate(0.5),
         "version": lambda: kv.version("w"),
         "keys": kv.keys,
+        "with": kv.__enter__,
     }
     for verb, call in calls.items():
         with pytest.raises(Closed, match=f"^{verb}: the store was closed; create a new store"):
@@ -867,9 +822,11 @@ def test_a_forked_child_makes_no_call_and_no_store_of_all_ranks(comm):
 
 
 @SEVERAL
+@pytest.mark.feature("optimizer-settings-differ")
 @pytest.mark.parametrize(
     ("option", "values", "said"),
     [
+        ("learning_rate", (0.5, 0.25), r"\(item 0: updater SGD: learning_rate=0\.5 against learning_rate=0\.25\)"),
         ("wd", (0.0, 0.25), r"\(item 0: updater SGD: wd=0\.0 against wd=0\.25\)"),
         ("begin_num_update", (0, 1), r"\(item 0: updater SGD: begin_num_update=0 against begin_num_update=1\)"),
         (
@@ -891,19 +848,6 @@ def test_only_what_differs_is_shown(transport, comm, option, values, said):
 def test_a_store_without_keys_is_true():
     with mpikv.create() as kv:
         assert (len(kv), bool(kv), bool(kv.scope("part"))) == (0, True, True)
-
-
-@pytest.mark.ranks(1, 2)
-def test_state_that_is_asked_for_before_the_first_push(comm):
-    with mpikv.create() as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd")
-        kv.optimizer.momentum = 0.9
-        for call in (kv.pull, kv.pushpull, kv.push):
-            with pytest.raises(mpikv.ConfigError, match=r"the optimizer was changed to keep \['momentum'\]"):
-                call("w", np.ones(2))
-        kv.set_optimizer(kv.optimizer)
-        kv.push("w", np.ones(2))
 
 
 @ALL
@@ -1115,14 +1059,6 @@ def test_a_schedule_returns_no_number(comm, given):
             kv.push("w", np.ones(2))
         with pytest.raises(ConfigError, match="lr_scheduler is the class Factor; pass an object"):
             kv.set_optimizer("sgd", lr_scheduler=mpikv.schedules.Factor)
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_a_closed_store_is_entered(comm):
-    kv = mpikv.create(comm=comm)
-    kv.close()
-    with pytest.raises(mpikv.Closed, match="with: "), kv:
-        pass
 
 
 @pytest.mark.ranks(1, 2, 3)

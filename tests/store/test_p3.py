@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
-import time
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +13,9 @@ import pytest
 import mpikv
 from mpikv import ConfigError, RankMismatch
 from mpikv.testing import Recording
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from chaos_program import Program
 
 # They hold messages of real threads back.
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.processes]
@@ -124,40 +127,8 @@ def test_an_urgent_call_comes_before_those_that_have_not_begun(make, meet, trans
 @pytest.mark.parametrize("seed", range(4))
 @TRANSPORTS
 def test_random_programs(comm, transport, seed):
-    """Beside numpy in one process; ranks issue at moments of their own. Keys that are called together are as urgent."""
-    alike, own = random.Random(seed), random.Random(f"{seed} {comm and comm.rank}")
-    groups = {-2: {"a": 9000, "b": 1500}, 0: {"c": 3000, "d": 1, "e": 0}, 1: {"f": 700, "g": 5000}, 5: {"h": 40}}
-    sizes = {key: size for group in groups.values() for key, size in group.items()}
-    stored = {key: np.zeros(size) for key, size in sizes.items()}
-    promised = []
-    with mpikv.create("p3", comm=comm, transport=transport, timeout=20, bucket_bytes=4096) as kv:
-        kv.init(stored)
-        if seed % 2:
-            kv.set_optimizer("sgd", learning_rate=0.5)
-        for _ in range(60):
-            priority, group = alike.choice(list(groups.items()))
-            keys = alike.sample(sorted(group), alike.randint(1, len(group)))
-            verb, number = alike.choice(["push", "pull", "pushpull"]), alike.randint(-9, 9)
-            values = [np.full(sizes[key], float(number * (kv.rank + 1))) for key in keys]
-            if verb != "pull":
-                total = number * kv.size * (kv.size + 1) / 2
-                for key in keys:
-                    stored[key] = stored[key] - 0.5 * total if seed % 2 else np.full(sizes[key], total)
-            if verb == "push":
-                promised.append((kv.push(keys, values, priority=priority, wait=False), None))
-            elif verb == "pull":
-                promised.append((kv.pull(keys, priority=priority, wait=False), [stored[key] for key in keys]))
-            else:
-                made = kv.pushpull(keys, values, priority=priority, wait=False)
-                promised.append((made, [stored[key] for key in keys]))
-            time.sleep(own.choice([0, 0, 0, 0.002]))
-            if own.random() < 0.05:
-                promised[-1][0].wait(20)
-        for made, expected in promised:
-            for one, right in zip(made.wait(20) or (), expected or (), strict=True):
-                np.testing.assert_array_equal(one, right)
-        for key, last in stored.items():
-            np.testing.assert_array_equal(kv.pull(key), last)
+    options = {"transport": transport, "placement": "auto", "bucket_bytes": 4096, "timeout": 20.0}
+    Program(comm, f"p3 {seed}", partial(mpikv.create, "p3"), **options).run(40)
 
 
 # --- The values

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -570,17 +567,6 @@ def test_ranks_with_other_settings(start, on_store, option):
     np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size))
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_setting_that_is_set_again_on_one_rank_is_no_difference(start):
-    kv, trainer, params = start(False)
-    for _ in range(2):
-        if kv.is_root:
-            trainer.set_learning_rate(0.25)
-            trainer.set_learning_rate(0.5)
-        step(trainer)
-    np.testing.assert_array_equal(params["w"], np.zeros(3))
-
-
 @BOTH
 @pytest.mark.ranks(2, 3)
 def test_ranks_with_other_parameters(comm, start, on_store):
@@ -648,16 +634,6 @@ def test_halves_with_other_parameters(start):
     with pytest.raises(RankMismatch, match=r"update \['b', 'w'\].*update \['w'\]"):
         trainer.update(1, ignore_stale_grad=True)
     np.testing.assert_array_equal(params["w"], np.ones(3))
-
-
-@BOTH
-def test_a_setting_that_needs_other_state(start, on_store):
-    _, trainer, params = start(on_store)
-    step(trainer)
-    trainer.optimizer.momentum = 0.9
-    with pytest.raises(ConfigError, match="changed to keep"):
-        step(trainer)
-    np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
 
 
 @BOTH
@@ -806,19 +782,6 @@ def test_a_loaded_store_of_others(start):
             mpikv.Trainer({"w": np.zeros(3)}, "sgd", resume=True, **wrong)
 
 
-def test_batches_of_other_sizes(start):
-    """Of two long descriptions only what differs is shown."""
-    kv, trainer, _ = start(True, {"w": np.zeros(1)})
-    if kv.size == 1:
-        return
-    trainer.start()
-    trainer.set_grads({"w": np.ones(1)})
-    with pytest.raises(
-        mpikv.RankMismatch, match=r"\(item 0: updater SGD: rescale_grad=0\.5 against rescale_grad=0\.25\)"
-    ):
-        trainer.step(4 if kv.rank else 2)
-
-
 def test_settings_wait_for_calls_that_run(start):
     kv, trainer, _ = start(True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
     trainer.start()
@@ -842,31 +805,6 @@ def test_an_optimizer_is_left_as_it_was(start, on_store):
         step(trainer, 32 * kv.size)
         assert (optimizer.rescale_grad, optimizer.lr_mult) == (1, {"v": 3.0})
         np.testing.assert_array_equal(params["w"], [-1 / 64])
-
-
-def test_a_second_trainer_with_the_same_optimizer_on_one_store(start):
-    optimizer = mpikv.optimizers.SGD(learning_rate=1.0, momentum=0.5)
-    kv, first, params = start(True, {"a": np.zeros(1)}, optimizer=optimizer)
-    for step in range(2):
-        first.set_grads({"a": np.ones(1)})
-        first.step(kv.size)
-        if step == 0:
-            with pytest.raises(ConfigError, match="give each Trainer"):
-                mpikv.Trainer({"b": np.zeros(1)}, optimizer, kvstore=kv).start()
-    np.testing.assert_array_equal(params["a"], [-2.5])
-
-
-@dataclasses.dataclass(kw_only=True)
-class Comparable(mpikv.optimizers.SGD):
-    """Without a hash, as a user's may be."""
-
-
-@BOTH
-def test_an_optimizer_without_a_hash(start, on_store):
-    _, trainer, params = start(on_store, {"w": np.zeros(1)}, optimizer=Comparable(learning_rate=1.0))
-    for _ in range(2):
-        step(trainer)
-    np.testing.assert_array_equal(params["w"], [-2])
 
 
 @BOTH
@@ -1061,20 +999,3 @@ def test_sparse_gradients_and_weights_are_refused(comm: Any, on_store: bool) -> 
 
 
 # --- A real training
-
-
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@BOTH
-def test_digits_have_the_weights_of_push_and_pull(comm: Any, optimizer: str, transport: str, on_store: bool) -> None:
-    pytest.importorskip("sklearn")
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    train_digits: Any = pytest.importorskip("train_digits")
-    settings = train_digits.Settings(optimizer, "float64", epochs=2, batch=64, seed=0)
-    digits = train_digits.load("float64", 0)
-    options = {"comm": comm, "transport": transport, "deterministic": True}
-    with mpikv.create(**options) as kv, mpikv.create(**options) as other:
-        expected = train_digits.train(kv, digits, settings, lambda params: None)
-        params = train_digits.train_with_trainer(other, digits, settings, lambda params: None, on_store)
-    for name, value in expected.items():
-        np.testing.assert_array_equal(params[name], value)
