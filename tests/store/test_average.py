@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, PeerFailed, RankMismatch, RowSparse, Unsupported, optimizers, schedules
+from mpikv import ConfigError, RankMismatch, RowSparse, Unsupported, optimizers, schedules
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -146,20 +146,6 @@ def test_one_object_in_stores_of_other_sizes(comm):
         assert (kv.pull("w") == -1).all()
 
 
-def test_an_object_divides_by_the_ranks_of_the_store_that_had_it_last(comm):
-    optimizer = optimizers.SGD(learning_rate=1.0)
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer(optimizer)
-        if (alone := kv.group([0])) is not None:
-            alone.init("w", np.zeros(2))
-            alone.set_optimizer(optimizer)
-            optimizer.average = True
-            alone.push("w", np.ones(2))
-            assert (alone.pull("w") == -1).all()
-            alone.close()
-
-
 def test_ranks_that_have_left_count(comm):
     with made(comm) as kv:
         kv.init("w", np.zeros(2))
@@ -257,20 +243,6 @@ def test_a_trainer_says_no_more_than_yes_and_no(comm):
         mpikv.Trainer({"w": np.zeros(2)}, "sgd", average="mean")
 
 
-def test_a_trainer_of_a_loaded_store(comm, folder):
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        kv.save(folder / "sums")
-    for average in (None, True):
-        params = {"w": np.zeros(2)}
-        with made(comm) as kv:
-            kv.load(folder / "sums")
-            trainer = mpikv.Trainer(params, "sgd", kvstore=kv, average=average, resume=True)
-            step(trainer, kv, 1)
-            assert (params["w"] == (-1 if average else -kv.size)).all()
-
-
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("average", [None, True])
 def test_a_trainer_that_loads_the_states_of_sums(comm, folder, average, on_store):
@@ -344,27 +316,3 @@ def test_a_factor_that_has_become_another(comm, ranks, folder, states, caplog):
                 f"divides by the {ranks} ranks of the job that saved it, and this store has {size}: on every rank, set"
             )
             assert (said in caplog.text) is (size != ranks and kv.is_root)
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_other_factors_are_nobodys_mean(comm, folder, average, caplog):
-    """Nor is 1 / the number of ranks beside ``average``, as for a batch of as many."""
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", rescale_grad=1 / kv.size if average else 0.3, average=average)
-        kv.save(folder / "all")
-    if (part := some(comm, 1)) is not False:
-        with made(part) as kv, caplog.at_level(logging.WARNING, "mpikv"):
-            kv.load(folder / "all")
-    assert "ranks that have saved it" not in caplog.text
-
-
-def test_one_rank_that_cannot(comm):
-    """What is wrong on one rank is raised on all, and the store goes on."""
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        with pytest.raises(ConfigError if kv.is_root else PeerFailed):
-            kv.set_optimizer("sgd", average="yes" if kv.is_root else True)
-        kv.set_optimizer("sgd", learning_rate=1.0, average=True)
-        kv.push("w", np.ones(2))
-        assert (kv.pull("w") == -1).all()

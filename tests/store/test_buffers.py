@@ -34,13 +34,6 @@ FLOATS = {
     "half": np.zeros(2100, np.float16),
     "bfloat": np.zeros(33, ml_dtypes.bfloat16),
 }
-OTHERS = {
-    "flags": np.zeros(9, np.bool_),
-    "int8": np.zeros(40, np.int8),
-    "uint16": np.zeros((2, 3), np.uint16),
-    "int64": np.zeros(700, np.int64),
-    "complex": np.zeros(4, np.complex64),
-}
 
 
 @pytest.fixture
@@ -67,66 +60,6 @@ def brought(kv, turn, rank, key, value):
     if value.dtype.kind in "fcV" and kv.transport in ("local", "shm"):
         return draw.normal(size=value.shape).astype(value.dtype)
     return draw.integers(0 if value.dtype.kind in "ub" else -4, 5, value.shape).astype(value.dtype)
-
-
-@MEMORY
-@pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
-def test_the_values_are_those_of_private_arrays(comm, transport, placement):
-    """The buffers are made once; updaters and keys come and go."""
-    options = {"comm": comm, "transport": transport, "placement": placement, "timeout": 10, "bucket_bytes": 4096}
-    names = [name for name in UPDATERS if name != "callable" or placement in ("auto", "root")]
-    values = FLOATS | OTHERS
-    with mpikv.create(**options) as kv, mpikv.create(**options) as other:
-        for store in (kv, other):
-            store.init(values)
-        oracle = Oracle(values)
-        kv.buffer(list(values))
-        for number, name in enumerate(names):
-            if name == "sgd":  # no optimizer can update the others
-                for store in (kv, other):
-                    store.delete(list(OTHERS))
-                    store.init("late", np.zeros(7))
-                oracle = Oracle(FLOATS | {"late": np.zeros(7)})
-                kv.set(list(FLOATS), list(FLOATS.values()))
-                kv.buffer("late")
-                oracle.versions = {key: kv.version(key) for key in oracle.values}
-                other.set(list(FLOATS), list(FLOATS.values()))
-            for store in (kv, other):
-                adopt(store, UPDATERS[name]())
-            oracle.adopt(UPDATERS[name]())
-            for turn in range(3):
-                push_both(kv, other, oracle, 3 * number + turn)
-
-
-def push_both(kv, other, oracle, turn):
-    """Push in one of three ways, from the buffers of one store and with arrays to the other."""
-    keys = list(oracle.values)
-    if turn % 3 == 1:
-        keys = keys[::-2]
-    everyone = {key: [brought(kv, turn, rank, key, oracle.values[key]) for rank in range(kv.size)] for key in keys}
-    buffers, views = kv.buffer(keys), kv.view(keys)
-    for buffer, key in zip(buffers, keys, strict=True):
-        buffer[...] = everyone[key][kv.rank]
-        oracle.push(key, everyone[key])
-    if turn % 3 == 0:
-        results = kv.pushpull(keys)
-        assert all(result is view for result, view in zip(results, views, strict=True))
-    elif turn % 3 == 1:
-        assert kv.push(keys) is None
-        assert kv.pull(keys, out=views) is views
-    else:
-        outs = [np.empty_like(view) for view in views]
-        for key, out in zip(keys, outs, strict=True):
-            assert kv.pushpull(key, out=out) is out
-            same(out, oracle.values[key], key)
-    results = other.pushpull(keys, [everyone[key][kv.rank].copy() for key in keys])
-    for key, buffer, view, result in zip(keys, buffers, views, results, strict=True):
-        same(view, oracle.values[key], key)
-        same(result, oracle.values[key], key)
-        same(buffer, everyone[key][kv.rank], key)
-    for key in oracle.values:
-        same(kv.view(key), oracle.values[key], key)
-        assert kv.version(key) == other.version(key) == oracle.versions[key]
 
 
 @MEMORY
@@ -228,22 +161,6 @@ def test_values_can_be_seen_at_once_after_they_were_given(comm, over, ranks):
 
 
 @MEMORY
-def test_a_part_of_a_block_in_any_order(kv):
-    """What lies between the keys of a call is another's: its buffers may hold anything."""
-    keys = [f"k{number}" for number in range(8)]
-    kv.init(keys, [np.full(5 + number, -1.0) for number in range(8)])
-    buffers = dict(zip(keys, kv.buffer(keys), strict=True))
-    for turn, chosen in enumerate([["k1", "k5"], ["k6", "k2", "k0"], ["k7"], ["k4", "k3"], keys[::-1]]):
-        before = [value.copy() for value in kv.pull(keys)]
-        for key, buffer in buffers.items():
-            buffer.fill(turn + kv.rank if key in chosen else np.nan)
-        kv.pushpull(chosen)
-        for key, view, old in zip(keys, kv.view(keys), before, strict=True):
-            same(view, np.full_like(view, turn * kv.size + triangle(kv.size - 1)) if key in chosen else old, key)
-    assert [kv.version(key) for key in keys] == [2] * 8
-
-
-@MEMORY
 def test_a_key_that_was_overwritten(kv):
     """Old buffers and views are nobody's: what is written there goes nowhere, and the new key begins without."""
     kv.init(["w", "v"], [np.ones(5), np.ones(5)])
@@ -261,24 +178,6 @@ def test_a_key_that_was_overwritten(kv):
     same(kv.pull("v"), np.ones(5))
     kv.push("w", np.ones(5))
     same(kv.pull("w"), np.full(5, float(kv.size)))
-
-
-@MEMORY
-def test_a_key_that_was_deleted(kv):
-    kv.init(["w", "v"], [np.ones(5), np.ones(5)])
-    kv.buffer("w").fill(7)
-    view = kv.view("w")
-    kv.pushpull("w")
-    kv.delete("w")
-    for call in (lambda: kv.push("w"), lambda: kv.pushpull("w"), lambda: kv.buffer("w"), lambda: kv.view("w")):
-        with pytest.raises(mpikv.KeyNotInitialized, match="'w'"):
-            call()
-    kv.init("w", np.ones(5))
-    with pytest.raises(mpikv.ValueMismatch, match="no value for key 'w', and no buffer"):
-        kv.pushpull("w")
-    kv.buffer("w").fill(2)
-    same(kv.pushpull("w"), np.full(5, 2.0 * kv.size))
-    view.sum()
 
 
 class Poor(Wrapper):

@@ -112,54 +112,6 @@ def work(kv, step, oracle):
         np.testing.assert_array_equal(result, oracle.values[key], err_msg=key)
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
-def test_buffers(comm, transport, placement):
-    """What the buffers of a rank that has left hold counts for nothing, and stays."""
-    keys = list(SHAPES)
-    with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
-        kv.init(zeros())
-        buffers, views = kv.buffer(keys), kv.view(keys)
-        for name in UPDATERS if placement == "root" else [name for name in UPDATERS if name != "callable"]:
-            kv.set(keys, list(zeros().values()))
-            adopt(kv, UPDATERS[name]())
-            oracle = Oracle(zeros(), UPDATERS[name]())
-            for pattern in ("root leaves first", "root leaves last"):
-                work_with_buffers(kv, oracle, amounts(pattern, kv.size), buffers, views)
-            check_values(kv, oracle)
-            for key, buffer in zip(keys, buffers, strict=True):
-                oracle.push(key, [brought(99, rank, key) for rank in range(kv.size)])
-                buffer[...] = brought(99, kv.rank, key)
-            kv.pushpull(keys)
-            check_values(kv, oracle)
-
-
-def work_with_buffers(kv, oracle, steps, buffers, views):
-    keys = list(SHAPES)
-    for buffer in buffers:
-        buffer.fill(77)
-    before = [buffer.copy() for buffer in buffers]
-    with kv.join():
-        for step in range(max(steps)):
-            workers = [rank for rank in range(kv.size) if steps[rank] > step]
-            for key in keys:
-                oracle.push(key, [brought(step, rank, key) for rank in workers])
-            if kv.rank not in workers:
-                continue
-            for key, buffer, copy in zip(keys, buffers, before, strict=True):
-                buffer[...] = copy[...] = brought(step, kv.rank, key)
-            if step % 2:
-                kv.push(keys[::-1], priority=1)
-                kv.barrier()
-                kv.pull(keys, out=views)
-            else:
-                kv.pushpull(keys)
-            for key, view in zip(keys, views, strict=True):
-                np.testing.assert_array_equal(view, oracle.values[key], err_msg=key)
-    for buffer, copy in zip(buffers, before, strict=True):
-        np.testing.assert_array_equal(buffer, copy, "a buffer was changed")
-
-
 @SEVERAL
 @pytest.mark.parametrize("verb", ["push", "pushpull"])
 def test_a_call_that_failed_before_the_block(kv, verb):
@@ -202,25 +154,6 @@ def test_errors_with_buffers(kv, verb):
     np.testing.assert_array_equal(buffer, np.full(600, kv.rank + 1.0))
 
 
-@SEVERAL
-def test_calls_of_several_verbs(kv):
-    """A rank that has left takes part in each, whatever its number."""
-    kv.init([1, 2], [np.zeros(3), np.zeros(600)])
-    with kv.join():
-        for turn in range(kv.rank * 3):
-            kv.barrier()
-            kv.push([2, 1], [[np.ones(600), np.ones(600)], np.ones(3)])
-            alive = sum(turn < rank * 3 for rank in range(kv.size))
-            first, second = kv.pull([1, 2])
-            assert (first == alive).all()
-            assert (second == 2 * alive).all()
-            kv.pull(1, out=[np.empty(3), np.empty(3)])
-            gradient = np.ones(3)
-            assert kv.pushpull(1, gradient) is gradient
-            assert (gradient == alive).all()
-    assert (kv.pull(1) == 1).all()
-
-
 @pytest.mark.ranks(2, 3)
 def test_large_values(comm, transport):
     """From 8 MiB on a pushpull delivers early."""
@@ -233,18 +166,6 @@ def test_large_values(comm, transport):
                 kv.pushpull("w", value)
                 assert (value == kv.size - turn).all()
         assert (kv.pull("w") == 1).all()
-
-
-@SEVERAL
-def test_again_and_again(kv):
-    kv.init("w", np.zeros(2))
-    for turn in range(3):
-        with kv.join():
-            for _ in range(1 + (kv.rank + turn) % kv.size):
-                kv.push("w", np.ones(2))
-        np.testing.assert_array_equal(kv.pull("w"), np.ones(2))
-    kv.push("w", np.ones(2))
-    np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
 
 
 @SEVERAL
@@ -325,56 +246,6 @@ def test_calls_that_cannot_be_joined(kv, verb):
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
     kv.push("w", np.ones(2))
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
-
-
-@pytest.mark.ranks(3, 4)
-def test_working_ranks_that_differ(kv):
-    kv.init(["w", "v"], [np.full(2, 5.0), np.full(2, 6.0)])
-    last = kv.size - 1
-    text = rf"rank 1 calls push\('w'\); rank {last} calls pull\('v'\); nothing was changed"
-    work = {0: lambda: None, last: lambda: kv.pull("v")}.get(kv.rank, lambda: kv.push("w", np.ones(2)))
-    with pytest.raises(RankMismatch, match=text):
-        in_block(kv, work)
-    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
-
-
-@SEVERAL
-def test_a_bad_argument_while_others_have_left(kv):
-    kv.init("w", np.full(2, 5.0))
-    last = kv.size - 1
-    work = {0: lambda: None, last: lambda: kv.push("unknown", np.ones(2))}
-    with pytest.raises(mpikv.MPIKVError) as caught:
-        in_block(kv, work.get(kv.rank, lambda: kv.push("w", np.ones(2))))
-    if kv.rank == last:
-        assert isinstance(caught.value, mpikv.KeyNotInitialized)
-    else:
-        assert isinstance(caught.value, PeerFailed)
-        assert caught.value.rank == last
-        assert "'unknown'" in str(caught.value)
-    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
-    kv.push("w", np.ones(2))
-    np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
-
-
-@SEVERAL
-@pytest.mark.parametrize("verb", ["push", "pushpull"])
-def test_an_updater_raises_at_a_root_that_has_left(kv, verb):
-    def update(key, given, stored):
-        stored += given
-        if key == "v" and broken:
-            raise ZeroDivisionError("a mistake in the updater")
-
-    broken = [True]
-    kv.init(["w", "v"], [np.full(2, 5.0), np.full(2, 6.0)])
-    kv.set_updater(update)
-    work = lambda: kv.is_root or getattr(kv, verb)(["w", "v"], [np.ones(2), np.ones(2)])  # noqa: E731
-    with pytest.raises((ZeroDivisionError, PeerFailed), match="a mistake in the updater") as caught:
-        in_block(kv, work)
-    assert isinstance(caught.value, ZeroDivisionError if kv.is_root else PeerFailed)
-    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
-    broken.clear()
-    kv.push("v", np.ones(2))
-    np.testing.assert_array_equal(kv.pull("v"), np.full(2, 6.0 + kv.size))
 
 
 @SEVERAL
@@ -510,16 +381,6 @@ def test_a_store_that_ended_in_the_block(comm, transport):
 
     with pytest.raises(Closed, match="the store ended in an earlier call"):
         in_block(kv, work)
-
-
-@SEVERAL
-def test_ranks_without_work_count_the_calls_of_the_others(kv, comm):
-    """By their numbers a rank that waits tells who is late."""
-    kv.init("w", np.zeros(3))
-    with kv.join():
-        for _ in range(kv.rank):
-            kv.push("w", np.ones(3))
-    assert len(set(comm.allgather(kv._agreement.calls))) == 1
 
 
 @pytest.mark.ranks(2, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -41,40 +40,6 @@ def threads():
     return {thread for thread in threading.enumerate() if thread.name == "mpikv"}
 
 
-@ALL
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_same_as_waiting_for_each_call(transport, seed):
-    """Beside numpy in one process; ranks issue and wait at moments of their own."""
-    alike, own = random.Random(seed), random.Random(1000 * seed + os.getpid())
-    value = {"a": np.zeros(3), "b": np.zeros(70_000)}
-    promised = []
-    with mpikv.create(transport=transport, timeout=20) as kv:
-        kv.init(list(value), list(value.values()))
-        kv.set_optimizer("sgd", learning_rate=0.5)
-        for step in range(40):
-            key, verb = alike.choice("ab"), alike.choice(["push", "pushpull", "pull", "push and wait"])
-            gradient = np.full(value[key].shape, float(step) * (kv.rank + 1))
-            if verb != "pull":
-                value[key] = value[key] - 0.5 * step * sum(range(1, kv.size + 1))
-            if verb == "push":
-                promised.append((kv.push(key, gradient, wait=False), None))
-            elif verb == "pushpull":
-                promised.append((kv.pushpull(key, gradient, np.empty_like(gradient), wait=False), value[key]))
-            elif verb == "pull":
-                promised.append((kv.pull(key, wait=False), value[key]))
-            else:
-                kv.push(key, gradient)
-                assert all(work.done for work, _ in promised)
-            time.sleep(own.choice([0, 0, 0, 0.003]))
-            if promised and own.random() < 0.1:
-                own.choice(promised)[0].wait()
-        for work, result in promised:
-            np.testing.assert_array_equal(work.wait(), result)
-        for key, last in value.items():
-            np.testing.assert_array_equal(kv.pull(key), last)
-
-
 @pytest.mark.processes
 @ALL
 @TRANSPORTS
@@ -107,28 +72,6 @@ def test_the_most_urgent_of_what_is_pending_comes_first(comm, transport):
 def meet(comm):
     if comm:
         comm.Barrier()
-
-
-@SEVERAL
-@TRANSPORTS
-def test_urgency_counts_among_what_all_ranks_have_issued(comm, transport):
-    """A rank that is ahead must not prefer what another has not issued yet."""
-    order = []
-    with mpikv.create(transport=transport, timeout=20) as kv:
-        kv.init([0, 1, 2], [np.zeros(1)] * 3)
-        kv.set_updater(lambda key, total, stored: order.append(key))
-        if kv.is_root:
-            works = [kv.push(key, np.ones(1), priority=key, wait=False) for key in range(3)]
-            comm.Barrier()
-        else:
-            comm.Barrier()
-            works = []
-            for key in range(3):
-                works.append(kv.push(key, np.ones(1), priority=key, wait=False))
-                works[-1].wait()
-        for work in works:
-            work.wait()
-        assert order == ([0, 1, 2] if kv.is_root else [])
 
 
 @ALL

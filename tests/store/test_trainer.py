@@ -782,17 +782,6 @@ def test_a_loaded_store_of_others(start):
             mpikv.Trainer({"w": np.zeros(3)}, "sgd", resume=True, **wrong)
 
 
-def test_settings_wait_for_calls_that_run(start):
-    kv, trainer, _ = start(True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
-    trainer.start()
-    kv.init("other", np.zeros(1 << 18))
-    works = [kv.push("other", np.ones(1 << 18), wait=False) for _ in range(4)]
-    step(trainer, 1000)
-    for work in works:
-        work.wait()
-    np.testing.assert_array_equal(np.unique(kv.pull("other")), [-4.0 * kv.size])
-
-
 # --- One optimizer, several Trainers
 
 

