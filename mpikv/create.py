@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .cluster.connecting import connect
 from .cluster.environment import nccl_host, place_on_host, visible_gpus
-from .cluster.printing import warn
+from .cluster.printing import log
 from .cluster.process_group import ProcessGroup
 from .cluster.runtime import owned
 from .cluster.status_board import StatusBoard
@@ -395,7 +395,7 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
     """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
     where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
     level = logging.WARNING if expected and device is None else logging.INFO
-    warn("store %r is on %s", name, where, level=level)
+    log("store %r is on %s", name, where, level=level)
 
 
 # --- The store
@@ -442,7 +442,7 @@ def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
     if lack:
         level = logging.WARNING if group.rank == 0 else logging.INFO
         text = "store %r copies arrays of GPUs to the host, because a rank reports: %s"
-        warn(text, store.type, lack, level=level)
+        log(text, store.type, lack, level=level)
         return None
     here = parts.transport.memory
     assert isinstance(here, HostMemory)

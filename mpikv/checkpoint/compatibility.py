@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from .. import optimizers, schedules
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
 from ..optimizers import Optimizer
 from ..optimizers.options import in_order
@@ -151,7 +151,7 @@ def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> N
     """Warn if a restored optimizer still divides by the old job's number of ranks."""
     before = saved.get("divides_by_ranks", ranks)
     if before != ranks and saved.get("options") is not None:
-        warn(
+        log(
             "the optimizer of the checkpoint, %r, divides by the %d ranks of the job that saved it, and this store "
             "has %d: on every rank, set kv.optimizer.rescale_grad = 1 / kv.size, or set kv.optimizer.average = True "
             "to follow the number of ranks",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..engine.alltoallv import gather
 from ..engine.compression import ensure_residuals
 from ..engine.keys import Entry
@@ -109,7 +109,7 @@ def place_residuals(
     residuals, kept = list(_list_extras(header, "residual")), list(_list_extras(header, "codec"))
     if not restores_residuals(exchange, header):
         if rank == 0:
-            warn(
+            log(
                 "the checkpoint has the residuals of %d ranks with compression %s, and this store has %d with %s: "
                 "they are dropped, and residuals start at zero",
                 header.ranks,

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import Closed, TransportError, Unsupported, noted, text_of
-from .printing import warn
+from .printing import log
 from .runtime import here, present
 from .tracebacks import hidden_from_pytest, hide_frames
 
@@ -282,7 +282,7 @@ class Pending:
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:
-            warn("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
+            log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:
             self._completed += 1
             if work._error is not None:

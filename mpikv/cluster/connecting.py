@@ -21,7 +21,7 @@ from .environment import (
     tasks_set_aside,
 )
 from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, name_rivals, start_mpi
-from .printing import warn
+from .printing import log
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
 from .shutdown import abort_on_exception, was_forked
@@ -53,7 +53,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
             # A warning, no error: a batch script has the variable too, and may start a program of one rank.
             if launch is None and (tasks := tasks_set_aside()) > 1:
                 text = "the store has one rank in a Slurm job of %d tasks; to start all ranks, use  %s"
-                warn(text, tasks, advise_start(tasks))
+                log(text, tasks, advise_start(tasks))
             return ProcessGroup()
     if launch is not None and launch.size != 1:
         _check_container()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["flush_output", "print_lines", "until_read", "warn"]
+__all__ = ["flush_output", "log", "print_lines", "until_read"]
 
 
 def print_lines(text: str, prefix: str) -> None:
@@ -38,7 +38,7 @@ def flush_output() -> None:
             stream.flush()
 
 
-def warn(text: str, *about: object, level: int = logging.WARNING, trace: BaseException | None = None) -> None:
+def log(text: str, *about: object, level: int = logging.WARNING, trace: BaseException | None = None) -> None:
     """Log a text, and the traceback of an error. The package logs in no other way: where standard error is closed, a
     handler raises, and one rank alone would leave its call.
     """

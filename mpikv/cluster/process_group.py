@@ -19,7 +19,7 @@ from ..errors import Stalled, mark_stalled
 from ..protocols import Array
 from .environment import dividing_variables
 from .mpi_library import TranslatedErrors, library_of
-from .printing import warn
+from .printing import log
 from .runtime import OfMessages, present
 from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
@@ -280,7 +280,7 @@ def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[
 @cache
 def warn_once(text: str) -> None:
     """Log a warning, at most once in this process. Local."""
-    warn(text)
+    log(text)
 
 
 def _duplicated(world: Any, timeout: float) -> Any:

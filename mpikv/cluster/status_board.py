@@ -36,7 +36,7 @@ import numpy as np
 
 from ..protocols import Array
 from .calls import TEXT_BYTES
-from .printing import warn
+from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
 
@@ -98,7 +98,7 @@ class StatusBoard:
         """Log that this rank has waited for ``waited`` seconds, and for whom."""
         _, about = self.report(missing)
         text = f"{self.call}: {about}" if about else self.call
-        warn("rank %d has waited %.1f s in %s", self._rank, waited, text)
+        log("rank %d has waited %.1f s in %s", self._rank, waited, text)
 
     @property
     def call(self) -> str:

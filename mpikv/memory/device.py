@@ -9,7 +9,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ..arrays.arrays import check_apart, check_mutable, lies_elsewhere, source, storable, target
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Workspace
 from .stream_order import GpuOrder
@@ -151,7 +151,7 @@ class DeviceMemory:
     def _warn_of_copies(self, array: Array) -> None:
         if not self._warned:
             self._warned = True
-            warn(
+            log(
                 "a host array (%s%s) is used with a store on %s, and every call copies such arrays; keep arrays on "
                 "the GPU",
                 array.dtype,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import arrays
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.runtime import here
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Transport
@@ -160,7 +160,7 @@ class HostMemory:
         gpu, there = self._found(value)
         if not self._warned:
             self._warned = True
-            warn(
+            log(
                 "an array on %s is used with a host store, and every call copies it to the host; "
                 "mpikv.create('nccl') keeps values on GPUs",
                 gpu.name,

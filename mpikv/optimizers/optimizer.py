@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays.arrays import accumulator
 from ..arrays.float16 import narrow, widen
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
@@ -204,7 +204,7 @@ class Optimizer:
             return
         object.__setattr__(self, "lr_scheduler", beginning_with(scheduler, value))
         if before != Schedule.base_lr:  # a base_lr of the user's own is lost
-            warn("%s replaces base_lr=%r of its lr_scheduler", where, before)
+            log("%s replaces base_lr=%r of its lr_scheduler", where, before)
 
     def _change(self) -> None:
         # Revision goes back at the end of a having() block, _changes never: no number ever stands for two settings.
@@ -335,7 +335,7 @@ class Optimizer:
             slots["master"] = precision
         elif dtype != precision and not self._warned:
             self._warned = True
-            warn(
+            log(
                 "%s updates %s values, and their rounding loses small updates; set multi_precision=True for float32 "
                 "copies, or store float32 values",
                 *(type(self).__name__, dtype.name),

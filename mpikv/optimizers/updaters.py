@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.float16 import narrow
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..errors import ConfigError, Unsupported, ValueMismatch
 from ..memory.row_sparse import RowSparse
 from ..protocols import Array, Key, Slots, Updater
@@ -149,7 +149,7 @@ class CallableUpdater:
         """Warn once if the function changed nothing, unless its input was zero."""
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
-            warn(
+            log(
                 "the updater did not change key %r and returned None, although its input is not zero; to change the "
                 "value, write stored += ... or stored[...] = ..., or return the new value: stored = ... only names "
                 "another array",

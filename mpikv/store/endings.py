@@ -7,7 +7,7 @@ import logging
 import os
 from functools import cache
 
-from ..cluster.printing import print_lines, warn
+from ..cluster.printing import log, print_lines
 from ..cluster.shutdown import await_shutdown, disown_mpi, end_job, fail_at_end, leave_mpi
 from ..cluster.windows import forget_windows, free_leftovers
 from ..errors import Stalled, notes, text_of
@@ -48,7 +48,7 @@ def _close_all() -> None:
             store.close()
         except BaseException as error:  # sys.exit in an updater, too
             if isinstance(error, Stalled):
-                warn("a store could not be closed at exit: %s", error)
+                log("a store could not be closed at exit: %s", error)
             else:
                 _complain(error)
             store.abandon("the program has ended")
@@ -60,7 +60,7 @@ def _close_all() -> None:
     seconds = max((seconds for _, seconds in handshakes), default=0)
     if absent := await_shutdown([find_absent for find_absent, _ in handshakes], seconds):
         why = f"ranks {absent} do not reach the end of their programs"
-        warn("ending the job: %s", why, level=logging.ERROR)
+        log("ending the job: %s", why, level=logging.ERROR)
         end_job(why)
     free_leftovers()
     leave_mpi()

@@ -20,7 +20,7 @@ from typing import Any
 
 from ..cluster.calls import Call
 from ..cluster.environment import launch_of
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..errors import ConfigError
 from .kvstore import KVStore
 
@@ -127,4 +127,4 @@ class Tracer:
             except OSError as error:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False
-                warn("tracing of calls has stopped: %s", error)
+                log("tracing of calls has stopped: %s", error)

@@ -12,7 +12,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting, Waits, Warn
 from ..config import Config
@@ -126,4 +126,4 @@ def open_gpu_transport(
 
 
 def _log_failure(error: Exception, _: str) -> None:
-    warn("%s; the next call on the GPU raises", error, level=logging.ERROR)
+    log("%s; the next call on the GPU raises", error, level=logging.ERROR)

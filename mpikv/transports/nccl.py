@@ -24,7 +24,7 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, bfloat16
 from ..cluster.environment import order_launches
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
@@ -198,9 +198,7 @@ class NcclTransport(Unshared):
         self._check()
 
     def _warn_of_joining(self, waited: float, _: Sequence[int]) -> None:
-        warn(
-            "create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE
-        )
+        log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
         """Return the id of a new communicator, which the first rank makes."""
@@ -420,7 +418,7 @@ class NcclTransport(Unshared):
                 self._call(comm.destroy, on_stream=False)
         except MPIKVError as error:
             self._fail(error, "")
-            warn("NCCL's communicator was aborted instead of closed: %s", error)
+            log("NCCL's communicator was aborted instead of closed: %s", error)
         self._watchdog.stop()
         self._failure = self._failure or TransportError("the transport was closed")
         nothing = self.memory.zeros(0)

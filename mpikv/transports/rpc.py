@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
 from ..cluster.waiting import Waits
@@ -144,7 +144,7 @@ class Endpoint:
             text = (
                 "the thread of rank %d that answers other ranks has ended, and their calls to it will not complete: %r"
             )
-            warn(text, self._group.rank, error, level=logging.ERROR, trace=error)
+            log(text, self._group.rank, error, level=logging.ERROR, trace=error)
 
     def _answer_all(self) -> None:
         early: list[Request] = []

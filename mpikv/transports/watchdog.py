@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.waiting import Waiting
 from ..protocols import Event
 
@@ -122,4 +122,4 @@ class Watchdog:
 
     def _warn(self, waited: float, _: Sequence[int]) -> None:
         call = self._works[0].call
-        warn("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)
+        log("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call, PreparedCall
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..engine.plan import digest
 from ..errors import ConfigError, Unsupported
@@ -85,4 +85,4 @@ def check_head(head: Any) -> int:
 
 
 def _log_lost(head: int, body: Any) -> None:
-    warn("command %d has no controller at the root, and does nothing", head)
+    log("command %d has no controller at the root, and does nothing", head)

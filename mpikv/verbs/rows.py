@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.calls import PreparedCall
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
@@ -46,7 +46,7 @@ class RowVerbs:
             check_outs(entry, rows)
             if rows and ignore_sparse:
                 text = "pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it"
-                warn(text, entry.key, level=logging.INFO)
+                log(text, entry.key, level=logging.INFO)
         if ignore_sparse:
             sparse = [()] * len(sparse)
         elif any(sparse):

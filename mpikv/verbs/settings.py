@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..cluster.calls import PreparedCall
-from ..cluster.printing import warn
+from ..cluster.printing import log
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
 from ..optimizers.updaters import Assign, CallableUpdater
@@ -52,7 +52,7 @@ class SettingVerbs:
         found = self._find_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
-        warn(
+        log(
             "compression %s runs on the host: pushes wait for the GPU and copy gradients and sums",
             codec.settings(),
         )

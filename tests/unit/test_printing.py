@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cluster.printing import print_lines, until_read, warn
+from mpikv.cluster.printing import log, print_lines, until_read
 
 
 class Closed(io.StringIO):
@@ -71,7 +71,7 @@ def test_a_log_that_cannot_be_written_stops_no_thread_and_no_call() -> None:
 
 
 def test_a_record_has_the_place_that_logs(caplog) -> None:
-    warn("%d of %d", 1, 2)
+    log("%d of %d", 1, 2)
     assert [(record.getMessage(), record.pathname) for record in caplog.records] == [("1 of 2", __file__)]
 
 

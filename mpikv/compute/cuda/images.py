@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...cluster.printing import warn
+from ...cluster.printing import log
 
 __all__ = ["Image", "cached_image", "image_of"]
 
@@ -91,12 +91,12 @@ def _read(path: Path, key: bytes) -> Image | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        warn("the compiled kernel %s cannot be read: %s", path, error, level=logging.DEBUG)
+        log("the compiled kernel %s cannot be read: %s", path, error, level=logging.DEBUG)
         return None
     seal, body = content[:_SEAL], content[_SEAL:]
     # The seal covers the key, so a file under the wrong name does not pass.
     if seal != sha256(key + body).digest():
-        warn("the compiled kernel %s is damaged, and is compiled anew", path, level=logging.DEBUG)
+        log("the compiled kernel %s is damaged, and is compiled anew", path, level=logging.DEBUG)
         return None
     name, _, code = body.partition(b"\0")
     return Image(code, name.decode())
@@ -108,7 +108,7 @@ def _write(path: Path, key: bytes, image: Image) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, sha256(key + body).digest() + body)
     except OSError as error:
-        warn("the compiled kernel %s cannot be kept: %s", path, error, level=logging.DEBUG)
+        log("the compiled kernel %s cannot be kept: %s", path, error, level=logging.DEBUG)
 
 
 def _replace(path: Path, content: bytes) -> None:
