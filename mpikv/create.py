@@ -42,7 +42,7 @@ from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
 from .store.kvstore import KVStore, let_gpus_queue
 from .store.plugins import KVStoreBase, plugin
-from .store.tracing import Tracer, find_tracer
+from .store.tracing import Tracer, find_tracer, traced
 from .transports import open_gpu_transport, open_transport
 from .transports.requests import AbortableWaiting
 
@@ -404,8 +404,6 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
 def _build(request: _Request, parts: _Parts) -> KVStore:
     """Return the store. Collective."""
     store = _make_store(request, parts)
-    if request.tracer is not None:
-        request.tracer.watch(store)
     if request.codec is not None:
         try:
             store.set_gradient_compression(request.codec)
@@ -454,10 +452,13 @@ def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
 
 def _make_store(request: _Request, parts: _Parts) -> KVStore:
     name, root = request.name.lower(), request.root
-    shared = parts.group, parts.board, parts.transport, parts.settings
+    kind: type[KVStore] = KVStore
+    options: dict[str, Any] = {"found": create, "kernels": parts.kernels}
     if request.kind.asynchronous:
         from .async_store.async_kvstore import AsyncKVStore
 
-        again = partial(create, staleness=request.staleness)
-        return AsyncKVStore(*shared, name=name, root=root, found=again, staleness=request.staleness)
-    return KVStore(*shared, name=name, root=root, found=create, kernels=parts.kernels)
+        kind = AsyncKVStore
+        options = {"found": partial(create, staleness=request.staleness), "staleness": request.staleness}
+    if request.tracer is not None:
+        kind = traced(kind, request.tracer)
+    return kind(parts.group, parts.board, parts.transport, parts.settings, name=name, root=root, **options)

@@ -1,8 +1,8 @@
 """When each call of a rank began and ended, and how long it waited for the others, in the form of Chrome's traces.
 
-A store is traced by putting a clock around its doors, on that object alone: one that is not traced has none. Each rank
-writes a file of its own, an event a line, as it happens: of a job that is killed, or that waits for ever, all is there
-up to that moment. ``mpikv trace`` puts the files of all ranks into one.
+A traced store is of a subclass of its own, so other stores pay nothing. Each rank writes a file of its own, an event a
+line, as it happens: of a job that is killed, or that waits for ever, all is there up to that moment. ``mpikv trace``
+puts the files of all ranks into one.
 
 Source of the form: Trace Event Format, https://github.com/catapult-project/catapult (tracing).
 """
@@ -13,18 +13,19 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..cluster.calls import Call
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.environment import launch_of
 from ..cluster.printing import log
 from ..errors import ConfigError
 from .kvstore import KVStore
 
-__all__ = ["SUFFIX", "Tracer", "find_tracer"]
+__all__ = ["SUFFIX", "Tracer", "find_tracer", "traced"]
 
 SUFFIX = ".mpikv-trace"
 """Ends the name of a rank's file."""
@@ -59,62 +60,38 @@ class Tracer:
         # Without a buffer: each line is with the system when a killed process is gone.
         self._file = (directory / name).open("xb", buffering=0)
         self._works = True
-        self._lock, self._stores, self._here = threading.Lock(), 0, threading.local()
+        self._lock, self._stores = threading.Lock(), 0
         launch = launch_of()
         self._launched = None if launch is None else (launch.rank, launch.size)
 
-    def watch(self, store: KVStore) -> None:
-        """Put a clock around the calls of a store, and around their waiting for each other."""
+    def name_store(self, store: KVStore) -> str:
+        """Return the name of a new store in the trace."""
         if not self._stores:
             # A store may be of some ranks only, which count otherwise.
             rank, size = self._launched or (store.rank, store.size)
             # Clocks of one host's processes agree; those of two hosts differ by what the wall clocks say.
             ahead = time.time_ns() - time.monotonic_ns()
             self._write({"ph": "mpikv", "rank": rank, "size": size, "host": self._host, "ahead": ahead})
-        inner: Any = store
-        inner._collective = self._call(inner._collective, f"{store.type} #{self._stores}")
-        inner._agreement.begin = self._wait(inner._agreement.begin, store)
         self._stores += 1
+        return f"{store.type} #{self._stores - 1}"
 
-    def _call(self, door: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def collective(verb: str, *arguments: Any) -> Any:
-            # An updater may call another store meanwhile.
-            outer, self._here.said = getattr(self._here, "said", {}), {}
-            self._event("B", verb, {"store": name})
-            error = ""
-            try:
-                return door(verb, *arguments)
-            except BaseException as raised:
-                error = type(raised).__name__
-                raise
-            finally:
-                self._event("E", verb, {**self._here.said, **({"error": error} if error else {})})
-                self._here.said = outer
+    @contextmanager
+    def event(self, name: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Write when a block begins and ends. The end tells what the block puts into the dict, and its error."""
+        self._mark("B", name, about)
+        known: dict[str, Any] = {}
+        try:
+            yield known
+        except BaseException as error:
+            known["error"] = type(error).__name__
+            raise
+        finally:
+            self._mark("E", name, known)
 
-        return collective
-
-    def _wait(self, begin: Callable[..., None], store: KVStore) -> Callable[..., None]:
-        table = store._exchange.values.table
-
-        def waiting(call: Call, *arguments: Any) -> None:
-            said: dict[str, Any] = {"keys": call.label}
-            if call.keys:
-                said["bytes"] = sum(table[key].value.nbytes for key in call.keys if key in table)
-            self._event("B", "wait", said)
-            start = time.monotonic_ns()
-            try:
-                begin(call, *arguments)
-            finally:
-                waited = (time.monotonic_ns() - start) / 1000
-                self._event("E", "wait", {})
-                self._here.said = {**said, "waited_us": waited}
-
-        return waiting
-
-    def _event(self, phase: str, name: str, arguments: dict[str, Any]) -> None:
-        """Write an event that begins or ends now, in nanoseconds of this host's clock."""
+    def _mark(self, phase: str, name: str, about: dict[str, Any]) -> None:
+        """Write a begin or an end, now, in nanoseconds of this host's clock."""
         thread = threading.get_native_id()
-        self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": arguments})
+        self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": about})
 
     def _write(self, event: dict[str, Any]) -> None:
         line = f"{json.dumps(event)}\n".encode()
@@ -128,3 +105,38 @@ class Tracer:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False
                 log("tracing of calls has stopped: %s", error)
+
+
+def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
+    """Return a subclass of a kind of stores that traces its calls, and how long each waits for the other ranks."""
+
+    class Traced(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, *parts: Any, **options: Any) -> None:
+            super().__init__(*parts, **options)
+            self._traced_as = tracer.name_store(self)
+
+        def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
+            with tracer.event(verb, {"store": self._traced_as}) as known, ExitStack() as waiting:
+
+                def timed(*given: Any) -> PreparedCall:
+                    call, run = prepare(*given)
+                    known.update(self._facts_of(call))
+                    # The wait for the other ranks lies between the preparation of a call and its run.
+                    waiting.enter_context(tracer.event("wait", known.copy()))
+                    start = time.monotonic_ns()
+                    waiting.callback(lambda: known.update(waited_us=(time.monotonic_ns() - start) / 1000))
+
+                    def run_after_wait() -> Any:
+                        waiting.close()
+                        return run()
+
+                    return call, run_after_wait
+
+                return super()._collective(verb, timed, *arguments)
+
+        def _facts_of(self, call: Call) -> dict[str, Any]:
+            table = self._exchange.values.table
+            nbytes = sum(table[key].value.nbytes for key in call.keys if key in table)
+            return {"keys": call.label, **({"bytes": nbytes} if call.keys else {})}
+
+    return Traced
