@@ -7,10 +7,10 @@ each waits only for the transfer that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -24,6 +24,18 @@ from .plan import Plan
 from .values import Values
 
 __all__ = ["GpuPipeline"]
+
+Stages = TypeVar("Stages", bound=Callable[..., None])
+
+
+def _with_transfers_apart(stages: Stages) -> Stages:
+    """Run the stages of a plan of several messages with NCCL on a stream of its own. Collective."""
+
+    def run(self: GpuPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
+        with self._order.apart() if plan.overlaps else nullcontext():
+            stages(self, plan, *arguments, **options)
+
+    return cast(Stages, run)
 
 
 class GpuPipeline(Pipeline):
@@ -82,16 +94,10 @@ class GpuPipeline(Pipeline):
         order = np.argsort(low)
         return bool((high[order][:-1] <= low[order][1:]).all())
 
-    def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        with self._order.apart() if plan.overlaps else nullcontext():
-            super().publish(plan, outs)
-
     # --- The stages
 
-    def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
-        """Collective."""
-        with self._order.apart() if plan.overlaps else nullcontext():
-            super()._run(plan, *arguments, **options)
+    _run = _with_transfers_apart(Pipeline._run)
+    publish = _with_transfers_apart(Pipeline.publish)
 
     def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         self._memory.copy(targets, sources)
