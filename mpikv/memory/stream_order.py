@@ -14,6 +14,7 @@ work queued after ``wait()``.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from ..cluster.printing import log
 from ..errors import MPIKVError, TransportError, Unsupported
 from ..protocols import Array, Event, Gpu, Graph, Stream
 
@@ -132,6 +134,7 @@ class GpuOrder:
         """Called when :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
+        self._lost = False
         self._abort: Callable[[str], None] = _nothing
         self.queue: Door = _queue_alone
         """Queues work without a transport, in :meth:`run`."""
@@ -163,7 +166,18 @@ class GpuOrder:
             return True
         return False
 
+    def fail(self, error: Exception, _: str = "") -> None:
+        """Have the next call raise. For the watchdog of a single rank, which has no transport to fail. Any thread."""
+        log("%s; the next call on the GPU raises", error, level=logging.ERROR)
+
+        def check() -> None:
+            raise TransportError(f"the GPU has failed: {error}") from error
+
+        self.check, self._lost = check, True
+
     def begin(self) -> None:
+        if self._lost:  # not a plain call of check: calls of several ranks are checked when they agree
+            self.check()
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         if self.call.begin is not None:

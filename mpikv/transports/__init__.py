@@ -8,11 +8,9 @@ waits as ``cluster.waiting`` does. It never sees a key.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
-from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting, Waits, Warn
 from ..config import Config
@@ -109,7 +107,7 @@ def open_gpu_transport(
     if group.size == 1:
         # No NCCL and no agreement, but queued work may still hang: the watchdog bounds it.
         order = memory.order
-        watchdog = Watchdog(waiting, memory.gpu.watch, order.check, _log_failure, order.drop_done, rank=0)
+        watchdog = Watchdog(waiting, memory.gpu.watch, order.check, order.fail, order.drop_done, rank=0)
         order.wake = watchdog.wake
         return LocalTransport(config.bucket_bytes, memory, watchdog)
     from .nccl import NcclTransport
@@ -123,7 +121,3 @@ def open_gpu_transport(
     return NcclTransport(
         group, control, memory, nccl, config.bucket_bytes, waiting, gathers=gathers, native_halves=native
     )
-
-
-def _log_failure(error: Exception, _: str) -> None:
-    log("%s; the next call on the GPU raises", error, level=logging.ERROR)

@@ -562,3 +562,23 @@ def test_an_unknown_key_is_found_when_the_call_is_made(gpu, kv):
         work.wait()
     kv.push("w", full(gpu, 5), wait=False).wait()
     np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(SIZE, 5 * kv.size))
+
+
+@pytest.mark.ranks(1)
+def test_a_failure_that_the_watchdog_finds_ends_the_store(comm: Any) -> None:
+    class Failing(FakeGpu):
+        def watch(self) -> None:
+            raise TransportError("an illegal address")
+
+    kv = store_on(gpu := Failing(), comm, timeout=20)
+
+    def use_until_it_fails() -> None:
+        kv.init("w", full(gpu, 0))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            kv.push("w", full(gpu, 1))
+
+    with pytest.raises(TransportError, match="an illegal address"):
+        use_until_it_fails()
+    with pytest.raises(mpikv.Closed, match="an illegal address"):
+        kv.push("w", full(gpu, 1))
