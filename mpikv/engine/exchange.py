@@ -173,14 +173,15 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return the arrays to push for a plan that is not raw; None stands for the buffers. Local.
+        """Return the arrays to push for a plan that is not raw; None stands for the buffers, where no codec packs them.
+        Local.
 
         Raises:
             NotFinite: an element cannot be compressed.
         """
         if self.compression is not None:
-            arrays = self.values.buffers(plan) if sources is None else sources
-            check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
+            sources = self.values.buffers(plan) if sources is None else sources
+            check(self.compression.codec, plan, groups_of(sources), self.transport.memory)
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:

@@ -49,6 +49,7 @@ class Pipeline:
     def __init__(self, values: Values, compression: Compression | None) -> None:
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
+        self._copy = self._memory.copy  # looked up once: every push and pull calls it
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
         self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
         self._add = add_in_pairs if planner.in_pairs else add
@@ -87,8 +88,6 @@ class Pipeline:
         The caller may write to both again on return. ``confirm`` takes the error of this rank's updater, or None, and
         raises if the updater of any rank raised.
         """
-        if sources is None and self._compression is not None:
-            sources = self._values.buffers(plan)  # a codec packs them: no other rank reads the buffers
         self._run(plan, sources, steps, confirm)
         if plan.single_copy or sources is None:
             # Other ranks read the caller's arrays, or the buffers, until here.
@@ -109,7 +108,7 @@ class Pipeline:
         elif targets:
             pairs = zip(plan.entries, targets, strict=True)
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
-            self._memory.copy([out for out, _ in copies], [entry.value for _, entry in copies])
+            self._copy([out for out, _ in copies], [entry.value for _, entry in copies])
         return result
 
     def pushpull(
@@ -126,8 +125,6 @@ class Pipeline:
         It pulls message by message where that pays and no target is another key's source. Without targets it only
         brings this rank the newest values.
         """
-        if sources is None and self._compression is not None:
-            sources = self._values.buffers(plan)
         if sources is None and self._all_fill_buffers(plan, targets):
             self._run(plan, None, steps, confirm, in_place=True)
             self._transport.fence()
@@ -172,15 +169,16 @@ class Pipeline:
         """Take the messages of a push through their stages; with ``outs``, those of a pull too. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
-        update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers, not
-        compressed; ``in_place`` fills them with the new values.
+        update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers;
+        ``in_place`` fills them with the new values.
         """
         delivery = None if outs is None else _Delivery(self, plan, outs)
         streams = self.streams
         # Not dict[...](): Python builds that type anew in each call, which takes as long as a small sum.
         sums: dict[Bucket, tuple[Sequence[Array], Event | None]] = {}
         compressed = None
-        if self._compression is not None and sources is not None:
+        if self._compression is not None:
+            assert sources is not None  # a codec packs the buffers, too: they come as arrays
             compressed = self._compression.start(plan, _layers(sources))
         for coming, ready in plan.schedule:
             if coming is not None:
@@ -258,15 +256,7 @@ class Pipeline:
                 sums.append(local_sum(arrays, bucket.value.dtype, self._in_pairs))
             else:  # a rank that has left join() brings none
                 send[piece.low : piece.high].fill(0)
-        self._memory.copy(targets, sums)
-
-    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy arrays of the store's memory, of the same shapes and dtypes."""
-        if len(targets) == 1:  # zip takes longer to begin than a copy
-            targets[0][...] = sources[0]
-        else:
-            for target, array in zip(targets, sources, strict=True):
-                target[...] = array
+        self._copy(targets, sums)
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
         """Return this rank's message where it lies, if it is part of one array of the caller's; else None."""

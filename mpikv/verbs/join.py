@@ -25,40 +25,42 @@ class Join:
     def __init__(self, exchange: Exchange, push_pull: PushPull, rows: RowVerbs, rank: int) -> None:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
-    def prepare(self, said: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
+    def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
         """Return this rank's part in a call of the others, None for a barrier. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """
-        if said.verb == "barrier":
+        if report.verb == "barrier":
             return None
-        call, run = self._prepare(said, self._exchange.values.plan(tuple(said.keys)), until_done)
-        self._check_same(said, call.describe())
+        call, run = self._prepare(report, self._exchange.values.plan(tuple(report.keys)), until_done)
+        self._check_same(report, call.describe())
         return run
 
-    def _prepare(self, said: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
+    def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
         nothing: Sequence[Any] = [()] * len(plan.keys)
-        if said.verb == "pull":
+        if report.verb == "pull":
             return self._push_pull.pull_arrays(plan, nothing)
-        if said.verb == "row_sparse_pull":
+        if report.verb == "row_sparse_pull":
             return self._rows.pull_rows(plan, nothing)
-        contribution = Contribution[said.contribution]
-        pulls = said.verb == "pushpull"
+        contribution = Contribution[report.contribution]
+        pulls = report.verb == "pushpull"
         if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
             none = self._rows.none_of(plan)
             whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
             return self._rows.pushpull_rows(plan, none, whole, nothing) if pulls else self._rows.push(plan, none)
         sources: Sequence[Any] | None = nothing
-        # Zeros in the buffers add nothing. With compression they would: a codec may decode zeros to other numbers.
-        if contribution is Contribution.BUFFERS and self._exchange.compression is None:
+        # Without a codec, as those that pack buffers push them as arrays: a codec may decode zeros to other numbers.
+        if contribution is Contribution.BUFFERS:
             until_done.enter_context(self._exchange.values.empty_buffers(plan))
             sources = None
         if pulls:
             return self._push_pull.pushpull_arrays(plan, sources, nothing, contribution=contribution)
         return self._push_pull.push_arrays(plan, sources, contribution=contribution)
 
-    def _check_same(self, said: CallReport, mine: Sequence[str]) -> None:
+    def _check_same(self, report: CallReport, mine: Sequence[str]) -> None:
         """Raise if this rank would describe a call of the others in another way than they do."""
-        if (differs := next((text for text in mine if text not in said.parts), None)) is not None:
-            text = f"others call {said.text} with {list(said.parts)[:4]}; rank {self._rank}, which has left join(), has"
-            raise RankMismatch(f"ranks disagree: {text} {differs}; nothing was changed")
+        if (differs := next((text for text in mine if text not in report.parts), None)) is not None:
+            raise RankMismatch(
+                f"ranks disagree: others call {report.text} with {list(report.parts)[:4]}; rank {self._rank}, which "
+                f"has left join(), has {differs}; nothing was changed"
+            )
