@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -49,28 +49,6 @@ _HEADER = 8
 _PRESENT, _MORE = 1, 2
 # Ranges are cut at multiples of this many elements: they fill whole words of any payload.
 _GRAIN = 64
-
-
-class Compression(Protocol):
-    """Sums pushed arrays by a codec."""
-
-    @property
-    def codec(self) -> Codec:
-        """The codec that packs."""
-        ...
-
-    @property
-    def by_bucket(self) -> bool:
-        """Whether each bucket is exchanged when it is summed; else all of the push is when it begins."""
-        ...
-
-    def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Begin a push; return a function that sums a bucket over ranks. Collective, like the function.
-
-        The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
-        are not in the plan are undefined. They are valid until the next call.
-        """
-        ...
 
 
 def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
@@ -207,6 +185,7 @@ class RangeCompression:
     """Sums by an elementwise codec. Each array of a list is packed by itself, with a residual of its own."""
 
     by_bucket = True
+    """Whether each bucket is exchanged when it is summed; else all of the push is when it begins."""
 
     def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
         """On GPUs collective."""
@@ -221,7 +200,11 @@ class RangeCompression:
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Collective."""
+        """Begin a push; return a function that sums a bucket over ranks. Collective, like the function.
+
+        The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
+        are not in the plan are undefined. They are valid until the next call.
+        """
         messages = self._messages_of.get(plan)
         if messages is None:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
@@ -363,7 +346,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Collective."""
+        """As :meth:`RangeCompression.start`. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size, _ = entry.place
             if size:
@@ -433,6 +416,10 @@ class ValueCompression:
             for whole, part in zip(received, parts if receives else (), strict=True):
                 whole[low : low + send.size] = part
         return received
+
+
+Compression: TypeAlias = "RangeCompression | ValueCompression"
+"""Sums pushed arrays by a codec."""
 
 
 def _flags(position: int, length: int) -> int:
