@@ -52,6 +52,8 @@ Result = TypeVar("Result")
 # The rank that keeps the clocks of all.
 _KEEPER = 0
 _INSTEAD = "'dist_sync' has it"
+# Collective calls of its base that it refuses: of row-sparse values, and of pushes that meet.
+_LACKING = ("buffer", "capture", "row_sparse_pull", "set_gradient_compression")
 
 
 @naming_arguments
@@ -72,8 +74,8 @@ class AsyncKVStore(KVStore):
 
     All other methods are collective, as in :class:`mpikv.KVStore`. They drain outstanding requests first: earlier
     pushes of any rank are in the values. They also compare the settings of the optimizer; these settings count from
-    then on. :meth:`set_learning_rate` is collective, too. The store has no ``buffer``, ``view``, ``join`` or
-    compression, and takes ``wait=False`` in :meth:`KVStore.save` only.
+    then on. :meth:`set_learning_rate` is collective, too. ``buffer``, ``view``, ``join``, ``capture``,
+    ``row_sparse_pull`` and compression raise ``Unsupported``, as does ``wait=False`` but in :meth:`KVStore.save`.
 
     Example (one rank; on n ranks w becomes -n after the pushes of all):
         >>> import mpikv, numpy as np
@@ -212,10 +214,6 @@ class AsyncKVStore(KVStore):
         call = text_call("set_learning_rate", trial.settings(), str(learning_rate))
         return call, lambda: setattr(optimizer, "learning_rate", learning_rate)
 
-    def buffer(self, key: Any) -> Any:
-        """Not in this store. Raises Unsupported."""
-        self._lacks("buffer")
-
     def view(self, key: Any) -> Any:
         """Not in this store: its values change at any time. Raises Unsupported."""
         self._lacks("view")
@@ -229,21 +227,9 @@ class AsyncKVStore(KVStore):
             self._lacks("init of a RowSparse")
         return self._verbs.values.init(key, value, overwrite)
 
-    def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
-        """Not in this store. Raises Unsupported."""
-        self._lacks("row_sparse_pull")
-
-    def capture(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
-        """Not in this store: its calls are not collective. Raises Unsupported."""
-        self._lacks("capture")
-
     def join(self) -> Any:
         """Not in this store: its ranks may make unequal numbers of calls anyway. Raises Unsupported."""
         self._lacks("join")
-
-    def set_gradient_compression(self, compression: Any) -> None:
-        """Not in this store. Raises Unsupported."""
-        self._lacks("set_gradient_compression")
 
     def _lacks(self, verb: str) -> NoReturn:
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call; {_INSTEAD}")
@@ -281,7 +267,9 @@ class AsyncKVStore(KVStore):
         client = self._client
         client.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
         client.raise_failures(plan.keys)
-        self._wait_for_slower()
+        if self._bound and self._clock + 1 - self._bound > client.slowest:
+            # Wait until this push is within the bound again.
+            client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
         for entry, group in zip(plan.entries, arrays, strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
             self._pushes[entry.key] = client.ask(Kind.PUSH, _owner_of(entry), entry, payload)
@@ -292,11 +280,6 @@ class AsyncKVStore(KVStore):
             client.ask(Kind.TICK, _KEEPER, number=self._clock)
         if self._bound != 0:  # in rounds all ranks raise in the same call: the next one, in any order of arrival
             client.raise_failures(plan.keys)
-
-    def _wait_for_slower(self) -> None:
-        """Wait until this rank may push again within the bound."""
-        if self._bound and self._clock + 1 - self._bound > self._client.slowest:
-            self._client.wait([self._client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
@@ -326,6 +309,8 @@ class AsyncKVStore(KVStore):
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Drain outstanding requests, refresh update counts, then run the collective call."""
+        if verb in _LACKING:
+            self._lacks(verb)
         self._check_caller(verb)
         failure = self._drain(verb)
         try:
