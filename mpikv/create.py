@@ -244,12 +244,12 @@ def _find_kind(name: str) -> StoreKind:
 
 def _warn_once(texts: Sequence[str]) -> None:
     """Warn of each text that this process has not warned of, at the line that calls this package."""
-    level, said = 1, owned("warnings")
+    level, warned = 1, owned("warnings")
     while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == __package__:
         level += 1
     for text in texts:
-        if text not in said:
-            said.append(text)
+        if text not in warned:
+            warned.append(text)
             warnings.warn(text, stacklevel=level + 1)
 
 
@@ -300,16 +300,16 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         let_gpus_queue()  # a communicator is made by sums
         device, lack, problem = _find_device(request.kind, group, settings)
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-    told = _compare(group, _describe(request), problem, [lack, own, device is not None or has_cupy()])
+    of_ranks = _compare(group, _describe(request), problem, [lack, own, device is not None or has_cupy()])
     if request.kind.memory == "any":
-        lack = _find_lack(told)
+        lack = _find_lack(of_ranks)
         device = None if lack else device
-        _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in told))
+        _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
     try:
         board, waits = StatusBoard(group), None
-        if request.kind.storeless and all(cupy for *_, cupy in told):
+        if request.kind.storeless and all(cupy for *_, cupy in of_ranks):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
             waits = AbortableWaiting(group, waiting, listening=False)
         if device is None:
@@ -344,14 +344,14 @@ def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception 
     """Raise on every rank unless all want the same store and can have it; return each rank's ``own``. Collective."""
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
-    said = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
+    request_of = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
-        failures = [said[text][1] for text in texts]
+        failures = [request_of[text][1] for text in texts]
         raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
-    first, _, _ = said[texts[0]]
-    for text, (other, failure, _) in said.items():
+    first, _, _ = request_of[texts[0]]
+    for text, (other, failure, _) in request_of.items():
         rank = texts.index(text)
         if failure:
             raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
@@ -363,7 +363,7 @@ def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception 
             ]
             mismatch = RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
             raise mark_repeated(mismatch, group.rank == 0)
-    return [said[text][2] for text in texts]
+    return [request_of[text][2] for text in texts]
 
 
 def _find_device(
@@ -384,11 +384,11 @@ def _find_device(
         return None, str(error), None if lacks else error
 
 
-def _find_lack(told: Sequence[Sequence[Any]]) -> str:
-    """Return why ranks cannot all have a GPU of their own, "" if they can. ``told`` has each rank's lack and GPU."""
-    gpus = [gpu for _, gpu, _ in told]
+def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
+    """Return why ranks cannot all have a GPU of their own, "" if they can; ``of_ranks``: each rank's lack and GPU."""
+    gpus = [gpu for _, gpu, _ in of_ranks]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
-    return next((lack for lack, *_ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
+    return next((lack for lack, *_ in of_ranks if lack), f"ranks {twice} see the same GPU" if twice else "")
 
 
 def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:

@@ -19,7 +19,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
-from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, text_of
+from ..errors import Closed, Stalled, TransportError, Unsupported, brief, is_settled, text_of
 from ..optimizers.updaters import check_outside
 from ..protocols import Memory
 
@@ -129,11 +129,11 @@ class Door:
         call = Call("join", JOINED)
         self.running = "join"  # an updater may run here, and cannot call the store
         try:
-            while said := self._agreement.shadow(call):
+            while report := self._agreement.shadow(call):
                 run, failure = None, None
                 with ExitStack() as until_done:
                     try:
-                        run = prepare(said, until_done)
+                        run = prepare(report, until_done)
                     except Exception as error:
                         failure = error
                     self._agreement.confirm(call, failure)
@@ -181,5 +181,4 @@ def show_keys(key: Any = None) -> str:
     """Return the keys of a call, good or bad, for a message."""
     if key is None:
         return ""
-    text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+    return brief(label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key), _MOST_SHOWN)

@@ -14,10 +14,8 @@ from ..cluster.calls import Call, PreparedCall
 from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..engine.plan import digest
-from ..errors import ConfigError, Unsupported
+from ..errors import ConfigError, Unsupported, brief
 from .comparison import text_call
-
-__all__ = ["ControlVerbs", "check_head"]
 
 # Characters of a command in a message.
 _MOST_SHOWN = 80
@@ -61,8 +59,8 @@ class ControlVerbs:
 
     def command(self, head: Any, body: Any) -> PreparedCall:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
-        said = f"{check_head(head)}, {text}"
-        call = text_call("command", said, said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}...")
+        whole = f"{check_head(head)}, {text}"
+        call = text_call("command", whole, brief(whole, _MOST_SHOWN))
         return call, lambda: self._control(call, head, text)
 
     def _control(self, call: Call, head: int, text: str) -> None:
