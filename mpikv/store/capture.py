@@ -35,9 +35,6 @@ from .door import Door, State
 if TYPE_CHECKING:
     from ..verbs import Verbs
 
-__all__ = ["CapturedStep", "Fixed", "prepare_capture"]
-
-_NOT_TOLD = None, "", None
 # How a call runs, in the words that ranks compare and errors show.
 _PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
 _RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
@@ -84,16 +81,8 @@ class _Known:
         return alike and self.table.fits(steps.each[0])
 
 
-class _Launch(NamedTuple):
-    """The prepared launch, cached: between calls only the steps change."""
-
-    known: _Known | None
-    call: Call | None
-    """The description of the pushpull that it was prepared from."""
-    prepared: PreparedCall | None
-
-
-_NO_LAUNCH, _NO_STEPS = _Launch(None, None, None), Steps((), True)
+_UNKNOWN = None, None, None
+_NO_STEPS = Steps((), True)
 
 
 class CapturedStep:
@@ -126,15 +115,16 @@ class CapturedStep:
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
         self._known: _Known | None = None
-        # Cached: the last call described, how it runs, and the description.
-        self._told: tuple[Call | None, str, Call | None] = _NOT_TOLD
-        self._launch = _NO_LAUNCH
+        # Cached: the last call, how it runs, and its description for other ranks.
+        self._described: tuple[Call | None, str | None, Call | None] = _UNKNOWN
+        # Cached, as between launches only the steps change: the state and the call of a launch, and the prepared call.
+        self._launch: tuple[_Known | None, Call | None, PreparedCall | None] = _UNKNOWN
         self._steps = _NO_STEPS
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
         """Drop the recorded graph: values move, or are updated in another way, from now on. Local."""
-        self._known, self._told, self._launch = None, _NOT_TOLD, _NO_LAUNCH
+        self._known, self._described, self._launch = None, _UNKNOWN, _UNKNOWN
 
     def __call__(self, *, wait: bool = True) -> Any:
         """Push and pull. Collective.
@@ -186,29 +176,29 @@ class CapturedStep:
         same = steps.uniform is known.uniform and updater.revision == known.revision
         if not same and not known.suits(steps, updater):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
-        self._steps, launch = steps, self._launch
-        if launch.prepared is not None and launch.known is known and launch.call is call:
-            return launch.prepared
+        self._steps, (of, from_call, launch) = steps, self._launch
+        if launch is not None and of is known and from_call is call:
+            return launch
         if known.graph is not None:
-            prepared = self._described(call, _LAUNCHED), self._launcher(memory, known)
-            self._launch = _Launch(known, call, prepared)
-            return prepared
+            launch = self._describe(call, _LAUNCHED), self._launcher(memory, known)
+            self._launch = known, call, launch
+            return launch
         if not known.ready:
-            return self._described(call, _AGAIN), lambda: self._queue_first(known)
-        return self._described(call, _RECORDED), lambda: self._record(memory, known)
+            return self._describe(call, _AGAIN), lambda: self._queue_first(known)
+        return self._describe(call, _RECORDED), lambda: self._record(memory, known)
 
     def _plainly(self, how: str) -> PreparedCall:
         """Prepare a plain pushpull."""
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
-        return self._described(call, how), run
+        return self._describe(call, how), run
 
-    def _described(self, call: Call, how: str) -> Call:
+    def _describe(self, call: Call, how: str) -> Call:
         """Add the number of this step, and how it runs, to the description that ranks compare."""
-        known, same, described = self._told
+        known, same, described = self._described
         if described is None or call is not known or how != same:
             described = add_text(call, f"captured step #{self._number}, {how}")
-            self._told = call, how, described
+            self._described = call, how, described
         return described
 
     def _bound(self, memory: DeviceMemory) -> _Known:

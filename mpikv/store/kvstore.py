@@ -145,10 +145,8 @@ class KVStore(KVStoreBase):
         """The number of ranks."""
         return self._group.size
 
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks, under MXNet's name."""
-        return self._group.size
+    num_workers = size
+    """The number of ranks, under MXNet's name."""
 
     @property
     def local_rank(self) -> int:
