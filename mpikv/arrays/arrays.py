@@ -367,12 +367,9 @@ def _mapped(nbytes: int, huge_pages: bool) -> Array:
     return np.frombuffer(pages, np.uint8)
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 64) -> Array:
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return a new array at an alignment that other libraries, as JAX, adopt without a copy."""
-    nbytes = prod(shape) * dtype.itemsize
-    memory = np.empty(nbytes + alignment, np.uint8)
-    start = -memory.__array_interface__["data"][0] % alignment
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+    return zeros(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def quiet() -> Callable[..., Any]:

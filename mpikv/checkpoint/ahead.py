@@ -17,7 +17,8 @@ class Ahead(Generic[Item]):
 
     def __init__(self) -> None:
         self._changed = present().condition()
-        self._source: Iterator[Item] | None = None
+        self.source: Iterator[Item] | None = None
+        """The iterator that :meth:`prepare` has given it."""
         self._items: list[Item] = []
         self._failure: BaseException | None = None
         self._process = present().process
@@ -25,16 +26,11 @@ class Ahead(Generic[Item]):
         self.ended = False
         """Whether no more items will come."""
 
-    @property
-    def has_work(self) -> bool:
-        """Whether :meth:`prepare` has given it an iterator."""
-        return self._source is not None
-
     def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
         """Return an iterator over the items that the thread makes. It waits for each item, and raises the iterator's
         exception. Local.
         """
-        self._source = items
+        self.source = items
         return self._taken()
 
     def start(self) -> None:
@@ -69,10 +65,10 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
-        assert self._source is not None
+        assert self.source is not None
         failure = None
         try:
-            for item in self._source:
+            for item in self.source:
                 with self._changed:
                     self._items.append(item)
                     self._changed.notify_all()

@@ -118,7 +118,7 @@ class Checkpoints:
             copies = self._try_together(call, self._copies.make, spans)
             ahead = Ahead[Window]()
             parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
-            self._run_parts(call, parts, enough=lambda: ahead.has_work)
+            self._run_parts(call, parts, enough=lambda: ahead.source is not None)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if work is not None:
             work.start()  # last: the thread would slow down the agreement before on a busy host
@@ -305,7 +305,8 @@ class Checkpoints:
         with ExitStack() as at_end:
             at_end.enter_context(closing(parts))
             while (sums := self._try_together(call, next, parts, None)) is not None:
-                self._combine(sums)
+                if sums.size:  # replaced by the exclusive or of all ranks' sums
+                    np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
                 if enough():
                     at_end.pop_all()
                     return
@@ -319,11 +320,6 @@ class Checkpoints:
             failure = error
         self._agreement.confirm(call, failure)
         return result
-
-    def _combine(self, sums: Array) -> None:
-        """Replace this rank's sums by the exclusive or of all ranks' sums. Collective."""
-        if sums.size:
-            np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
 
     # --- Checks
 

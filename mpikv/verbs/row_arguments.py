@@ -26,7 +26,7 @@ __all__ = [
     "asks_rows",
     "brings_rows",
     "brought",
-    "check_outs",
+    "check_fit",
     "deliver",
     "fill",
     "paired",
@@ -181,12 +181,6 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
             memory.copy((each.out,), (whole,))
 
 
-def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
-    """Raise if some outs cannot hold the rows of a value."""
-    for out in outs:
-        _check_fit(entry, "out", out)
-
-
 def fill(entry: Entry, out: RowSparse) -> None:
     """Give an out all nonzero rows of a value. This rank has its newest elements. Local."""
     memory = entry.place.block.memory
@@ -259,7 +253,7 @@ def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None
 def _fillable(entry: Entry, out: Any) -> Any:
     if not isinstance(out, RowSparse):
         return writable(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
-    _check_fit(entry, "out", out)
+    check_fit(entry, "out", out)
     return out
 
 
@@ -268,7 +262,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
     for each in group:
-        _check_fit(entry, "value", each)
+        check_fit(entry, "value", each)
     memory = entry.place.block.memory
     (only, *others) = every = [_in_memory(each, memory, apart) for each in group]
     for each in every:
@@ -296,7 +290,8 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
             )
 
 
-def _check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
+def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
+    """Raise unless rows fit a value: as a ``value`` that is pushed, or as an ``out`` that is filled."""
     if rows.shape != entry.shape:
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "

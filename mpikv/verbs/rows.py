@@ -22,9 +22,7 @@ from .arguments import outs_of
 from .comparison import Comparison
 from .operands import Operands
 from .renewed import answer
-from .row_arguments import Asked, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
-
-__all__ = ["RowVerbs"]
+from .row_arguments import Asked, asked_of, brought, check_fit, deliver, fill, paired, spare_of, wanted_of
 
 
 class RowVerbs:
@@ -43,7 +41,8 @@ class RowVerbs:
         sparse, dense = _separate(form.groups)
         self._rows.load(plan.dtypes)
         for entry, rows in zip(plan.entries, sparse, strict=True):
-            check_outs(entry, rows)
+            for each in rows:
+                check_fit(entry, "out", each)
             if rows and ignore_sparse:
                 text = "pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it"
                 log(text, entry.key, level=logging.INFO)
