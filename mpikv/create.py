@@ -49,8 +49,6 @@ from .transports.requests import AbortableWaiting
 if TYPE_CHECKING:
     from .store.device_sums import DeviceSums
 
-__all__ = ["check_name", "create"]
-
 
 @dataclass(frozen=True)
 class StoreKind:

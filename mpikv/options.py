@@ -20,23 +20,6 @@ import numpy as np
 
 from .errors import ConfigError, brief, known_names, mark_shortened, text_of
 
-__all__ = [
-    "check_choice",
-    "check_float32",
-    "check_names",
-    "check_number",
-    "check_switch",
-    "check_whole",
-    "choice",
-    "count",
-    "flag",
-    "naming_argument",
-    "naming_arguments",
-    "number",
-    "settle_fields",
-    "unknown_argument",
-]
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound="type[Any]")

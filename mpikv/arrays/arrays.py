@@ -21,33 +21,6 @@ from ..errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
 from ..protocols import Array
 from .float16 import add_widened, widen
 
-__all__ = [
-    "accumulator",
-    "add",
-    "add_in_pairs",
-    "add_in_pairs_over",
-    "aligned",
-    "as_of_library",
-    "castable",
-    "check_apart",
-    "check_mutable",
-    "disjoint",
-    "is_array",
-    "is_immutable",
-    "is_read_only",
-    "lies_elsewhere",
-    "lies_on_host",
-    "local_sum",
-    "name_of",
-    "narrows",
-    "quiet",
-    "run_quietly",
-    "source",
-    "storable",
-    "target",
-    "zeros",
-]
-
 Result = TypeVar("Result")
 
 # By name: numpy gives bfloat16 the kind 'V' of raw bytes, so kinds alone cannot tell it.

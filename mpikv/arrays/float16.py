@@ -14,8 +14,6 @@ import numpy as np
 
 from ..protocols import Array
 
-__all__ = ["add_widened", "narrow", "subnormals_vanish", "widen"]
-
 # Elements per step: with input and output some 600 KB, so a step stays in the cache.
 _BLOCK = 1 << 15
 # Below, numpy's own conversion takes less time than a dozen calls.

@@ -43,8 +43,6 @@ from .client import NUMBERS, PATIENCE, AsyncClient, Kind, Outcome
 from .owner import HalfUpdated, KeyOwner
 from .ssp import SspClocks
 
-__all__ = ["AsyncKVStore", "check_options"]
-
 __tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")

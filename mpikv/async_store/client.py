@@ -20,8 +20,6 @@ from ..errors import PeerFailed, Stalled, TransportError, noted
 from ..protocols import Array, Key
 from ..transports.rpc import Endpoint
 
-__all__ = ["NUMBERS", "PATIENCE", "Act", "AsyncClient", "Kind", "Outcome"]
-
 NUMBERS = np.dtype(np.int64)
 """Dtype of an answer that lists ranks."""
 PATIENCE = 1.0

@@ -17,8 +17,6 @@ from ..engine.keys import Entry, KeyTable
 from ..errors import TransportError, noted
 from ..protocols import Array, Updater
 
-__all__ = ["Answer", "HalfUpdated", "KeyOwner"]
-
 Answer: TypeAlias = "Callable[[int, int, int, Array | BaseException | None], None]"
 """Receives the rank, its ticket, the version of the value, and an answer. A pull is answered by the value; the value
 may change after the call. A failed push is answered by the updater's exception, or by a :class:`HalfUpdated`.

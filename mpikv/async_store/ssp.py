@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["SspClocks"]
-
 
 class _Wait(NamedTuple):
     rank: int

@@ -7,8 +7,6 @@ from typing import Generic, TypeVar
 
 from ..cluster.runtime import present
 
-__all__ = ["Ahead"]
-
 Item = TypeVar("Item")
 
 

@@ -45,8 +45,6 @@ from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, pa
 from .residuals import add_residuals, list_residuals, make_room, place_residuals, restores_residuals
 from .saving import Copies, SaveWork, Span
 
-__all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
-
 
 class Checkpoints:
     """Prepares the checkpoint calls of one store, locally, and runs them, collectively."""

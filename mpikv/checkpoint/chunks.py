@@ -21,8 +21,6 @@ from .ahead import Ahead
 from .files import MOST_PARTS, NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 
-__all__ = ["NO_SUMS", "Parts", "Piece", "Window", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
-
 Parts: TypeAlias = "Generator[Array]"
 """The local parts of a collective call; every rank has as many. After each part the caller learns whether it succeeded
 on all ranks; only then it runs the next. A part yields its contribution (uint32). The caller overwrites it by the

@@ -25,17 +25,6 @@ from ..schedules import Schedule
 from .files import Source, inspect
 from .header import Header, check_byte_order, parse_dtype
 
-__all__ = [
-    "check_dumpable",
-    "describe_updater",
-    "find_states",
-    "find_values",
-    "is_dumpable",
-    "restore_updater",
-    "slot_names",
-    "warn_of_other_mean",
-]
-
 
 class _Unwritable(Exception):
     """A value that JSON cannot hold."""

@@ -15,8 +15,6 @@ from ..engine.arena import Block
 from ..engine.keys import Entry
 from .header import VALUE, Header
 
-__all__ = ["Extent", "list_extents"]
-
 
 class Extent(NamedTuple):
     """Elements of a block, or of its state, that are contiguous in memory and in the file."""

@@ -24,8 +24,6 @@ from ..errors import CheckpointError, Unsupported
 from ..protocols import Array
 from .header import LARGEST_HEADER, Header, parse_header
 
-__all__ = ["MOST_PARTS", "NONCE", "Draft", "Reader", "Source", "inspect"]
-
 NONCE = 8
 """Random bytes in the name of a draft. The other ranks know the draft by them, and no other job draws the same."""
 MOST_PARTS = os.sysconf("SC_IOV_MAX")

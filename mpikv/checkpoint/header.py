@@ -26,21 +26,6 @@ from ..arrays.arrays import bfloat16
 from ..errors import CheckpointError, Unsupported, brief
 from ..protocols import Array, Key
 
-__all__ = [
-    "CHUNK",
-    "LARGEST_HEADER",
-    "VALUE",
-    "CodecArray",
-    "Column",
-    "Header",
-    "Kind",
-    "check_byte_order",
-    "check_writable",
-    "number_alike",
-    "parse_dtype",
-    "parse_header",
-]
-
 T = TypeVar("T")
 
 CHUNK = 1 << 20

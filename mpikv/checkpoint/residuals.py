@@ -22,9 +22,6 @@ from .saving import Span
 if TYPE_CHECKING:
     from ..engine.exchange import Exchange
 
-__all__ = ["add_residuals", "list_residuals", "make_room", "place_residuals", "restores_residuals"]
-
-
 # --- Save
 
 

@@ -22,8 +22,6 @@ from ..protocols import Array, Memory
 from .ahead import Ahead
 from .chunks import Parts, Piece, cut_array
 
-__all__ = ["Copies", "SaveWork", "Span"]
-
 __tracebackhide__ = hidden_from_pytest
 
 

@@ -40,8 +40,6 @@ from .process_group import ProcessGroup
 from .status_board import StatusBoard
 from .tracebacks import place_here
 
-__all__ = ["Agreement", "format_error"]
-
 # Tokens that are no digest: the owner's work went well; the arguments are bad or the work failed. Digests are below
 # JOINED; _WELL and _FAILED meet only each other, in confirm.
 _WELL = 1

@@ -20,8 +20,6 @@ from .printing import log
 from .runtime import here, present
 from .tracebacks import hidden_from_pytest, hide_frames
 
-__all__ = ["Pending", "Work", "urgency"]
-
 __tracebackhide__ = hidden_from_pytest
 
 # Seconds between two looks at another thread's running call: nobody notifies this condition when it ends.

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..protocols import Key
 
-__all__ = ["JOINED", "TEXT_BYTES", "Call", "CallReport", "PreparedCall", "note", "text_of_note"]
-
 JOINED = (1 << 62) - 2
 """The token of a rank that has run out of work; no digest."""
 TEXT_BYTES = 160

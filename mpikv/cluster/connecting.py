@@ -27,8 +27,6 @@ from .runtime import present
 from .shutdown import abort_on_exception, was_forked
 from .windows import SHARED
 
-__all__ = ["connect"]
-
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
     """Return the group of all ranks of the launch, or of ``comm``. Collective over them.

@@ -8,8 +8,6 @@ from contextlib import suppress
 from .runtime import system_function
 from .windows import SHARED
 
-__all__ = ["may_read_processes", "why_no_room"]
-
 # Bytes of shared memory that MPICH 5 takes for each rank of a host in its start. Measured; linear from 1 to 32 ranks.
 _PER_RANK = 5_400_000
 

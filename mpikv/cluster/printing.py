@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["flush_output", "log", "print_lines", "until_read"]
-
 
 def print_lines(text: str, prefix: str) -> None:
     """Print each line of a text with a prefix, after earlier output. Local.

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, Protocol
 
-__all__ = ["OfMessages", "Peer", "Runtime", "enter", "here", "owned", "present", "system_function"]
-
 
 class OfMessages(partial[bool]):
     """A condition that only the message-passing library can make true.

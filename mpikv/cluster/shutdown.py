@@ -20,19 +20,6 @@ from .runtime import OfMessages, present
 from .tracebacks import print_last
 from .waiting import Waiting
 
-__all__ = [
-    "abort_on_exception",
-    "announce_shutdown",
-    "await_shutdown",
-    "complete",
-    "disown_mpi",
-    "end_job",
-    "fail_at_end",
-    "leave_mpi",
-    "receive_shutdowns",
-    "was_forked",
-]
-
 # Message tags: a rank makes no more calls; a rank has given up an operation. Such a message may travel on the caller's
 # communicator; the length of the text distinguishes it from the caller's own messages.
 _TAG, _STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"

@@ -40,8 +40,6 @@ from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
 
-__all__ = ["Inquiry", "StatusBoard"]
-
 _QUESTION = signal.SIGURG
 # The name of the answer file in /proc/<pid>/fd. An asker checks it before each signal.
 _ANSWERS = "mpikv-answers"

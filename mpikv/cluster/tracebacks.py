@@ -23,8 +23,6 @@ from ..config import keeps_frames
 from ..errors import MPIKVError, PeerFailed, is_repeated, is_settled, is_shortened, mark_shortened
 from .printing import print_lines
 
-__all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_here", "place_of", "print_last"]
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 

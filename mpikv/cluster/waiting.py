@@ -9,8 +9,6 @@ from typing import Protocol
 from ..errors import Stalled
 from .runtime import present
 
-__all__ = ["Waiting", "Waits"]
-
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 

@@ -28,8 +28,6 @@ from ..options import check_float32, naming_arguments
 from ..protocols import Array
 from .options import BLOCK, Scratch
 
-__all__ = ["OneBit", "TwoBit"]
-
 _SUMS, _CODES = Scratch(BLOCK, np.float32), Scratch((2, BLOCK), np.uint8)
 
 

@@ -11,8 +11,6 @@ from ..arrays.float16 import add_widened, narrow
 from ..protocols import Array
 from .options import BLOCK, Scratch
 
-__all__ = ["Bfloat16", "Float16"]
-
 _WORDS = Scratch(BLOCK, np.uint32)
 # The largest finite float16. Without the clip, an element above it would become infinite, and its residual too.
 _LARGEST = 65504.0

@@ -11,8 +11,6 @@ from ..errors import ConfigError
 from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
 from .options import Scratch, checked
 
-__all__ = ["ElementwiseFeedback", "ErrorFeedback", "ValueFeedback"]
-
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
 def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802

@@ -7,8 +7,6 @@ import numpy as np
 from ..protocols import Array, ElementwiseCodec, Memory
 from .options import SamePayloads
 
-__all__ = ["HostFallback"]
-
 
 class HostFallback(SamePayloads):
     """An :class:`~mpikv.protocols.ElementwiseCodec` for GPU arrays that lets another one work on the host.

@@ -15,8 +15,6 @@ import numpy as np
 from ..options import count, naming_arguments, settle_fields
 from ..protocols import Array, Rounds, Sum
 
-__all__ = ["LowRank"]
-
 
 @naming_arguments
 @dataclass(frozen=True)

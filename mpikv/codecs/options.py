@@ -10,8 +10,6 @@ import numpy as np
 
 from ..protocols import Array, Codec, ElementwiseCodec
 
-__all__ = ["BLOCK", "SamePayloads", "Scratch", "checked"]
-
 # Elements per step: its temporary arrays stay in the cache. A multiple of 32: blocks are whole words of any payload.
 BLOCK = 1 << 14
 

@@ -16,8 +16,6 @@ from ..errors import ConfigError
 from ..options import check_number, check_whole, naming_arguments
 from ..protocols import Array, Gather, Rounds
 
-__all__ = ["TopK", "largest"]
-
 
 @naming_arguments
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ import numpy as np
 
 from ..protocols import Array, Transport
 
-__all__ = ["Alltoallv", "Part", "gather"]
-
 _MOST_LABELS = 4096
 
 Part: TypeAlias = "Sequence[Array]"

@@ -32,8 +32,6 @@ from ..protocols import Array, Memory, Slots, Transport
 from .grid import Grid, rounded
 from .spans import Spans
 
-__all__ = ["LINE_BYTES", "Arena", "Block", "Place"]
-
 # The size of a block that small values share. A value of a quarter of it or more gets a block of its own, cut over all
 # ranks.
 _POOL_BYTES = 256 << 10

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..cluster.calls import Call
 
-__all__ = ["Confirm", "Contribution", "Steps", "UpdateCall"]
-
 Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks the error of this rank's updater, or None; raises if the updater of any rank raised."""
 

@@ -26,18 +26,6 @@ from .keys import Entry
 from .plan import Bucket, Plan
 from .spans import Spans
 
-__all__ = [
-    "Compression",
-    "Layers",
-    "RangeCompression",
-    "ValueCompression",
-    "check",
-    "check_payloads",
-    "compress",
-    "ensure_residuals",
-    "restoring",
-]
-
 Layers: TypeAlias = "Sequence[Sequence[Array]]"
 """The arrays that this rank pushes: for each position in the keys' lists, the flat array of each key. Empty where the
 rank brings nothing."""

@@ -25,8 +25,6 @@ from .placement import place
 from .plan import Plan, Planner
 from .values import Values
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """Keeps a store's values and settings. Methods are collective unless marked *Local*."""

@@ -23,8 +23,6 @@ from .pipeline import Arrays, Pipeline, are_plain
 from .plan import Plan
 from .values import Values
 
-__all__ = ["GpuPipeline"]
-
 Stages = TypeVar("Stages", bound=Callable[..., None])
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from ..protocols import Placement, Shard
 from .spans import Spans
 
-__all__ = ["Grid", "rounded"]
-
 
 @dataclass(frozen=True)
 class Grid:

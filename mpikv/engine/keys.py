@@ -22,8 +22,6 @@ from .arena import Place
 
 _KINDS = ({str}, {int})
 
-__all__ = ["Entry", "Form", "KeyTable", "flatten", "leaves", "parse"]
-
 
 @dataclass(eq=False)
 class Entry:

@@ -33,8 +33,6 @@ from .keys import Entry
 from .plan import Bucket, Plan, Update
 from .values import Values
 
-__all__ = ["Arrays", "Pipeline", "are_plain", "cut", "groups_of"]
-
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
 shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""

@@ -26,8 +26,6 @@ from ..errors import ConfigError, Unsupported, known_names
 from ..optimizers.updaters import Assign
 from ..protocols import Placement, Shard, Transport, Updater
 
-__all__ = ["Owners", "Replicated", "Root", "Sharded", "place"]
-
 # Shards begin at multiples of this many elements, so that two ranks never write to one cache line.
 _ALIGNMENT = 64
 

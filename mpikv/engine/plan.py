@@ -40,9 +40,6 @@ from .keys import Entry
 from .lazy import lazy
 from .spans import Spans
 
-__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "turns"]
-
-
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
 # send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
 _DIRECT_BYTES = 64 << 10

@@ -9,8 +9,6 @@ from functools import cached_property
 from itertools import accumulate
 from operator import itemgetter
 
-__all__ = ["Spans"]
-
 
 @dataclass(frozen=True)
 class Spans:

@@ -18,8 +18,6 @@ from .keys import Entry, KeyTable
 from .plan import Plan, Planner, Plans
 from .spans import Spans
 
-__all__ = ["PlanListener", "Values"]
-
 
 class PlanListener(Protocol):
     """An object that keeps plans, or things made of them, such as a captured step."""

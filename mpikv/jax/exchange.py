@@ -27,8 +27,6 @@ from ..store.allreduce_store import AllReduce
 from ..store.kvstore import KVStore
 from ..store.plugins import KVStoreBase
 
-__all__ = ["broadcast", "pushpull", "refuse"]
-
 Tree = TypeVar("Tree")
 
 # Measured: JAX 0.7.0 aborts in XLA, 0.7.2 does not.

@@ -12,8 +12,6 @@ from ..errors import TransportUnavailable
 from ..store.kvstore import KVStore
 from .exchange import pushpull, refuse
 
-__all__ = ["all_reduce", "value_and_grad"]
-
 
 def value_and_grad(
     f: Callable[..., Any], kv: KVStore, argnums: int | Sequence[int] = 0, has_aux: bool = False

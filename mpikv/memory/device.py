@@ -15,8 +15,6 @@ from ..protocols import Array, Gpu, Workspace
 from .stream_order import GpuOrder
 from .workspace import GpuWorkspace
 
-__all__ = ["DeviceMemory", "found", "read"]
-
 _GPUS: WeakSet[Gpu] = WeakSet()
 """The GPUs of this process's stores, past and present."""
 

@@ -17,8 +17,6 @@ from ..errors import Unsupported
 from ..protocols import Array, Gpu, Transport
 from .stream_order import HostOrder
 
-__all__ = ["HOST", "HostMemory", "private"]
-
 
 class HostMemory:
     """The :class:`~mpikv.protocols.Memory` of numpy arrays, and its :class:`~mpikv.protocols.Workspace`. Its operations

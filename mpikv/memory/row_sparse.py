@@ -16,8 +16,6 @@ from .device import found, read
 from .host import HOST
 from .workspace import GpuWorkspace
 
-__all__ = ["NonzeroRows", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
-
 
 class RowSparse:
     """An array given by the numbers and the values of some rows; all other rows are zero.

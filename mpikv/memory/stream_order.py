@@ -28,8 +28,6 @@ from ..cluster.printing import log
 from ..errors import MPIKVError, TransportError, Unsupported
 from ..protocols import Array, Event, Gpu, Graph, Stream
 
-__all__ = ["GpuOrder", "HostOrder", "Issued"]
-
 Door: TypeAlias = "Callable[[str, Callable[[Any], Any]], Any]"
 """Runs a function that queues work, with the transport's argument, and returns its result. The text names the call in
 errors.

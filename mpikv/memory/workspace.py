@@ -11,8 +11,6 @@ import numpy as np
 
 from ..protocols import Array, Gpu
 
-__all__ = ["ALIGNMENT", "GpuWorkspace"]
-
 ALIGNMENT = 256
 """Most bytes of padding per array in a workspace. CUDA's allocator aligns arrays to as many."""
 

@@ -14,8 +14,6 @@ import numpy as np
 from ..engine.alltoallv import Alltoallv, Part
 from ..protocols import Array, Transport
 
-__all__ = ["Kind", "Ready", "RowMessages", "Selected", "Take", "row_messages"]
-
 Selected: TypeAlias = "tuple[Array, Array]"
 """The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
 

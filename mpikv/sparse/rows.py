@@ -29,8 +29,6 @@ from .messages import Kind, Selected, row_messages
 if TYPE_CHECKING:
     from ..engine.exchange import Exchange
 
-__all__ = ["Rows", "check_updater"]
-
 # Bytes kept from push to push: fresh memory costs more than the sums in it. A larger push allocates.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)

@@ -23,8 +23,6 @@ from ..errors import Closed, Stalled, TransportError, Unsupported, brief, is_set
 from ..optimizers.updaters import check_outside
 from ..protocols import Memory
 
-__all__ = ["Door", "State", "show_keys"]
-
 __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 _Prepare: TypeAlias = "Callable[[CallReport, ExitStack], Callable[[], Any] | None]"

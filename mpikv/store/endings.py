@@ -13,8 +13,6 @@ from ..cluster.windows import forget_windows, free_leftovers
 from ..errors import Stalled, notes, text_of
 from .kvstore import lost_stores, open_stores
 
-__all__ = ["prepare_endings", "tell_unseen"]
-
 
 def prepare_endings(on_gpu: bool) -> None:
     """Arrange for the ends of a process that has made a store. Called once MPI is loaded, so that MPI ends after it."""

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from ..checkpoint import Checkpoints, SaveWork
     from .capture import CapturedStep
 
-__all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
-
 __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])

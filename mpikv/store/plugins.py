@@ -9,8 +9,6 @@ from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 from ..errors import ConfigError, Unsupported
 from ..protocols import Key
 
-__all__ = ["KVStoreBase", "plugin"]
-
 GROUP = "mpikv.stores"
 """The group of entry points in which an installed package names its stores."""
 

@@ -14,8 +14,6 @@ from ..protocols import Key
 from ..verbs.renewed import contained
 from .wrapped import Wrapped
 
-__all__ = ["Scope"]
-
 __tracebackhide__ = hidden_from_pytest
 
 # Lists of keys that are remembered with their names in the store.

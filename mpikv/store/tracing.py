@@ -25,8 +25,6 @@ from ..cluster.printing import log
 from ..errors import ConfigError
 from .kvstore import KVStore
 
-__all__ = ["SUFFIX", "Tracer", "find_tracer", "traced"]
-
 SUFFIX = ".mpikv-trace"
 """Ends the name of a rank's file."""
 

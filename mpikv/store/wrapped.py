@@ -8,8 +8,6 @@ from ..cluster.tracebacks import hiding_frames
 from ..errors import a_kind
 from .plugins import KVStoreBase
 
-__all__ = ["Wrapped"]
-
 
 class Wrapped(KVStoreBase):
     """A store that is made of a :class:`mpikv.KVStore`."""

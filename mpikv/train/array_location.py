@@ -12,8 +12,6 @@ from ..arrays.arrays import check_mutable, lies_elsewhere, source, target
 from ..compute.cuda.gpu import gpu_of
 from ..protocols import Array, Gpu
 
-__all__ = ["Located", "added_up", "readable", "writable"]
-
 
 class Located(NamedTuple):
     """An array and its GPU; None for the host. The array is numpy's or the GPU library's."""

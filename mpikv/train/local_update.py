@@ -14,8 +14,6 @@ from ..optimizers import Optimizer
 from ..protocols import Array, Key
 from .parameter import Parameter
 
-__all__ = ["LocalUpdate", "can_update", "place_state"]
-
 
 def can_update(optimizer: Optimizer, parameter: Parameter) -> bool:
     """Return whether an optimizer can update values of a parameter's dtype. Local."""

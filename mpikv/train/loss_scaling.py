@@ -14,8 +14,6 @@ from ..protocols import Array, Gpu
 from .array_location import readable, writable
 from .parameter import Parameter
 
-__all__ = ["LossScaler", "clip_global_norm"]
-
 Item = TypeVar("Item")
 
 # Elements cast to float64 at once: 512 KiB in place of a copy of the whole array.

@@ -17,8 +17,6 @@ from ..options import check_choice, naming_arguments
 from ..protocols import Array, Gpu
 from .array_location import Located, added_up, readable, writable
 
-__all__ = ["Parameter", "first_names", "name_parameters"]
-
 # Bound on numpy's search for common elements of two arrays, in candidate solutions (max_work).
 _MOST_WORK = 100_000
 

@@ -36,8 +36,6 @@ from .local_update import LocalUpdate, can_update, place_state
 from .loss_scaling import LossScaler
 from .parameter import Parameter, first_names, name_parameters
 
-__all__ = ["Trainer"]
-
 __tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")

@@ -8,8 +8,6 @@ from ..cluster.process_group import ProcessGroup
 from ..errors import settled
 from ..protocols import Array
 
-__all__ = ["allocate_collectively"]
-
 
 def allocate_collectively(
     group: ProcessGroup,

@@ -21,9 +21,6 @@ from ..cluster.runtime import system_function
 from ..errors import TransportError
 from ..protocols import Array
 
-__all__ = ["Attached", "CopyChoice", "attach"]
-
-
 # In this many choices each way is tried once, since the faster way changes within minutes.
 _PERIOD = 32
 # The weight of a new sample, and its bound as a multiple of the mean: a rank may have lost its core meanwhile.

@@ -27,8 +27,6 @@ from .requests import Requests
 from .routes import routes_of
 from .shm import ShmTransport
 
-__all__ = ["HierarchicalTransport"]
-
 # The tag of messages between hosts.
 _TAG = 2
 # The same messages come again and again, and a look-up is faster than dividing them again.

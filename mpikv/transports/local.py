@@ -12,8 +12,6 @@ from ..protocols import Array, Memory
 from .unshared import Unshared
 from .watchdog import Watchdog
 
-__all__ = ["LocalTransport"]
-
 
 class LocalTransport(Unshared):
     """The transport of a store with a single rank."""

@@ -27,8 +27,6 @@ from .allocation import allocate_collectively
 from .requests import Requests
 from .unshared import Unshared
 
-__all__ = ["MpiTransport"]
-
 # The most ranks for which an exchange of half precision beats an allreduce in float32. With messages of b bytes in half
 # precision and n ranks, each rank receives (n - 1) b in the exchange, and at least 4 b (n - 1) / n in the allreduce.
 _FEW_RANKS = 3

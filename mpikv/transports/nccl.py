@@ -35,8 +35,6 @@ from .preflight import preflight, shown
 from .unshared import Unshared
 from .watchdog import Watchdog, Work
 
-__all__ = ["WIRES", "NcclTransport", "Wire", "last_error"]
-
 # Seconds for an abort, which may itself wait for ever; the process then ends without it.
 _PATIENCE = 2.0
 # Looks at work in flight between two of which something that was told is listened for.

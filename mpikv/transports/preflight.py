@@ -11,8 +11,6 @@ from ..cluster.process_group import ProcessGroup
 from ..errors import TransportUnavailable, settled
 from ..protocols import Gpu
 
-__all__ = ["preflight", "shown"]
-
 # From 2.30 on NCCL can let ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
 _SHARING = 23000
 

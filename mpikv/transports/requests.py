@@ -17,8 +17,6 @@ from ..cluster.runtime import OfMessages, present
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
 
-__all__ = ["AbortableWaiting", "Requests"]
-
 # Polls between two looks for notices of other ranks: a look takes longer than a poll.
 _LOOK_EVERY = 64
 # Abandoned requests. They keep the buffers alive: MPI may still read and write them.

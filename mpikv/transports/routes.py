@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Route", "Routes", "routes_of"]
-
 # Carriers' parts are multiples of so many elements, so a few elements make one message. 64 float32 are 4 cache lines.
 _ALIGNMENT = 64
 

@@ -27,8 +27,6 @@ from ..cluster.runtime import present
 from ..cluster.waiting import Waits
 from ..protocols import Array
 
-__all__ = ["Endpoint", "Request", "Serve", "unserved"]
-
 _REQUEST, _REPLY = 1, 2
 _HEAD = 64
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-3

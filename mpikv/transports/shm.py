@@ -30,8 +30,6 @@ from ..memory.host import HOST
 from ..protocols import Array, Memory
 from .cma import CopyChoice, attach
 
-__all__ = ["ShmTransport"]
-
 # int64 words per rank, in a pair of cache lines of its own (processors fetch lines in pairs): arrivals, two tokens, and
 # for each half the address of a contribution outside of it, or 0.
 _STRIDE = 16

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Unshared"]
-
 
 class Unshared:
     """The facts of a :class:`~mpikv.protocols.Transport` with separate memory on each rank."""

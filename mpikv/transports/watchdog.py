@@ -11,8 +11,6 @@ from ..cluster.printing import log
 from ..cluster.waiting import Waiting
 from ..protocols import Event
 
-__all__ = ["Watchdog", "Work"]
-
 # Seconds between two looks. Successful work is done by then, and costs no look.
 _NAP = 0.01
 # Seconds without work until the thread ends. A training queues its next work sooner, so the thread is not made anew.

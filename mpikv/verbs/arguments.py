@@ -16,22 +16,6 @@ from ..optimizers import Optimizer, create
 from ..protocols import Array, Key, Memory
 from .renewed import check_integers, contained
 
-__all__ = [
-    "WIDER",
-    "in_form",
-    "new_arrays",
-    "optimizer_of",
-    "outs_of",
-    "priorities",
-    "singles",
-    "sources",
-    "stand_in",
-    "targets",
-    "updater_function",
-    "writable",
-]
-
-
 WIDER = "init the key with a wider dtype"
 """Advice for integers that a stored value cannot hold."""
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"

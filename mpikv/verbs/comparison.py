@@ -18,9 +18,6 @@ from ..optimizers import Optimizer
 from ..protocols import Array, Updater
 from .arguments import priorities
 
-__all__ = ["Comparison", "add_text", "text_call"]
-
-
 # Verbs that move no whole values, and so need no buckets.
 _NO_BUCKETS = ("row_sparse_pull", "delete")
 _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)

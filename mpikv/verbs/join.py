@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .push_pull import PushPull
     from .rows import RowVerbs
 
-__all__ = ["Join"]
-
 
 class Join:
     """Prepares the calls of other ranks."""

@@ -22,8 +22,6 @@ from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
 from .renewed import Renewed, widened
 from .row_arguments import Brought, brings_rows, brought
 
-__all__ = ["GpuOperands", "Operands", "given_to_fill"]
-
 _is_contiguous = attrgetter("flags.c_contiguous")
 _LISTS, _KEY_TYPES = (list, tuple), {int, str}
 

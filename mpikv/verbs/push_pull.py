@@ -20,8 +20,6 @@ from .row_arguments import Brought, asks_rows
 if TYPE_CHECKING:
     from .rows import RowVerbs
 
-__all__ = ["PushPull"]
-
 
 class PushPull:
     """Prepares these calls of one store."""

@@ -18,8 +18,6 @@ from ..arrays.arrays import as_of_library, narrows
 from ..errors import ValueMismatch, settled
 from ..protocols import Array, Key, Memory
 
-__all__ = ["Filled", "Renewed", "Widened", "answer", "check_integers", "check_out", "contained", "widened"]
-
 
 class Renewed:
     """A caller's structure with arrays of numpy in place of those that cannot be written, until they are filled."""

@@ -18,23 +18,6 @@ from ..protocols import Array, Key, Memory
 from .arguments import WIDER, writable
 from .renewed import check_integers, check_out
 
-__all__ = [
-    "Asked",
-    "Brought",
-    "Wanted",
-    "asked_of",
-    "asks_rows",
-    "brings_rows",
-    "brought",
-    "check_fit",
-    "deliver",
-    "fill",
-    "paired",
-    "single_rows",
-    "spare_of",
-    "wanted_of",
-]
-
 _NUMPYS = {np.ndarray}
 
 

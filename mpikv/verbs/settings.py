@@ -14,8 +14,6 @@ from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
 from .comparison import Comparison, text_call
 
-__all__ = ["SettingVerbs"]
-
 
 class SettingVerbs:
     """Prepares these calls of one store."""

@@ -16,8 +16,6 @@ from .operands import Operands, given_to_fill
 from .renewed import answer
 from .row_arguments import brings_rows, single_rows
 
-__all__ = ["ValueVerbs"]
-
 
 class ValueVerbs:
     """Prepares these calls of one store."""
