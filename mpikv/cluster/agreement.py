@@ -34,9 +34,8 @@ from ..errors import (
     settled,
     text_of,
 )
-from ..protocols import Transport
+from ..protocols import Group, Transport
 from .calls import JOINED, Call, CallReport, text_of_note
-from .process_group import ProcessGroup
 from .status_board import StatusBoard
 from .tracebacks import place_here
 
@@ -52,7 +51,7 @@ _END = "the end of the program"
 class Agreement:
     """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
-    def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, verifies: bool) -> None:
+    def __init__(self, transport: Transport, group: Group, board: StatusBoard, verifies: bool) -> None:
         self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size

@@ -24,8 +24,8 @@ from .mpi_library import check_world, find_mapped_files, load_mpi, name_library,
 from .printing import log
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
+from .shared_memory import SHARED
 from .shutdown import abort_on_exception, was_forked
-from .windows import SHARED
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:

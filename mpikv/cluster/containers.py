@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 
 from .runtime import system_function
-from .windows import SHARED
+from .shared_memory import SHARED
 
 # Bytes of shared memory that MPICH 5 takes for each rank of a host in its start. Measured; linear from 1 to 32 ranks.
 _PER_RANK = 5_400_000

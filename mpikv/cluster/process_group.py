@@ -8,24 +8,24 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import Stalled, mark_stalled
+from ..errors import Closed, Stalled, mark_stalled
 from ..protocols import Array
 from .environment import dividing_variables
 from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
+from .shared_memory import allocate_shared
 from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
-from .windows import SharedWindows
 
-__all__ = ["ANSWERS", "ASKS", "GONE", "ProcessGroup", "warn_once"]
+__all__ = ["ANSWERS", "ASKS", "GONE", "ProcessGroup", "boot_id", "warn_once"]
 
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
 # answers of hosts.
@@ -58,7 +58,6 @@ class ProcessGroup:
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
         self._timeout = timeout
-        self.windows = SharedWindows()
         self.divided = ""
         """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
         self._end = ""
@@ -74,11 +73,13 @@ class ProcessGroup:
         self._control: Any = None
         """For the ranks' messages about failures, and at the end."""
         self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
+        self.host_ranks: tuple[int, ...] = (0,)
+        self.hosts: tuple[str, ...] = (present().host,)
+        self.local_rank = 0
         if self.comm:
             self._join_hosts(simulate_ranks_per_host, insists)
         else:
             self.host_cores = len(os.sched_getaffinity(0))
-            self.local_rank, self.hosts, self.host_ranks = 0, (present().host,), (0,)
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
@@ -93,10 +94,7 @@ class ProcessGroup:
         self.host_cores = cores * self.host_comm.size // machine.size
         machine.Free()
         self.local_rank = self.host_comm.rank
-        pairs = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
-        self.host_ranks, members = zip(*pairs, strict=True)
-        waits = partial(complete, comm=self.host_comm, ranks=self.host_ranks, timeout=self._timeout)
-        self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "", waits)
+        self.host_ranks = tuple(self.host_comm.allgather(self.rank))
         hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
@@ -129,6 +127,21 @@ class ProcessGroup:
     def threads(self) -> bool:
         """Whether several threads of this process may use MPI at once."""
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
+
+    def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
+        """Return memory that the ranks of this host share, see :func:`.allocate_shared`. Collective over the host.
+
+        Raises:
+            Closed: after :meth:`close`.
+        """
+        if self.size > 1 and self.comm is None:
+            raise Closed("this group of ranks is closed; memory of this rank alone would not be shared")
+        return allocate_shared(self, nbytes, zeroed)
+
+    def exchange(self, text: str) -> list[str]:
+        """Return the texts of the ranks of this host, in rank order. Collective over the host."""
+        with self.translated("exchanging texts"):
+            return list(self.host_comm.allgather(text)) if self.comm else [text]
 
     def gather(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order. Collective.
@@ -230,7 +243,7 @@ class ProcessGroup:
         return list if self.comm is None else announce_shutdown(self.comm)
 
     def close(self) -> None:
-        """Free the communicators, and the shared memory that no rank uses. Collective, idempotent.
+        """Free the communicators. Shared memory stays as long as a rank has an array over it. Collective, idempotent.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -238,14 +251,13 @@ class ProcessGroup:
         if self.comm is None:
             return
         with self.translated("closing"):
-            self.windows.close()
-            self.host_comm.Free()
             with self._listening:  # a watchdog's thread may be receiving, and does so no more from here on
                 self._closing = True
             self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM))
             # MPI gives this communicator's number to the next one, and leftover messages would be received there.
             Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
-            comm, self.comm, self.host_comm = self.comm, None, None
+            comm, self.comm = self.comm, None
+            self.host_comm.Free()
             self._control.Free()
             comm.Free()
 
@@ -258,8 +270,13 @@ class ProcessGroup:
 
 def _describe_machine(rank: int) -> str:
     """Return the host's name and boot. All ranks of one machine have the same; another container has its own name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{present().host} {boot.read_text().strip() if boot.exists() else rank}"
+    return f"{present().host} {boot_id() or rank}"
+
+
+def boot_id() -> str:
+    """Return the number of the system's start, the same in all containers of a machine; "" if the system has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else ""
 
 
 def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[str]) -> str:

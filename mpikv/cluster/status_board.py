@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..protocols import Array
+from ..protocols import Array, Group
 from .calls import TEXT_BYTES
 from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
@@ -63,13 +63,15 @@ class Answer(NamedTuple):
 class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: Group) -> None:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
-        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self.number[0])
+        self._inquiry: Inquiry | None = None
+        if isinstance(group, ProcessGroup) and not group.one_host:
+            self._inquiry = Inquiry(group, lambda: self._look(()), lambda: self.number[0])
         numbers = [(name, "i8") for name in ("call", "pid", "thread", "answers", "over", "length")]
         slot = np.dtype([*numbers, ("text", "u1", TEXT_BYTES)])
-        board = group.windows.allocate(slot.itemsize * len(self._ranks))
+        board = group.allocate(slot.itemsize * len(self._ranks))
         self._look_at(board.view(slot))
         mine = self._slots[group.local_rank]
         mine["pid"] = mine["thread"] = present().process

@@ -234,7 +234,7 @@ class Arena:
         self._pools: dict[int, Block] = {}
         self._load = [0] * transport.size
         # Whether a block has ever ended; whether one with buffers has, since the transport last took memory back.
-        self._ended = self._left_buffers = False
+        self._ended = False
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -278,7 +278,6 @@ class Arena:
             yield
         except MemoryError:
             vars(self).update(kept)
-            self._transport.reclaim()
             raise
 
     def release(self, places: Sequence[Place]) -> None:
@@ -298,7 +297,7 @@ class Arena:
         return block.index in self._pools
 
     def shrink(self) -> None:
-        """Give large segments without blocks back to the transport. Collective."""
+        """Give large segments without blocks back to the system. Collective."""
         idle = [
             number
             for number, segment in self._segments.items()
@@ -307,9 +306,6 @@ class Arena:
         for number in idle:
             self._holes.remove(_BYTES, number, 0)
             del self._segments[number], self._reached[number]
-        if idle or self._left_buffers:
-            self._left_buffers = False
-            self._transport.reclaim()
 
     def holds(self, array: Array) -> bool:
         """Return whether an array lies in the memory of values."""
@@ -454,4 +450,3 @@ class Arena:
         self._holes.add(_BYTES, *block.origin, self._nbytes(block.values.dtype, block.values.size))
         self._add_load(block, -1)
         self._ended = True
-        self._left_buffers |= block.buffers is not None

@@ -1,4 +1,5 @@
-"""The seams of mpikv: the contracts of transports, placements, updaters, kernels and codecs with the store.
+"""The seams of mpikv: the contracts of groups, transports, placements, updaters, kernels and codecs with the
+store.
 
 Each seam is a Protocol in a file of its own. A class with its attributes implements it; subclassing is never needed. A
 class of tests in :mod:`mpikv.testing` holds every implementation to its contract. This package imports nothing of
@@ -8,6 +9,7 @@ mpikv.
 from .arrays import Array, Key, Slots
 from .codec import Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 from .gpu import Event, Gpu, Graph, Stream
+from .group import Group
 from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
@@ -24,6 +26,7 @@ __all__ = [
     "Gpu",
     "GpuKernels",
     "Graph",
+    "Group",
     "Issue",
     "Kernels",
     "Key",

@@ -75,14 +75,11 @@ class Transport(Protocol):
         """The index of the send buffer for the next sum or all_to_all, and only that one."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes. The transport owns it until it
-        closes or reclaims it.
+        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes. It goes back
+        to the system with the last array over it.
 
         Raises MemoryError on every rank if one has too little.
         """
-
-    def reclaim(self) -> None:
-        """Free the allocated memory without arrays on any rank; the rest stays."""
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         """Sum every rank's ``send`` at the root. ``recv`` is ignored on the other ranks."""

@@ -9,7 +9,6 @@ from functools import cache
 
 from ..cluster.printing import log, print_lines
 from ..cluster.shutdown import await_shutdown, disown_mpi, end_job, fail_at_end, leave_mpi
-from ..cluster.windows import forget_windows, free_leftovers
 from ..errors import Stalled, notes, text_of
 from .kvstore import lost_stores, open_stores
 
@@ -60,7 +59,6 @@ def _close_all() -> None:
         why = f"ranks {absent} do not reach the end of their programs"
         log("ending the job: %s", why, level=logging.ERROR)
         end_job(why)
-    free_leftovers()
     leave_mpi()
 
 
@@ -83,5 +81,4 @@ def _end_in_child() -> None:
             "(see docs/how-to/launch.md#fork)"
         )
     lost_stores().clear()  # the parent's affair
-    forget_windows()
     disown_mpi()

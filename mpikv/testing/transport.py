@@ -23,7 +23,7 @@ import pytest
 from ..arrays.arrays import accumulator, add
 from ..cluster.process_group import ProcessGroup
 from ..errors import Stalled, TransportError
-from ..protocols import Array, Transport
+from ..protocols import Array, Group, Transport
 
 __all__ = ["TransportContract"]
 
@@ -45,11 +45,11 @@ class TransportContract:
     limit = 4096
     """The limit of the transport under test, in bytes."""
 
-    def group(self, comm: Any) -> ProcessGroup:
+    def group(self, comm: Any) -> Group:
         """Return a new group of the ranks, perhaps on several hosts. Collective."""
         return ProcessGroup(comm)
 
-    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
         """Return a new transport. Collective."""
         raise AssertionError("a subclass of TransportContract defines make()")
 
@@ -513,7 +513,7 @@ def placed(transport: Transport, content: Array) -> Array:
     return transport.memory.source(content)
 
 
-def sharers(group: ProcessGroup, transport: Transport) -> Sequence[int]:
+def sharers(group: Group, transport: Transport) -> Sequence[int]:
     """Return the ranks that share this rank's allocated memory."""
     return group.host_ranks if transport.sharing_size > 1 else (transport.rank,)
 

@@ -36,9 +36,6 @@ class Wrapper:
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)
 
-    def reclaim(self) -> None:
-        self._transport.reclaim()
-
     @property
     def send_buffers(self) -> tuple[Array, ...]:
         return self._transport.send_buffers

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..cluster.process_group import ProcessGroup
 from ..errors import settled
-from ..protocols import Array
+from ..protocols import Array, Group
 
 
 def allocate_collectively(
-    group: ProcessGroup,
+    group: Group,
     agree: Callable[[int], bool],
     make: Callable[[int], Array],
     nbytes: int,
-    take_back: Callable[[], None] = lambda: None,
     what: str = "values",
 ) -> Array:
     """Return the memory of ``make(nbytes)``, or raise on every rank. Collective over the group, as ``agree`` is.
 
-    If another rank has too little, ``take_back`` undoes this rank's allocation. ``what`` names the purpose, for
-    messages.
+    ``what`` names the purpose, for messages.
 
     Raises:
         MemoryError: on every rank, if one raised it.
@@ -32,8 +29,6 @@ def allocate_collectively(
     except MemoryError as error:
         reason = str(error) or "the process cannot have more"
     if not agree(memory is not None) or memory is None:
-        if memory is not None:
-            take_back()
         short = {rank: why for rank, why in enumerate(group.gather(reason)) if why}
         text = f"{nbytes} bytes for {what} are needed and ranks {list(short)} have too little memory"
         raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))

@@ -9,6 +9,7 @@ child. Then :func:`attach` returns None.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -16,10 +17,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import system_function
 from ..errors import TransportError
-from ..protocols import Array
+from ..protocols import Array, Group
 
 # In this many choices each way is tried once, since the faster way changes within minutes.
 _PERIOD = 32
@@ -78,22 +78,23 @@ class Attached:
             )
 
 
-def attach(group: ProcessGroup) -> Attached | None:
+def attach(group: Group) -> Attached | None:
     """Return access to the memories of the ranks of this host, or None if one rank cannot read another's.
 
     Collective over the host.
     """
     # In another PID namespace this number may be another process, so a read alone proves nothing: a secret does.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
-    offers = group.host_comm.allgather((os.getpid(), secret.ctypes.data, secret.tobytes()))
-    pids, addresses, expected = zip(*offers, strict=True)
-    attached, copies = None, np.zeros((len(offers), secret.size), np.uint8)
+    offer = json.dumps([os.getpid(), secret.ctypes.data, secret.tobytes().hex()])
+    pids, addresses, expected = zip(*map(json.loads, group.exchange(offer)), strict=True)
+    attached, copies = None, np.zeros((len(pids), secret.size), np.uint8)
     with suppress(OSError, TransportError):  # forbidden, or not Linux: ranks then copy through shared memory
         attached = Attached(pids, group.host_ranks)
         for local_rank, address in enumerate(addresses):
             attached.read(local_rank, address, copies[local_rank])
-    # The second allgather also keeps every rank's secret alive until all have read it.
-    return attached if all(group.host_comm.allgather(copies.tobytes() == b"".join(expected))) else None
+    # This exchange also keeps every rank's secret alive until all have read it.
+    known = group.exchange(str(copies.tobytes().hex() == "".join(expected)))
+    return attached if set(known) == {"True"} else None
 
 
 class CopyChoice:

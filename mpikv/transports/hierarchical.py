@@ -90,15 +90,10 @@ class HierarchicalTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        memory = allocate_collectively(
-            self._group, self._flat.agree, self._group.windows.allocate, nbytes, self._group.windows.free_last
-        )
+        memory = allocate_collectively(self._group, self._flat.agree, self._group.allocate, nbytes)
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory
-
-    def reclaim(self) -> None:
-        self._group.windows.reclaim()
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))

@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..cluster.process_group import ProcessGroup
+from ..cluster.shared_memory import memory_barrier
 from ..cluster.waiting import Waits
 from ..errors import Stalled
 from ..memory.host import HOST
-from ..protocols import Array, Memory
+from ..protocols import Array, Group, Memory
 from .cma import CopyChoice, attach
 
 # int64 words per rank, in a pair of cache lines of its own (processors fetch lines in pairs): arrivals, two tokens, and
@@ -50,7 +50,7 @@ _Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 
 
 class ShmTransport:
-    """The transport of ranks that share one host's memory (MPI-3 shared windows).
+    """The transport of ranks that share one host's memory (``cluster/shared_memory.py``).
 
     Of a group on several hosts it joins the ranks of this host; their ranks in it are their local ranks.
     """
@@ -60,7 +60,7 @@ class ShmTransport:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Group,
         limit: int,
         waiting: Waits,
         single_copy: bool = True,
@@ -77,14 +77,14 @@ class ShmTransport:
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.sharing_size, self.sharing_rank = self.size, self.rank
         self._group, self._waiting = group, waiting
-        self._flags = group.windows.allocate(self.size * _STRIDE * 8).data.cast("q")
-        self._order = group.windows.ordering()
+        self._flags = group.allocate(self.size * _STRIDE * 8).data.cast("q")
+        self._order = memory_barrier()
         self._mine = self.rank * _STRIDE
         self._peers = [rank * _STRIDE for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
         # Not zeroed: sums write before they read, and pages that are never used take no memory.
-        staging = group.windows.allocate(2 * self.size * limit, zeroed=False)
+        staging = group.allocate(2 * self.size * limit, zeroed=False)
         self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
@@ -104,10 +104,7 @@ class ShmTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        return self._group.windows.allocate(nbytes)
-
-    def reclaim(self) -> None:
-        self._group.windows.reclaim()
+        return self._group.allocate(nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
@@ -157,7 +154,7 @@ class ShmTransport:
         return True
 
     def close(self) -> None:
-        # Drop every array over the windows: an access after their release would crash the interpreter.
+        # Every array over the shared memory: it goes back to the system with the last one.
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
         self._halves = np.empty(0, np.uint8)

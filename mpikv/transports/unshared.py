@@ -11,8 +11,5 @@ class Unshared:
     sharing_rank = 0
     single_copy = False
 
-    def reclaim(self) -> None:
-        """Do nothing: memory goes back with the last array over it."""
-
     def fence(self, send_ready: bool = False) -> None:
         """Do nothing: no rank sees the writes of another."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,11 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.dealt import Dealt
+from support.dealt import Dealt, shared_files
 
 import mpikv
-from mpikv.cli.launchers import clean
-from mpikv.cluster import process_group, windows
+from mpikv.cluster import process_group, shared_memory
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
@@ -46,7 +42,7 @@ def test_a_group_on_hosts_of_so_many_ranks(comm, ranks, most):
     assert group.local_rank == group.rank % size
     assert len(group.hosts) == len(expected)
     assert group.one_host is (len(expected) == 1)
-    memory = group.windows.allocate(8)
+    memory = group.allocate(8)
     memory[group.local_rank] = 1 + group.rank
     if comm:
         comm.Barrier()
@@ -59,17 +55,19 @@ def test_a_group_on_hosts_of_so_many_ranks(comm, ranks, most):
 def test_a_closed_group_shares_nothing_more(comm):
     group = ProcessGroup(comm)
     group.close()
-    with pytest.raises(Closed, match="the windows of these ranks are closed"):
-        group.windows.allocate(8)
+    with pytest.raises(Closed, match="this group of ranks is closed"):
+        group.allocate(8)
 
 
 @pytest.mark.processes
 @SEVERAL
 def test_a_closed_store_that_is_still_held_keeps_no_memory(comm):
+    before = shared_files()
     kv = mpikv.create(comm=comm)
-    windows = kv._group.windows._windows.copy()
+    during = shared_files()
     kv.close()
-    assert [window.memory() for window in windows] == [None] * len(windows)
+    assert during - before
+    assert not shared_files() - before
 
 
 @SEVERAL
@@ -174,7 +172,7 @@ def test_shared_memory_is_insisted_on(comm, placement):
 def test_shared_memory_that_cannot_be_had(comm, monkeypatch):
     """Every rank hears of it, and what to do."""
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(windows, "_open_memory", refuse)
+        monkeypatch.setattr(shared_memory, "_open_memory", refuse)
     with pytest.raises(TransportError if comm.rank == comm.size - 1 else (TransportError, PeerFailed)) as caught:
         mpikv.create(comm=Dealt(comm), transport="shm")
     assert f"rank {comm.size - 1} cannot share memory with other ranks of this machine: no such" in str(caught.value)
@@ -254,12 +252,10 @@ def adopt(kv, updater):
 def test_one_host_has_too_little_memory(comm, monkeypatch, simulate_ranks_per_host):
     monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host))
     kv = mpikv.create(transport="hierarchical", bucket_bytes=4096, timeout=10)
-    first = (kv.size - 1) // simulate_ranks_per_host * simulate_ranks_per_host
-    short, windows = list(range(first, kv.size)), kv._group.windows
-    held = len(windows._windows)
+    short, held = list(kv._group.ranks_of_hosts[0]), shared_files()
     with monkeypatch.context() as poor:
         if kv.rank in short:
-            poor.setattr("mpikv.cluster.windows._free_bytes", lambda: 1 << 20)
+            poor.setattr("mpikv.cluster.shared_memory._free_bytes", lambda: 1 << 20)
         with pytest.raises(MemoryError) as caught:
             kv.init("large", np.zeros(4 << 20, np.int8))
     said = str(caught.value)
@@ -267,7 +263,8 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, simulate_ranks_per_ho
     assert "of shared memory are needed and /dev/shm has" in said
     assert "set MPIKV_TRANSPORT=mpi" in said
     # The other hosts have given back what they had.
-    assert len(windows._windows) == held
+    del caught
+    assert not shared_files() - held
     kv.init("small", np.ones(5))
     kv.push("small", np.ones(5))
     np.testing.assert_array_equal(kv.pull("small"), np.full(5, kv.size))
@@ -427,31 +424,3 @@ def test_what_leaves_a_host(comm, per_host):
     transport.close()
     group.comm = counting._comm
     group.close()
-
-
-LEFT = """
-import numpy as np
-from mpi4py import MPI
-import mpikv
-from mpikv.cluster.process_group import ProcessGroup
-comm = MPI.COMM_WORLD
-mpikv.create()
-everybody, half = ProcessGroup(comm), ProcessGroup(comm.Split(comm.rank % 2))
-if comm.rank % 2:
-    half.windows.allocate(100)
-everybody.windows.allocate(100)
-if comm.rank % 2:
-    half.close()
-# It has the number now that the half's had, on half of the ranks.
-everybody.windows.allocate(100)
-print("the end", flush=True)
-"""
-
-
-@pytest.mark.processes
-def test_ranks_of_several_hosts_come_to_the_end_of_mpi(tmp_path):
-    """Windows that stores have left are freed in one order: Open MPI's own differs between ranks."""
-    (tmp_path / "left.py").write_text(LEFT)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(tmp_path / "left.py")]
-    ended = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout.count("the end")) == (0, 4), ended.stderr

@@ -222,8 +222,8 @@ def test_shared_memory_is_not_promised_twice(comm, monkeypatch):
     """The system makes the pages of staging memory, and takes them from what is free, when they are first used."""
     staging = 2 * comm.size * (1 << 20)
     free = staging + (4 << 20)
-    monkeypatch.setattr("mpikv.cluster.windows._free_bytes", lambda: free)
-    monkeypatch.setitem(present().owned, "live windows", [])  # stores that were abandoned keep theirs
+    monkeypatch.setattr("mpikv.cluster.shared_memory._free_bytes", lambda: free)
+    monkeypatch.setitem(present().owned, "promised memory", [])  # stores that were abandoned keep theirs
     with mpikv.create(comm=comm, transport="shm") as kv:
         with pytest.raises(MemoryError, match="of shared memory are needed and /dev/shm has"):
             kv.init("large", np.zeros(5 << 20, np.int8))

@@ -1,8 +1,10 @@
-"""Ranks that a launcher has dealt to two hosts in turn, on one machine."""
+"""Ranks that a launcher has dealt to two hosts in turn, on one machine; and the shared memory of this one."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from mpikv.cluster.mpi_library import find_mapped_files
 
 
 def Dealt(comm: Any) -> Any:  # noqa: N802
@@ -14,3 +16,8 @@ def Dealt(comm: Any) -> Any:  # noqa: N802
             return self.Split(self.rank % 2, key)
 
     return Divided(comm)
+
+
+def shared_files() -> set[str]:
+    """Return the files of shared memory that this process has mapped."""
+    return set(find_mapped_files(r"/dev/shm/mpikv-\S+"))

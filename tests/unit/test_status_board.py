@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -93,8 +94,8 @@ def test_a_signal_that_is_ignored_is_in_use(number: int) -> None:
 
 def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
     memory = mmap.mmap(-1, 4096)
-    windows = SimpleNamespace(allocate=lambda nbytes: np.frombuffer(memory, np.uint8, nbytes))
-    alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), one_host=True, windows=windows)
+    allocate = partial(np.frombuffer, memory, np.uint8)
+    alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), allocate=allocate)
     closed = StatusBoard(alone)
     closed.write(1, note("barrier()"))
     with pytest.raises(BufferError):

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...arrays.arrays import zeros
 from ...cluster import runtime
 from ...cluster.runtime import OfMessages
 from .errors import SimulatedError
@@ -77,40 +76,6 @@ class Request:
         return _looked([place for place in active if requests[place].is_complete()])
 
 
-class Window:
-    """Memory shared by the ranks of a communicator."""
-
-    def __init__(self, memory: Array) -> None:
-        self._memory: Array | None = memory
-
-    def __bool__(self) -> bool:
-        return self._memory is not None
-
-    def Shared_query(self, rank: int) -> tuple[Array, int]:
-        return self._memory, 1
-
-    def Lock_all(self, assertion: Any = 0) -> None:
-        pass
-
-    def Unlock_all(self) -> None:
-        pass
-
-    def Sync(self) -> None:
-        pass
-
-    def Free(self) -> None:
-        self._memory = None
-
-    @staticmethod
-    def Allocate_shared(nbytes: int, unit: int, comm: Communicator) -> Window:
-        def make(given: list[Any]) -> list[Any]:
-            memory = zeros(sum(given))
-            return [Window(memory) for _ in given]
-
-        window: Window = comm.together("Win.Allocate_shared", nbytes, make)
-        return window
-
-
 class Library:
     """The counterpart of ``mpi4py.MPI`` for one simulated rank."""
 
@@ -118,9 +83,9 @@ class Library:
     COMM_SELF: Communicator
 
     Exception = SimulatedError
-    Request, Status, Win = Request, Status, Window
+    Request, Status = Request, Status
     IN_PLACE, BYTE, SUM, MAX, LOR = map(_Mark, ("IN_PLACE", "BYTE", "SUM", "MAX", "LOR"))
-    COMM_TYPE_SHARED, UNDEFINED, ANY_SOURCE, ANY_TAG, MODE_NOCHECK = 1, -32766, -1, -1, 0
+    COMM_TYPE_SHARED, UNDEFINED, ANY_SOURCE, ANY_TAG = 1, -32766, -1, -1
     THREAD_MULTIPLE = 3
 
     def __init__(self, scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> None:

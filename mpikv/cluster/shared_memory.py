@@ -1,0 +1,128 @@
+"""Memory that the ranks of a host share: files of the kernel's memory, without a name once all ranks have mapped them.
+
+A rank keeps such memory as long as it has an array over it, and the kernel as long as a process has mapped it. So the
+memory needs no release, not even after all ranks are killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import zeros
+from ..errors import TransportError, settled
+from ..protocols import Array, Group
+from .runtime import owned, system_function
+
+__all__ = ["SHARED", "allocate_shared", "memory_barrier"]
+
+SHARED = "/dev/shm"
+# Two cache lines: processors fetch lines in pairs, so flags of two ranks in one pair would slow each other down.
+_ALIGNMENT = 128
+# Memory for which the system may not have made the pages yet, so it still reports them as free; and its bytes.
+_PROMISED = "promised memory"
+# The numbers of membarrier(2), and of its command MEMBARRIER_CMD_GLOBAL_EXPEDITED.
+_MEMBARRIER = {"aarch64": 283, "loongarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
+_GLOBAL_EXPEDITED = 2
+_ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
+
+
+def allocate_shared(group: Group, nbytes: int, zeroed: bool = True) -> Array:
+    """Return memory that all ranks of this host share, aligned to 128 bytes. Collective over the host.
+
+    It holds zeros. With ``zeroed`` the system makes its pages now, else each at first use: a millisecond per megabyte.
+
+    Raises:
+        MemoryError: on every rank of the host, if its shared memory is too small.
+        TransportError: on every rank of the host, if one cannot open it.
+    """
+    place, size = group.local_rank, len(group.host_ranks)
+    if size == 1:
+        return zeros(nbytes, _ALIGNMENT)[:]  # its base is an array, as below
+    path, free, problem, pages = f"{SHARED}/mpikv-{os.getpid()}-{secrets.token_hex(8)}", 0, "", mmap(-1, 1)
+    promised: list[tuple[Any, int]] = owned(_PROMISED)
+    promised[:] = [(memory, amount) for memory, amount in promised if memory() is not None]
+    try:
+        if place == 0:
+            # A write beyond the free space raises SIGBUS, which kills the process without a message.
+            free = _free_bytes() - sum(amount for _, amount in promised)
+            if free >= nbytes:
+                pages, problem = _map(group, path, nbytes, new=True)
+        first, free, failed = json.loads(group.exchange(json.dumps([path, free, problem]))[0])
+        if free < nbytes:
+            text = f"{nbytes} bytes of shared memory are needed and {SHARED} has {max(free, 0)} free"
+            raise settled(MemoryError(f"{text}; {_ADVICE}"))
+        if place and not failed:
+            pages, problem = _map(group, first, nbytes, new=False)
+        memory = np.frombuffer(pages, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        memory = memory[start : start + nbytes]
+        if zeroed:
+            # Each rank writes its part, so the ranks make the pages in parallel; that takes longer than the writes.
+            memory[nbytes * place // size : nbytes * (place + 1) // size] = 0
+        else:
+            promised.append((weakref.ref(memory.base), nbytes))
+        # The last exchange: all have mapped the file, and no rank uses a part before its zeros are written.
+        problems = "; ".join(filter(None, group.exchange(problem)))
+    finally:
+        if place == 0:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+    if problems:
+        raise TransportError(f"{problems}. Start several containers with --ipc=host. {group.divided}".rstrip())
+    return memory
+
+
+def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]:
+    """Return the memory of a file, or of this rank alone and the reason. Local."""
+    try:
+        return _open_memory(path, nbytes + _ALIGNMENT, new=new), ""
+    except OSError as error:
+        problem = f"rank {group.rank} cannot share memory with other ranks of this machine: {error}"
+        return mmap(-1, nbytes + _ALIGNMENT), problem
+
+
+def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
+    """Return the memory of a file; with ``new``, make the file. Local."""
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
+    try:
+        if new:
+            os.ftruncate(file, nbytes)
+        return mmap(file, nbytes)
+    finally:
+        os.close(file)
+
+
+def _free_bytes() -> int:
+    space = os.statvfs(SHARED)
+    return space.f_bavail * space.f_frsize
+
+
+def memory_barrier() -> Callable[[], object] | None:
+    """Return a function that orders memory accesses on processors that reorder them, else None. Local.
+
+    x86-64 keeps the order among stores and among loads; flags in shared memory need no more.
+
+    Raises:
+        TransportError: neither this processor nor the system offers one.
+    """
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        return None
+    call = system_function("syscall")
+    # The kernel itself makes a full barrier in the caller, before and after it looks for processes that asked for one.
+    if machine not in _MEMBARRIER or call(_MEMBARRIER[machine], _GLOBAL_EXPEDITED, 0, 0) != 0:
+        raise TransportError(
+            f"the system offers no memory barrier (membarrier) on {machine}, so ranks of a host cannot share memory; "
+            "set MPIKV_TRANSPORT=mpi"
+        )
+    return lambda: call(_MEMBARRIER[machine], _GLOBAL_EXPEDITED, 0, 0)

@@ -1,0 +1,52 @@
+"""The seam of process groups: which ranks there are, and the words and memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .arrays import Array
+
+__all__ = ["Group"]
+
+
+class Group(Protocol):
+    """The ranks of a store or of a communicator, as one of them sees them."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host_ranks: tuple[int, ...]
+    """The ranks of this rank's host, by their local ranks."""
+    host_cores: int
+    """How many cores the ranks of this host may use together."""
+    hosts: tuple[str, ...]
+    """Their names."""
+    divided: str
+    """A warning that the ranks of one machine count as ranks of several hosts; "" if they do not."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share the memory of one host."""
+
+    def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
+        """Return memory that the ranks of this host share, aligned to 128 bytes. Collective over the host.
+
+        It holds zeros. Without ``zeroed`` the system makes each page at first use. It goes back to the system with the
+        last array over it.
+
+        Raises MemoryError on every rank of the host if its shared memory is too small.
+        """
+
+    def exchange(self, text: str) -> Sequence[str]:
+        """Return the texts of the ranks of this host, in rank order. Collective over the host."""
+
+    def gather(self, text: str) -> Sequence[str]:
+        """Return the texts of all ranks, in rank order. Collective.
+
+        Raises :class:`~mpikv.errors.Stalled` if not all ranks come within the timeout.
+        """
+
+    def close(self) -> None:
+        """End the exchange of texts; shared memory stays. Collective, idempotent."""
