@@ -13,11 +13,12 @@ from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
 from mpikv.errors import Stalled, Unsupported
-from mpikv.protocols import Transport
+from mpikv.protocols import Group, Transport
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
 from mpikv.transports.hierarchical import HierarchicalTransport
 from mpikv.transports.local import LocalTransport
+from mpikv.transports.meeting import HostGroup
 from mpikv.transports.mpi import MpiTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
@@ -45,6 +46,20 @@ class TestMpiThatGathers(TransportContract):
 class TestShm(TransportContract):
     def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestShmWithoutMpi(TestShm):
+    def group(self, comm: Any) -> Group:
+        return HostGroup(CommunicatorsWords(comm), comm.rank, comm.size, 20.0)
+
+
+class CommunicatorsWords:
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def allgather(self, word: bytes) -> list[bytes]:
+        return list(self._comm.allgather(word))
 
 
 class Chosen:

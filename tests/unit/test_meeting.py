@@ -1,0 +1,166 @@
+"""Ranks of one host that meet without MPI."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpikv.cluster import shared_memory
+from mpikv.errors import TransportError
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from mpikv.cluster import shared_memory
+from mpikv.cluster.agreement import Agreement
+from mpikv.cluster.calls import Call
+from mpikv.cluster.status_board import StatusBoard
+from mpikv.cluster.waiting import Waiting
+from mpikv.errors import *
+from mpikv.transports import meeting
+from mpikv.transports.shm import ShmTransport
+
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+
+class Files:
+    turn = 0
+
+    def allgather(self, word):
+        self.turn += 1
+        (folder / f"part.{rank}").write_bytes(word)
+        (folder / f"part.{rank}").rename(folder / f"{self.turn}.{rank}")
+        words = [folder / f"{self.turn}.{other}" for other in range(size)]
+        Waiting(20).until(lambda: all(word.exists() for word in words), tuple)
+        return [word.read_bytes() for word in words]
+
+def meet(timeout=20.0):
+    return meeting.HostGroup(Files(), rank, size, timeout)
+
+def told(kind, act):
+    try:
+        act()
+    except kind as error:
+        print(type(error).__name__, error)
+    else:
+        print("no error")
+"""
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that runs a program on each of three ranks, and returns what each printed."""
+
+    def run(program: str) -> list[str]:
+        command = [sys.executable, "-c", PROGRAM + program]
+        ranks = [
+            subprocess.Popen([*command, str(rank), "3", str(tmp_path)], stdout=subprocess.PIPE, text=True)
+            for rank in range(3)
+        ]
+        try:
+            return [rank.communicate(timeout=40)[0].strip() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+            assert not [path for rank in ranks for path in Path("/dev/shm").glob(f"mpikv-{rank.pid}-*")]
+
+    return run
+
+
+ALL = """
+group = meet()
+for text in ("", "ä", str(rank) * 100_000, "x" * (rank == 1)):
+    texts = group.gather(text)
+    assert texts[rank] == text and len(texts) == size, texts
+    assert len(set(map(len, texts))) == 1 or texts == ["", "x", ""]
+board = StatusBoard(group)
+transport = ShmTransport(group, 4096, Waiting(20, 5, board.warn))
+agreement = Agreement(transport, group, board, True)
+for turn in range(20):
+    agreement.begin(Call("add", 1 + turn))
+    terms = transport.allreduce(np.full(500, rank + turn, float), np.empty(500))
+    assert (sum(terms) == 3 + 3 * turn).all()
+told(RankMismatch, lambda: agreement.begin(Call("add", 1 + (rank == 2), f"{rank // 2}")))
+agreement.begin(Call("add", 7))
+assert (group.host_ranks, group.local_rank, group.one_host) == ((0, 1, 2), rank, True)
+assert group.host_cores >= len(os.sched_getaffinity(0))
+transport.close()
+group.close()
+told(Closed, lambda: group.allocate(8))
+maps = Path("/proc/self/maps").read_text()
+print("libmpi" in maps, "mpi4py.MPI" in sys.modules)
+"""
+
+
+def test_ranks_agree_and_add_without_mpi(outputs: Callable[..., list[str]]) -> None:
+    for said in outputs(ALL):
+        mismatch, closed, no_mpi = said.splitlines()
+        assert "ranks disagree at call #21: rank 0 calls add(0); rank 2 calls add(1)" in mismatch
+        assert closed == "Closed this group of ranks is closed, and shares nothing more"
+        assert no_mpi == "False False"
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        pytest.param(
+            "meeting.boot_id = lambda: 'ab'[rank // 2]",
+            "Unsupported 3 ranks on 2 hosts can share memory only by MPI; start them with  mpikv run -n 3 --hosts ",
+            id="several hosts",
+        ),
+        pytest.param(
+            "if rank == 2: shared_memory._open_memory = lambda *_, new: os.stat('/dev/shm/none')",
+            "TransportError rank 2 cannot share memory with other ranks of this machine: [Errno 2] No such file or "
+            "directory: '/dev/shm/none'. Start several containers with --ipc=host.",
+            id="separate memory",
+        ),
+        pytest.param(
+            "shared_memory._free_bytes = lambda: 100",
+            "MemoryError 384 bytes of shared memory are needed and /dev/shm has 100 free; enlarge it (a container: --s",
+            id="little memory",
+        ),
+    ],
+)
+def test_ranks_that_cannot_meet(outputs: Callable[..., list[str]], fault: str, expected: str) -> None:
+    for said in outputs(f"{fault}\ntold((TransportError, Unsupported, MemoryError), meet)"):
+        assert expected in said
+
+
+KILLED = """
+group = meet(2.0)
+board = StatusBoard(group)
+transport = ShmTransport(group, 4096, Waiting(2))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+told(Stalled, lambda: group.gather("a"))
+told(Stalled, transport.fence)
+print(board.report([1]).text)
+"""
+
+
+def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
+    first, killed, last = outputs(KILLED)
+    assert killed == ""
+    for said in (first, last):
+        words, data, about = said.splitlines()
+        assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
+        assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
+        assert about == "rank 1 has made no call yet and its process is gone"
+
+
+def test_processors_that_reorder_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's barrier works on this one too."""
+    numbers = {"x86_64": 324, **shared_memory._MEMBARRIER}
+    monkeypatch.setattr(shared_memory, "_MEMBARRIER", {"other": numbers[platform.machine()]})
+    monkeypatch.setattr(platform, "machine", lambda: "other")
+    barrier = shared_memory.memory_barrier()
+    assert barrier is not None
+    assert barrier() == 0
+    monkeypatch.setattr(platform, "machine", lambda: "unknown")
+    with pytest.raises(TransportError, match=r"no memory barrier \(membarrier\) on unknown"):
+        shared_memory.memory_barrier()
