@@ -123,9 +123,7 @@ class Requests:
 
     def _give_up(self) -> None:
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._group.send_notice(b"", rank, GONE)
+        self._group.send_notice(b"", self._group.others, GONE)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""

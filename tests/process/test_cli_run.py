@@ -491,25 +491,28 @@ def test_one_rank_prints_in_full(tmp_path: Path, library: Library, wrong: str, p
             assert re.search(rf"{line}.* at \S+:5 in main$", said[0])
 
 
-@pytest.mark.parametrize(("simulate_ranks_per_host", "late"), [("0", "create"), ("2", "push")])
+@pytest.mark.parametrize(
+    ("ranks_per_host", "late", "seconds"), [("0", "create", (0, 20, 0)), ("2", "push", (0.2, 20, 0))]
+)
 def test_the_lowest_rank_that_came_prints_a_late_one_in_full(
-    tmp_path: Path, library: Library, simulate_ranks_per_host: str, late: str
+    tmp_path: Path, library: Library, ranks_per_host: str, late: str, seconds: tuple[float, ...]
 ) -> None:
-    """Also where it is another host that knows which rank is late."""
+    """Also where it is another host that knows which rank is late, and where its own deadline passes last."""
     text = """
 import time, mpikv, numpy as np
 from mpi4py import MPI
 def wait(verb):
-    if (MPI.COMM_WORLD.rank, verb) == (1, LATE):
-        time.sleep(20)
+    MPI.COMM_WORLD.Barrier()
+    if verb == LATE:
+        time.sleep(SECONDS[MPI.COMM_WORLD.rank])
 wait("create")
 kv = mpikv.create(timeout=1.5, warn_after=0.5)
 kv.init("w", np.zeros(3))
 wait("push")
 kv.push("w", np.ones(3))
 """
-    path = script(tmp_path, text.replace("LATE", repr(late)))
-    done = mpikv("run", "-n", "3", path, MPIKV_SIMULATE_RANKS_PER_HOST=simulate_ranks_per_host)
+    path = script(tmp_path, text.replace("LATE", repr(late)).replace("SECONDS", repr(seconds)))
+    done = mpikv("run", "-n", "3", path, MPIKV_SIMULATE_RANKS_PER_HOST=ranks_per_host)
     assert done.returncode != 0
     full = [line[:10] for line in done.stderr.replace("\0", "").splitlines() if "Traceback" in line]
     assert full == ["[rank 0/3]"], done.stderr

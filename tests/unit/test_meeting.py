@@ -150,7 +150,7 @@ def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
         words, data, about = said.splitlines()
         assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
         assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
-        assert about == "rank 1 has made no call yet and its process is gone"
+        assert about == "create: rank 1 has made no call yet and its process is gone"
 
 
 def test_processors_that_reorder_memory(monkeypatch: pytest.MonkeyPatch) -> None:
