@@ -89,6 +89,12 @@ told(RankMismatch, lambda: agreement.begin(Call("add", 1 + (rank == 2), f"{rank 
 agreement.begin(Call("add", 7))
 assert (group.host_ranks, group.local_rank, group.one_host) == ((0, 1, 2), rank, True)
 assert group.host_cores >= len(os.sched_getaffinity(0))
+assert group.find_end() == ""
+group.gather("looked")
+if rank == 1:
+    group.announce_end("it has had énough")
+group.gather("told")
+assert rank == 1 or group.find_end() == "rank 1 has left: it has had énough"
 transport.close()
 group.close()
 told(Closed, lambda: group.allocate(8))
