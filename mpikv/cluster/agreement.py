@@ -13,7 +13,7 @@ import json
 import re
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
@@ -53,6 +53,8 @@ class Agreement:
 
     def __init__(self, transport: Transport, group: Group, board: StatusBoard, verifies: bool) -> None:
         self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
+        self.place: Callable[[], str] = place_here
+        """Returns the program's line that makes the call, for other ranks."""
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
@@ -134,7 +136,7 @@ class Agreement:
 
     def _tell(self, call: Call, error: BaseException | None) -> list[CallReport]:
         """Exchange the ranks' reports. Collective."""
-        text, verb, place = str(call), call.verb, place_here()
+        text, verb, place = str(call), call.verb, self.place()
         if verb == "close" and not place:
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
@@ -199,7 +201,8 @@ class Agreement:
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)
             self._board.give_up()
-            error.args = (f"{error}, in {about}; if a rank is only slow, raise timeout=",)
+            about = f": {about}" if about else ""
+            error.args = (f"{error}, in {self._board.call}{about}; if a rank is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self.at_rank(verb, error)
 
