@@ -25,6 +25,8 @@ class Allocation:
     """The tasks of the job."""
     here: bool
     """Whether this process runs on a node of the job. Under ``salloc`` it may run elsewhere."""
+    first: str = ""
+    """The name of the first node."""
 
     @property
     def cores(self) -> int:
@@ -48,6 +50,16 @@ def parse_counts(variable: str, text: str) -> tuple[int, ...]:
     return tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or "1")))
 
 
+def _first_node(text: str) -> str:
+    """Return the first of the nodes in Slurm's short form.
+
+    >>> _first_node("gpu[03-05,9]-a,login"), _first_node("a,b")
+    ('gpu03-a', 'a')
+    """
+    found = re.match(r"([^\[,]*)(?:\[(\w+)[^\]]*\])?([^\[,]*)", text)
+    return "".join(part or "" for part in found.groups()) if found else ""
+
+
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation of this process's job, or None outside of a job.
 
@@ -69,7 +81,9 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
     )
     size = tasks_set_aside(environ) if "SLURM_NTASKS" in environ else sum(tasks)
-    return Allocation(tasks, cpus, size, "SLURMD_NODENAME" in environ)
+    return Allocation(
+        tasks, cpus, size, "SLURMD_NODENAME" in environ, _first_node(environ.get("SLURM_JOB_NODELIST", ""))
+    )
 
 
 def find_kill_wait(environ: Mapping[str, str]) -> float | None:

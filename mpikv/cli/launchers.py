@@ -56,8 +56,10 @@ main()
 # Variables of a launcher for its ranks. A launcher started by a rank would take itself for this rank.
 _OUTER_LAUNCH = re.compile(
     r"(PMI_|PMIX_(?!MCA_)|HYDI_|OMPI_COMM_|OMPI_WORLD_|OMPI_UNIVERSE_SIZE$|OMPI_MCA_(num_procs|initial_wdir)$"
-    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_RUN(_AT)?$)"
+    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_(MASTER|RUN|RUN_AT)$)"
 )
+# Those of PyTorch's for its ranks, which torchrun and mpikv run set.
+_OUTER_TORCH = re.compile(r"((LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)$")
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,18 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
     >>> clean({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_btl": "self,tcp"})
     {'OMPI_MCA_btl': 'self,tcp'}
+
+    Without a RANK, a MASTER_PORT is the user's own:
+
+    >>> clean({"RANK": "0", "MASTER_PORT": "29500"}), clean({"MASTER_PORT": "29500"})
+    ({}, {'MASTER_PORT': '29500'})
     """
-    return {name: value for name, value in environ.items() if not _OUTER_LAUNCH.match(name)}
+    is_rank = "RANK" in environ
+    return {
+        name: value
+        for name, value in environ.items()
+        if not (_OUTER_LAUNCH.match(name) or (is_rank and _OUTER_TORCH.match(name)))
+    }
 
 
 def core_count() -> int:
@@ -343,5 +355,5 @@ def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]
         or name.startswith(("MPIKV_", "MPI4PY_"))
         or name == "PYTHONPATH"
     }
-    # MPIKV_RUN_AT is set later, when the launcher starts.
-    return sorted({*found, "MPIKV_RUN_AT"})
+    # These two are set later, when the launcher starts.
+    return sorted({*found, "MPIKV_MASTER", "MPIKV_RUN_AT"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import platform
 import re
 import shlex
 import signal
@@ -14,6 +15,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from ..cluster.containers import why_no_room
+from ..cluster.environment import free_port
 from ..cluster.mpi_library import name_rivals
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
@@ -40,6 +42,9 @@ examples:
 A rank runs the script as plain Python would, but an uncaught exception or a nonzero exit on one rank ends the whole job
 (MPIKV_ABORT=0: does not). All ranks get the signals that this command gets: SIGUSR1 and SIGUSR2, which mean nothing to
 it; SIGTERM, after which they have the seconds of --grace; Ctrl-C, after which they have 4. One more Ctrl-C kills them.
+
+Each rank has the variables that torch.distributed reads: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+and MASTER_PORT. Those that are set stay.
 
 Ranks on other hosts get few variables from Open MPI: MPIKV_*, MPI4PY_*, OMPI_*, OMP_NUM_THREADS, PYTHONPATH, and what
 --env names. MPICH gives them all.
@@ -260,13 +265,14 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if left := remove_leftovers():
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
+    first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
     if one_host and (problem := why_no_room(version, size, others=False)):
         raise TransportUnavailable(problem)
     if version and (rivals := name_rivals(version)):
         _note(rivals)
     status, reason = run_job(
         plan.command,
-        {**launchers.clean(environ), **plan.variables},
+        {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}"},
         size,
         one_host=one_host,
         tell=_note,

@@ -14,8 +14,12 @@ from .environment import (
     Launch,
     advise_start,
     forgo_single_copy,
+    free_port,
     has_one_thread,
+    is_named,
+    launch_by_mpi,
     launch_of,
+    name_rank,
     place_on_host,
     run_directory,
     tasks_set_aside,
@@ -25,7 +29,10 @@ from .printing import log
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
 from .shared_memory import SHARED
-from .shutdown import abort_on_exception, was_forked
+from .shutdown import abort_on_exception, complete, was_forked
+
+# Seconds that ranks wait for each other to import mpikv.torch; bytes of the first rank's address.
+_TIMEOUT, _ADDRESS = 60.0, 300
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
@@ -78,6 +85,32 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         # A killed rank cannot remove its shared files; the launcher finds their names here.
         (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
     return group
+
+
+def name_rank_of_mpiexec() -> None:
+    """Set PyTorch's variables of a rank that a bare mpiexec has started. Collective there, and starts MPI: the first
+    rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
+
+    Raises:
+        Stalled: not all ranks have come.
+    """
+    launch = launch_by_mpi()
+    if launch is None or launch.size == 1 or is_named() or was_forked() or _is_worker():
+        return
+    comm = start_mpi(launch).COMM_WORLD
+    place, address = place_on_host(), bytearray(_ADDRESS)
+    host = "127.0.0.1" if place and place[1] == comm.size else present().host
+    if comm.rank == 0:
+        text = f"{host},{free_port()}".encode()
+        address[: len(text)] = text
+    complete(comm.Ibcast(address, 0), comm, range(comm.size), _TIMEOUT)
+    name_rank(launch, address.rstrip(b"\0").decode())
+
+
+def _is_worker() -> bool:
+    """Return whether multiprocessing has started this process. Local."""
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is not None and processes.parent_process() is not None
 
 
 def _describe_crowd(group: ProcessGroup) -> str:
@@ -134,8 +167,7 @@ def _check_container() -> None:
 
 def _check_worker(launch: Launch | None) -> None:
     """Raise or warn if multiprocessing has started this process. Local."""
-    processes = sys.modules.get("multiprocessing.process")
-    if processes is None or processes.parent_process() is None:
+    if not _is_worker():
         return
     # It has its parent's rank: as a second process of that rank it would wait in MPI's start for ever.
     if launch is not None and launch.size != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,19 @@ def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
     return None
 
 
+def launch_by_mpi(environ: Mapping[str, str] = os.environ) -> Launch | None:
+    """Return the launch if MPI can join its ranks: if no torchrun has started this process inside of it.
+
+    >>> launch_by_mpi({"PMI_SIZE": "4", "PMI_RANK": "1"}).rank
+    1
+    >>> launch_by_mpi({"PMI_SIZE": "1", "PMI_RANK": "0", "WORLD_SIZE": "2", "RANK": "1", "TORCHELASTIC_RUN_ID": "none"})
+    """
+    launch = launch_of(environ)
+    starts_none = {launcher for launcher, _, _ in _LAUNCHERS[-2:]}
+    by_mpi = launch is not None and launch.launcher not in starts_none and "TORCHELASTIC_RUN_ID" not in environ
+    return launch if by_mpi else None
+
+
 # The launchers' variables of the local rank and the number of local ranks.
 _LOCAL_RANKS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -77,6 +91,38 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
         if rank in environ and size in environ:
             return _number(environ, rank), _number(environ, size)
     return None
+
+
+def name_rank(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set PyTorch's variables of a rank, but for those that are set, so that ``init_process_group`` needs no others.
+
+    ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
+
+    >>> name_rank(Launch("PMI", 2, 1), "127.0.0.1,29400", environ := {"MASTER_PORT": "29500"})
+    >>> sorted(environ.items())
+    [('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', '29500'), ('RANK', '1'), ('WORLD_SIZE', '2')]
+    """
+    rank, size = (launch.rank, launch.size) if launch else (0, 1)
+    values = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    if place := (0, 1) if size == 1 else place_on_host(environ):
+        values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"] = map(str, place)
+    address, _, port = master.rpartition(",")
+    if address:
+        values |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    for name, value in values.items():
+        environ.setdefault(name, value)
+
+
+def is_named(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process has PyTorch's variables of a rank."""
+    return "RANK" in environ
+
+
+def free_port() -> int:
+    """Return a port that is free on this host."""
+    with socket.create_server(("", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def has_one_thread(environ: Mapping[str, str] = os.environ) -> bool:
