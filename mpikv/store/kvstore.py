@@ -1258,8 +1258,10 @@ def open_stores() -> list[KVStore]:
     return owned("open stores")
 
 
-def lost_stores() -> list[KVStore]:
-    """Return the stores that ranks did not close together: not all ranks may come to the end of MPI."""
+def lost_stores() -> list[Any]:
+    """Return the stores, and what else has :meth:`KVStore.announce_shutdown` and :meth:`KVStore.unseen`, that ranks did
+    not close together: not all ranks may come to the end of MPI.
+    """
     return owned("lost stores")
 
 

@@ -6,6 +6,8 @@ A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to st
     mpikv.torch.attach(model, optimizer)        # after both are made, before the first step
     sampler = mpikv.torch.sampler(dataset)      # this rank's share of the data
 
+A script with ``torch.distributed`` needs one other word, ``init_process_group("mpikv")``, and not even this import.
+
 Tensors lie on the host.
 """
 
@@ -20,7 +22,13 @@ except ImportError as error:
         f"mpikv.torch needs PyTorch, which cannot be imported ({error}); pip install 'mpikv[torch]' installs it"
     ) from error
 
+from mpikv_torch_backend import register as _register
+
+from ..cluster.connecting import name_rank_of_mpiexec as _name_rank
 from .attached import Attached, attach
 from .data import broadcast, sampler
 
 __all__ = ["Attached", "attach", "broadcast", "sampler"]
+
+_register()  # of a PyTorch that knows no entry points, or of a copy of mpikv that is not installed
+_name_rank()

@@ -1,0 +1,443 @@
+"""A process group of PyTorch: its calls, each with the facts that ranks compare before data move.
+
+A method plans a call: the facts, the parts of the message, and a function that moves the data once ranks agree. What
+:func:`_issued` makes of it issues the plan. A rank with a mistake tells the others, so that every rank raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, lru_cache, wraps
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...cluster.calls import Call
+from ...cluster.runtime import owned
+from ...collectives.communicator import Communicator
+from ...engine.plan import digest
+from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, text_of
+from ...protocols import Array
+from ...store.endings import prepare_endings
+from ...store.kvstore import lost_stores
+from .queue import Queue
+from .rendezvous import open_group
+from .tensors import Reduction, check_movable, describe, flat, in_place, join_parts, read, read_parts, split
+from .work import Work
+
+# Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
+_PATIENCE = 5.0
+_CLOSE = Call("close", digest("close"), "the process group")
+
+
+class _Plan(NamedTuple):
+    """A call without a mistake on this rank."""
+
+    compared: tuple[Any, ...]
+    """What all ranks pass alike."""
+    run: Callable[[bool], object]
+    """Moves the data; told whether the message is staged. Collective."""
+    result: Any
+    """The tensors that are filled, as PyTorch nests them."""
+    message: Sequence[Array] = ()
+    """The parts of the message, if it may be staged: the facts give its size."""
+
+
+def _issued(verb: str) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
+    """Turn a method that plans a call into one that issues it. PyTorch's options are the last argument."""
+
+    def decorate(plan: Callable[..., _Plan]) -> Callable[..., Work]:
+        operands = len(inspect.signature(plan).parameters) - 2
+
+        @wraps(plan)
+        def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
+            options = given[operands] if len(given) > operands else next(iter(named.values()), None)
+            return group._issue(verb, plan, given[:operands], options)
+
+        return issue
+
+    return decorate
+
+
+class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """The group that ``init_process_group("mpikv")`` and ``new_group(backend="mpikv")`` return.
+
+    Its calls are collective: every rank makes them in the same order. They return a :class:`~.work.Work`.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+    options = None
+
+    def __init__(self, given: Any) -> None:
+        """Collective over the ranks of the group. ``given`` are PyTorch's ``DistributedBackendOptions``."""
+        self._rank, self._size = given.group_rank, given.group_size
+        super().__init__(self._rank, self._size)
+        self._name, self._timeout = given.group_id, given.timeout
+        ranks = list(given.global_ranks_in_group)
+        self._label = f"ranks {ranks}: " if ranks else ""
+        seconds = given.timeout.total_seconds()
+        meeting = self._meeting = open_group(given.store, self._rank, self._size, seconds, given.group_id)
+        self._communicator = Communicator(meeting.transport, meeting.agreement)
+        self._collectives = self._communicator.collectives
+        self._queue = Queue(f"mpikv {given.group_id}", meeting.group.threads)
+        meeting.agreement.place = self._queue.place
+        self._process, self._why = os.getpid(), ""
+        _open_groups().append(self)
+        prepare_endings(on_gpu=False)
+        _end_at_exit()
+
+    def __repr__(self) -> str:
+        return f"<mpikv process group {self._name!r} rank {self._rank}/{self._size}>"
+
+    # --- The way of every call
+
+    def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
+        """Queue a call, or make it at once if the caller waits."""
+        self._check_open(verb)
+        mistake: Exception | None = None
+        try:
+            compared, run, result, message = plan(self, *operands, options)
+            call = _describe_call(verb, self._label, compared)
+        except Exception as error:
+            result, call, mistake = None, Call(verb, 0, self._label), error
+        timeout = getattr(options, "timeout", None)
+        # PyTorch's options say "no timeout of my own" by one below 0.
+        seconds = (timeout if timeout and timeout > timedelta(0) else self._timeout).total_seconds()
+
+        def make() -> None:
+            self._meeting.deadline.timeout = seconds
+            error = self._queue.take_failure() or mistake
+            if error is None:
+                self._communicator.call(call, run, *message)
+            else:
+                self._communicator.refuse(call, error)
+
+        work = Work(str(call), result, self._queue.check_progress, self._queue.saw)
+        return self._queue.add(work, make, waits=not getattr(options, "asyncOp", True))
+
+    def _check_open(self, verb: str) -> None:
+        if os.getpid() != self._process:
+            raise Closed(f"{verb}: the process group was made before a fork, and belongs to the parent process")
+        if self._why:
+            raise Closed(f"{verb}: {self._why} [rank {self._rank}/{self._size}]")
+
+    # --- Reductions
+
+    @_issued("all_reduce")
+    def allreduce(self, tensors: Any, options: Any) -> _Plan:
+        """Reduce each tensor, in place on every rank."""
+        tensors, (op, factor) = _listed(tensors), _reduction(options)
+        if tensors[0].layout == torch.sparse_coo:
+            return self._plan_sparse(tensors[0], Reduction(op, factor))
+        Reduction(op).check(tensors)
+        arrays, put_back = in_place(tensors, factor)
+
+        def run(staged: bool) -> None:
+            for array in arrays:
+                self._collectives.all_reduce(array, op, staged)
+            put_back()
+
+        return _Plan((op.value, *map(describe, tensors)), run, tensors, arrays if len(arrays) == 1 else ())
+
+    allreduce_coalesced = allreduce
+
+    def _plan_sparse(self, tensor: Any, reduction: Reduction) -> _Plan:
+        """Plan the sum of a sparse tensor: every rank gets all rows, and adds up those with the same indices."""
+        check_movable([tensor._values()])
+        if reduction != _reduction(None):
+            raise Unsupported(f"a sparse tensor has no {reduction.op.value} here, only a sum")
+
+        def gather(rows: Any, numbers: Sequence[int]) -> Any:
+            every = rows.new_empty((sum(numbers), *rows.shape[1:]))
+            every.split(numbers)[self._rank].copy_(rows)
+            width = flat(rows.new_empty((1, *rows.shape[1:]))).size
+            self._collectives.all_gather(flat(every), [number * width for number in numbers])
+            return every
+
+        def run(_: bool) -> None:
+            mine = tensor.detach().coalesce()
+            numbers = np.zeros(self._size, np.int64)
+            numbers[self._rank] = len(mine.values())
+            self._collectives.all_gather(numbers, (1,) * self._size)
+            indices, values = (gather(rows, numbers.tolist()) for rows in (mine.indices().t(), mine.values()))
+            tensor.detach().copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
+
+        return _Plan(("sum", "sparse", tensor.sparse_dim(), describe(tensor)), run, [tensor])
+
+    @_issued("reduce")
+    def reduce(self, tensors: Any, options: Any) -> _Plan:
+        """Reduce a tensor, in place at the root."""
+        tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
+        Reduction(op).check(tensors)
+        (array,), put_back = in_place(tensors, factor)
+
+        def run(staged: bool) -> None:
+            self._collectives.reduce(array, op, root, staged)
+            if self._rank == root:
+                put_back()
+
+        return _Plan((op.value, f"to {root}", describe(tensors[0])), run, tensors, [array])
+
+    @_issued("reduce_scatter")
+    def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
+        """Reduce every rank's r-th part into the output of rank r, for one output or each of a list. The input of an
+        output is a list of tensors, or one in equal parts.
+        """
+        if isinstance(outs, torch.Tensor):
+            outs, ins = [outs], [ins]
+        op, factor = _reduction(options)
+        Reduction(op).check([*outs, *_flattened(ins)])
+        kinds = [self._compare(one, out) for one, out in zip(ins, outs, strict=True)]
+        parts = [read_parts(one, self._size, factor) for one in ins]
+        arrays, put_back = in_place(outs)
+
+        def run(staged: bool) -> None:
+            for array, sends in zip(arrays, parts, strict=True):
+                self._collectives.reduce_scatter(sends, array, op, staged)
+            put_back()
+
+        return _Plan((op.value, *kinds), run, outs, parts[0] if len(parts) == 1 else ())
+
+    reduce_scatter_single = _reduce_scatter_base = reduce_scatter
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
+
+    # --- Copies
+
+    @_issued("broadcast")
+    def broadcast(self, tensors: Any, options: Any) -> _Plan:
+        """Copy the root's tensor to every rank's."""
+        tensors, root = _listed(tensors), self._root(options)
+        check_movable(tensors)
+        (array,), put_back = in_place(tensors)
+
+        def run(staged: bool) -> None:
+            self._collectives.broadcast(array, root, staged)
+            put_back()
+
+        return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array])
+
+    @_issued("all_gather")
+    def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
+        """Copy every rank's input to all, for one input or each of a list. The output of an input is a list of tensors,
+        or one in equal parts.
+        """
+        if isinstance(ins, torch.Tensor):
+            outs, ins = [outs], [ins]
+        check_movable([*_flattened(outs), *ins])
+        kinds = [self._compare(out, tensor) for out, tensor in zip(outs, ins, strict=True)]
+        targets = [join_parts(out, self._size) for out in outs]
+        sends = [read(tensor) for tensor in ins]
+
+        def run(staged: bool) -> None:
+            for (array, counts, put_back), send in zip(targets, sends, strict=True):
+                own = split(array, counts)[self._rank]
+                if own.ctypes.data != send.ctypes.data:  # FSDP passes the part itself
+                    own[:] = send
+                self._collectives.all_gather(array, counts, staged)
+                put_back()
+
+        alike = len(sends) == 1 and len(set(targets[0][1])) == 1
+        return _Plan(tuple(kinds), run, outs, sends if alike else ())
+
+    all_gather_single = _allgather_base = allgather
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
+
+    def allgather_coalesced(self, outs: Any, ins: Any, options: Any = None) -> Work:
+        """Do the same for a list of inputs; ``outs`` has a list of outputs for each rank."""
+        return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
+
+    @_issued("gather")
+    def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
+        """Copy every rank's tensor to the root."""
+        root = self._root(options)
+        tensors = outs[0] if self._rank == root else []
+        check_movable([*ins, *tensors])
+        arrays, put_back = in_place(tensors)
+
+        def run(_: bool) -> None:
+            self._collectives.gather(read(ins[0]), arrays or None, root)
+            put_back()
+
+        return _Plan((f"to {root}", _kind(ins[0])), run, outs)
+
+    @_issued("scatter")
+    def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
+        """Copy the root's r-th tensor to rank r."""
+        root = self._root(options)
+        tensors = ins[0] if self._rank == root else []
+        check_movable([*outs, *tensors])
+        (array,), put_back = in_place(outs)
+
+        def run(_: bool) -> None:
+            self._collectives.scatter([read(one) for one in tensors] or None, array, root)
+            put_back()
+
+        return _Plan((f"from {root}", _kind(outs[0])), run, outs)
+
+    @_issued("all_to_all")
+    def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
+        """Copy this rank's r-th tensor to rank r, for every r."""
+        check_movable([*outs, *ins])
+        if not len(outs) == len(ins) == self._size:
+            raise ValueMismatch(f"{len(ins)} inputs and {len(outs)} outputs for {self._size} ranks")
+        arrays, put_back = in_place(outs)
+
+        def run(_: bool) -> None:
+            self._collectives.all_to_all([read(one) for one in ins], arrays)
+            put_back()
+
+        return _Plan((_kind(ins[0]),), run, outs)
+
+    @_issued("all_to_all")
+    def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
+        """Copy the r-th rows of this rank's tensor to rank r, for every r; without numbers of rows equally many."""
+        parts = self._cut(out, out_rows), self._cut(tensor, in_rows)
+        plan: _Plan = inspect.unwrap(type(self).alltoall)(self, *parts, options)
+        return plan._replace(result=[out])
+
+    alltoall_base = all_to_all_single
+
+    def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
+        """Return the parts of a tensor for each rank, along its first dimension."""
+        rows = list(rows) or [len(tensor) // self._size] * self._size
+        if sum(rows) != len(tensor):
+            raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
+        return tensor.split(rows)
+
+    @_issued("barrier")
+    def barrier(self, options: Any) -> _Plan:
+        """Wait until every rank has come."""
+        return _Plan((), lambda staged: None, [])
+
+    # --- Mistakes that every rank can make, and common facts
+
+    def _compare(self, whole: Any, part: Any) -> str:
+        """Return the kind of an operand with a part for each rank, once this rank's part fits it."""
+        if isinstance(whole, torch.Tensor):
+            sizes, kinds = [whole.numel() // self._size] * self._size, {whole.dtype}
+            fits = whole.numel() == part.numel() * self._size
+        else:
+            sizes, kinds = [one.numel() for one in whole], {one.dtype for one in whole}
+            fits = len(sizes) == self._size and sizes[self._rank] == part.numel()
+        if not fits or kinds != {part.dtype}:
+            text = describe(whole) if isinstance(whole, torch.Tensor) else ", ".join(map(describe, whole))
+            raise ValueMismatch(f"{describe(part)} is not this rank's part, of {self._size}, of {text}")
+        return f"{str(part.dtype)[6:]}{sizes if len(set(sizes)) > 1 else f'[{sizes[0]}] each'}"
+
+    def _root(self, options: Any) -> int:
+        root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
+        if not 0 <= root < self._size:
+            raise ValueMismatch(f"the root {root} is none of {self._size} ranks")
+        return int(root)
+
+    # --- Facts that PyTorch asks for
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "mpikv"
+
+    getBackendName = _get_backend_name = name  # noqa: N815
+
+    # By these two C++ knows the group, and the property group_name.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name of the group."""
+        return str(self._name)
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name of the group."""
+        self._name = name
+
+    def _get_backend(self, device: Any) -> Any:
+        return self
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device("cpu")]
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return False: there is no memory of the group for tensors."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the deadline of calls without one of their own. Local."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    # --- The end
+
+    def shutdown(self) -> None:
+        """End the group, and free its memory if all ranks come within seconds. Collective, idempotent."""
+        if self._why or os.getpid() != self._process:
+            return
+        self._why = "the process group was destroyed"
+        patience = min(_PATIENCE, self._timeout.total_seconds())
+        try:
+            if not self._queue.end(patience):
+                raise Stalled(f"calls have not completed after {patience:g} s")
+            self._meeting.deadline.timeout = patience
+            self._communicator.call(_CLOSE, lambda staged: self._meeting.close())
+        except MPIKVError as error:
+            # A rank may come much later, or has ended: PyTorch's programs need not end together.
+            self._give_up(f"it left the process group ({text_of(error)})")
+        else:
+            _open_groups().remove(self)
+
+    def abort(self) -> None:
+        """End the group on this rank alone, and make a call that waits raise. Local."""
+        if not self._why:
+            self._why = "the process group was aborted"
+            self._give_up("it has aborted the process group")
+
+    def _give_up(self, why: str) -> None:
+        self._meeting.abort(why)
+        lost_stores().append(self._meeting)
+        _open_groups().remove(self)
+
+
+@lru_cache(maxsize=4096)
+def _describe_call(verb: str, label: str, compared: tuple[Any, ...]) -> Call:
+    """Return a call for ranks to compare."""
+    text = label + ", ".join(map(str, compared))
+    return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: [str(fact) for fact in compared])
+
+
+def _open_groups() -> list[MpikvProcessGroup]:
+    return owned("process groups")
+
+
+@cache
+def _end_at_exit() -> None:
+    """Arrange for the end of groups that the program leaves open. After MPI is loaded, so that MPI ends later."""
+    atexit.register(_shut_down_all)
+
+
+def _shut_down_all() -> None:
+    # In PyTorch's own order, as some ranks may have destroyed them all by PyTorch's call.
+    for group in sorted(_open_groups(), key=lambda one: one.group_name, reverse=True):
+        group.shutdown()
+
+
+def _listed(tensors: Any) -> Sequence[Any]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _flattened(operands: Sequence[Any]) -> list[Any]:
+    """Return the tensors of operands, tensors or lists of them."""
+    return [tensor for one in operands for tensor in _listed(one)]
+
+
+def _reduction(options: Any) -> Reduction:
+    asked = getattr(options, "reduceOp", options)
+    return Reduction.of(dist.ReduceOp.SUM if asked is None else asked)
+
+
+def _kind(tensor: Any) -> str:
+    return str(tensor.dtype)[6:]

@@ -1,0 +1,160 @@
+"""Tensors as flat arrays, and what a reduction may do to them.
+
+A dense tensor is shown in place. Any other is copied, and copied back where it receives. Numpy has no type for some
+tensors: complex numbers are pairs of floats, and types that are only moved are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...arrays.arrays import bfloat16
+from ...collectives.operations import Op, check
+from ...errors import Unsupported
+from ...protocols import Array
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_OF_NUMPY = {getattr(torch, name) for name in ("bool", *_WHOLE, "float16", "float32", "float64")}
+# PyTorch's names of reductions that have another one here.
+_OPS = {"AVG": Op.MEAN, "PREMUL_SUM": Op.SUM}
+
+
+class Reduction(NamedTuple):
+    """An operation, and the factor of each term, a number or a tensor; None is 1."""
+
+    op: Op
+    factor: Any = None
+
+    @classmethod
+    def of(cls, asked: Any) -> Reduction:
+        """Return the reduction that PyTorch's ``ReduceOp`` names.
+
+        >>> Reduction.of(dist.ReduceOp.AVG)
+        Reduction(op=<Op.MEAN: 'mean'>, factor=None)
+        """
+        kind, factor = dist.ReduceOp(asked).__getstate__() if isinstance(asked, _KIND) else asked.__getstate__()
+        return cls(_OPS.get(kind.name) or Op[kind.name], factor)
+
+    def check(self, tensors: Iterable[Any]) -> None:
+        """Raise Unsupported unless all tensors are of the host and have such a reduction."""
+        for tensor in tensors:
+            check_movable([tensor])
+            kind = tensor.dtype
+            if kind in _OF_NUMPY or kind == torch.bfloat16:
+                check(self.op, flat(torch.empty(0, dtype=kind)).dtype)
+            elif not (kind.is_complex and self.op.adds):
+                raise Unsupported(f"there is no {self.op.value} of {kind} here; convert the tensor first")
+
+
+_KIND = dist.ReduceOp.RedOpType
+
+
+def describe(tensor: Any) -> str:
+    """Return the type and shape of a tensor.
+
+    >>> describe(torch.zeros(2, 3))
+    'float32[2, 3]'
+    """
+    return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+
+
+def check_movable(tensors: Iterable[Any]) -> None:
+    """Raise Unsupported unless tensors lie on the host and have strides.
+
+    >>> check_movable([torch.zeros(2, device="meta")])
+    Traceback (most recent call last):
+    mpikv.errors.Unsupported: the backend 'mpikv' moves tensors of the host, and this one is on meta; ...
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            raise Unsupported(
+                f"the backend 'mpikv' moves tensors of the host, and this one is on {tensor.device}; for those of GPUs "
+                "make a second group, dist.new_group(backend='nccl'), and pass it as group="
+            )
+        if tensor.layout != torch.strided:
+            raise Unsupported(f"{tensor.layout} tensors have all_reduce with SUM alone here; use tensor.to_dense()")
+
+
+def _is_dense(tensor: Any) -> bool:
+    return bool(tensor.is_contiguous()) and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _dense(tensor: Any, factor: Any) -> Any:
+    """Return a tensor itself, or a dense copy of it, times a factor if there is one."""
+    if factor is not None:
+        tensor = tensor * factor
+    return tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def flat(tensor: Any) -> Array:
+    """Return the memory of a dense tensor as a flat array.
+
+    >>> flat(torch.tensor([1j])).tolist()
+    [0.0, 1.0]
+    """
+    row = tensor.detach().view(-1)
+    if row.dtype not in _OF_NUMPY:
+        if row.dtype == torch.bfloat16:
+            return row.view(torch.int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
+        row = torch.view_as_real(row).view(-1) if row.is_complex() else row.view(_WORDS[row.element_size()])
+    return row.numpy()  # type: ignore[no-any-return]
+
+
+def read(tensor: Any, factor: Any = None) -> Array:
+    """Return the elements of a tensor, each times a factor, as a flat array; in place if that needs no copy."""
+    return flat(_dense(tensor.detach(), factor))
+
+
+def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
+    """Return flat arrays to change, and a function that then copies those back that are copies."""
+    own = [tensor.detach() for tensor in tensors]
+    dense = [_dense(tensor, factor) for tensor in own]
+    copied = [(tensor, one) for tensor, one in zip(own, dense, strict=True) if one is not tensor]
+
+    def put_back() -> None:
+        for tensor, one in copied:
+            tensor.copy_(one)
+
+    return [flat(one) for one in dense], put_back
+
+
+def split(array: Array, counts: Sequence[int]) -> list[Array]:
+    """Return the parts of an array, one after the other.
+
+    >>> [part.tolist() for part in split(flat(torch.arange(3)), [1, 0, 2])]
+    [[0], [], [1, 2]]
+    """
+    return [array[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
+    """Return an array for each of ``size`` ranks: of a list of tensors, or of one in equal parts."""
+    if not isinstance(operand, torch.Tensor):
+        return [read(tensor, factor) for tensor in operand]
+    array = read(operand, factor)
+    return split(array, [array.size // size] * size)
+
+
+def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
+    """Return an array to fill with a part from each of ``size`` ranks, the sizes of the parts, and a function that then
+    copies them to where they belong: to a list of tensors, or to one in equal parts.
+    """
+    if isinstance(operand, torch.Tensor):
+        (array,), put_back = in_place([operand])
+        return array, [array.size // size] * size, put_back
+    numbers = [tensor.numel() for tensor in operand]
+    whole = operand[0].detach().new_empty(sum(numbers))
+    array = flat(whole)
+    width = array.size // max(whole.numel(), 1)
+
+    def put_back_each() -> None:
+        for tensor, part in zip(operand, whole.split(numbers), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+    return array, [number * width for number in numbers], put_back_each
