@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -24,7 +24,7 @@ from ..config import aborts
 from .reports import Reports
 from .watch import PREFIX, Death, Watch
 
-__all__ = ["GRACE", "NOT_LISTENING", "Job", "run_job"]
+__all__ = ["FREE", "GRACE", "NOT_LISTENING", "Job", "handling", "run_job"]
 
 GRACE = 30.0
 """Seconds between SIGTERM and the end of the job; equal to Slurm's default KillWait."""
@@ -43,7 +43,8 @@ _MOMENT, _DOUBT = 50_000_000, 20_000_000
 _PATIENCE = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FREE = (signal.SIGUSR1, signal.SIGUSR2)
+FREE = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that go to the ranks and mean nothing to this command."""
 
 # Of <sys/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -94,12 +95,12 @@ def _run_once(
 
         def send(number: int) -> bool:
             # A launcher that has just started has no handlers yet: it would die of a signal it could pass on later.
-            ignored = number in _FREE and not any(directory.glob(PREFIX + "*"))
+            ignored = number in FREE and not any(directory.glob(PREFIX + "*"))
             return sum(one(number) for one in senders) > 0 or ignored
 
-        job, warned = Job(command, environ, send, grace), set[int]()
+        warned = set[int]()
 
-        def bereft() -> None:
+        def bereft(job: Job) -> None:
             # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without
             # a message, and the other ranks wait for it.
             if aborts(environ) and _failures(_recorded(directory), watch.deaths):
@@ -112,19 +113,16 @@ def _run_once(
                     "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
                 )
 
-        try:
-            status = watch.wait(job.process, bereft)
-        except BaseException:
-            job.finish(failed=True)
-            raise
-        # Only after success: after a failure a host may be cut off, and its connection stays open.
-        if not one_host and status == 0:
-            reports.wait()
-        if job.received is None:
-            code, reason = _verdict(status, directory, watch.deaths, size)
-        else:
-            code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
-        job.finish(failed=code != 0)
+        with Job(command, environ, send, grace) as job:
+            status = watch.wait(job.process, lambda: bereft(job))
+            # Only after success: after a failure a host may be cut off, and its connection stays open.
+            if not one_host and status == 0:
+                reports.wait()
+            if job.received is None:
+                code, reason = _verdict(status, directory, watch.deaths, size)
+            else:
+                code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
+            job.failed = code != 0
         if not _descendants():
             watch.remove_files(orphans=code != 0)
         # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
@@ -210,36 +208,64 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
     return 128 + killer, f"{who} was killed by {killer.name}{so}{hint}"
 
 
+@contextlib.contextmanager
+def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals in a block. For the main thread.
+
+    An ignored signal stays ignored: nohup, and shells with background jobs, rely on that.
+    """
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 class Job:
-    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder after a while or at a second SIGINT.
+    """The launcher's process; it runs in a ``with`` block. SIGINT, SIGTERM and SIGHUP end the job, harder after a while
+    or at a second SIGINT.
 
     These, SIGUSR1 and SIGUSR2 go to the ranks, and not to the launcher: Open MPI's would kill the ranks within a
     second.
     """
 
+    process: subprocess.Popen[bytes]
+
     def __init__(
         self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], bool], grace: float
     ) -> None:
-        """Start it. ``send`` sends a signal to all ranks, and returns whether nothing else is to be done.
-
-        Only the main thread may start one, since it installs signal handlers.
-        """
+        """``send`` sends a signal to all ranks, and returns whether nothing else is to be done."""
         self.received: int | None = None
-        self._send_ranks, self._grace = send, grace
+        self.failed = True
+        """Whether the end of the block ends all descendants of this process."""
+        self._command, self._environ, self._send_ranks, self._grace = command, environ, send, grace
         self._harder_signals: list[int] = []
         self._early: list[int] = []
         self._started = self._ending = False
-        # An ignored signal stays ignored: nohup, and shells with background jobs, rely on that.
-        numbers = [number for number in (*_ENDING, *_FREE) if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
-        for number in numbers:
-            signal.signal(number, self._pass_on)
-        signal.signal(signal.SIGALRM, self._harder)
+        self._until_end = contextlib.ExitStack()
+
+    def __enter__(self) -> Job:
+        """Start it. Only the main thread may, since this installs signal handlers."""
+        with contextlib.ExitStack() as stack:
+            self._start(stack)
+            self._until_end = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After the launcher's end, restore the signal handlers; if the job failed, end its descendants first."""
+        self._until_end.close()
+
+    def _start(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(handling((*_ENDING, *FREE), self._pass_on))
+        stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._harder))
+        stack.callback(self._clean_up)
         _process_control(_PR_SET_CHILD_SUBREAPER, 1)()
         # A session of its own: it must get only passed-on signals, and not the terminal's Ctrl-C as well.
         self.process = subprocess.Popen(
-            command,
-            env=environ,
+            self._command,
+            env=self._environ,
             stdin=_stdin(),
             bufsize=0,
             start_new_session=True,
@@ -258,19 +284,16 @@ class Job:
             self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
             signal.setitimer(signal.ITIMER_REAL, _HARDER, _HARDER)
 
-    def finish(self, failed: bool) -> None:
-        """Clean up after the launcher's end: if the job failed, end its descendants. Restore the signal handlers."""
+    def _clean_up(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if failed:
+        if self.failed:
             _end_descendants()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if not self._started:
             self._early.append(number)
             return
-        if number in _FREE:
+        if number in FREE:
             self._send_job(number)
             return
         if self.received is not None:

@@ -21,7 +21,7 @@ from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .allocation import find_allocation, find_kill_wait
-from .job import GRACE, run_job
+from .job import FREE, GRACE, handling, run_job
 from .output import UNREAD, has_lost_reader, open_closed_files
 from .parser import Parser
 from .watch import remove_leftovers
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = _program(parser, options)
     open_closed_files()
     try:
-        return _run(options, program)
+        # No rank has begun that could receive them.
+        with handling(FREE, lambda *_: None):
+            return _run(options, program)
     except MPIKVError as error:
         _note(str(error))
         return 2

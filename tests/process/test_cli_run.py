@@ -804,6 +804,21 @@ def test_a_launcher_that_does_not_listen_is_started_once_more(tmp_path: Path, be
     )
 
 
+def test_signals_for_ranks_end_no_command_that_has_none_yet(tmp_path: Path, library: Library) -> None:
+    """The launcher, asked for its version, sends one."""
+    path = fake_launcher(tmp_path, "site wrapper 1.0'; kill -USR1 $PPID; printf '")
+    done = mpikv("run", "-n", "2", "--launcher", str(path), "--dry-run", script(tmp_path, ""))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_launcher_that_does_not_start_leaves_no_handlers() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
+    before: Mapping[int, Any] = {number: signal.getsignal(number) for number in numbers}
+    with pytest.raises(FileNotFoundError):
+        run_job(["/no/such"], os.environ, 1, one_host=True, tell=print)
+    assert before == {number: signal.getsignal(number) for number in numbers}
+
+
 def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
     """One rank leaves in silence, the other waits for it, and the launcher for both."""
     announce = 'printf "$! $(uname -n)" >$MPIKV_RUN/rank'
