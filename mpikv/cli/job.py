@@ -199,12 +199,15 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
         return 1, f"{who} left before the end of its script, as by os._exit(0){so}"
     if code > 0:
         return code, f"{who} ended with status {code}{so}"
-    killer = signal.Signals(-code)
-    hint = (
-        "; if nobody sent this signal, the kernel may have killed it for lack of memory (see dmesg)"
-        if killer == signal.SIGKILL
-        else ""
-    )
+    killer, hint = signal.Signals(-code), ""
+    if killer == signal.SIGKILL:
+        # A launcher takes over the status of a rank that was killed: as 9, 137, or by the same signal.
+        who_killed = (
+            "the kernel may have killed it for lack of memory (see dmesg)"
+            if abs(status) % 128 == killer
+            else f"the launcher may have, which ended with status {status}: see its message"
+        )
+        hint = f"; if nobody sent this signal, {who_killed}"
     return 128 + killer, f"{who} was killed by {killer.name}{so}{hint}"
 
 

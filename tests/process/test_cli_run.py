@@ -750,9 +750,20 @@ def test_terminal_is_read_and_its_interrupt_ends_the_job(tmp_path: Path, library
     assert os.waitstatus_to_exitcode(status) == 130
 
 
+# A rank that is killed, and a launcher that ends after it. It keeps the rank's status in /proc, which a shell does not.
+KILLED = f"""
+sleep 60 & printf "$! $(uname -n)" >$MPIKV_RUN/rank.0
+kill -KILL $!
+exec {sys.executable} -c "import sys, time; time.sleep(0.5); sys.exit({{}})"
+"""
+BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent this signal, the "
+
+
 @pytest.mark.parametrize(
     ("command", "status", "reason"),
     [
+        (KILLED.format(137), 137, BLAME + "kernel may"),
+        (KILLED.format(255), 137, BLAME + "launcher may"),
         ("echo 0 >$MPIKV_RUN/0; echo 0 >$MPIKV_RUN/1", 0, ""),
         ("echo 0 >$MPIKV_RUN/0", 1, "the launcher reports success, but not all ranks reached the end"),
         ("exit 9", 9, "the launcher ended with status 9"),
