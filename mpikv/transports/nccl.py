@@ -1,10 +1,10 @@
-"""Ranks with a GPU each: NCCL adds and carries, on the store's stream, or on one beside it.
+"""Ranks with a GPU each: NCCL adds and carries, on the store's stream or on a second one.
 
-A call returns when its work is queued. What the ranks have to agree on goes through a transport of the host's memory,
-``control``, whose waits have deadlines; work on the GPU has none of its own, so a :class:`~.watchdog.Watchdog` looks
-after it, and ends it by aborting the communicator.
+A call returns when its work is queued. Ranks agree through ``control``, a transport of host memory; its waits have
+deadlines. Work on a GPU has no deadline of its own, so a :class:`~.watchdog.Watchdog` watches it, and aborts the
+communicator when the deadline passes.
 
-NCCL and its constants come in as ``nccl``: the module ``cupy.cuda.nccl``, or what stands for it in tests.
+``nccl`` is the module ``cupy.cuda.nccl``, with its constants, or a stand-in of the tests.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/ (in-place operations, group calls, fault tolerance).
 """
@@ -37,7 +37,7 @@ from .watchdog import Watchdog, Work
 
 # Seconds for an abort, which may itself wait for ever; the process then ends without it.
 _PATIENCE = 2.0
-# Looks at work in flight between two of which something that was told is listened for.
+# The watchdog's looks at work in flight per look for a notice of another rank, which takes longer.
 _LISTEN_EVERY = 16
 # Bytes that a GPU moves at once, if they are aligned.
 _ALIGNMENT = 16
@@ -54,25 +54,25 @@ _STATUS = {
 _USAGE, _REMOTE, _IN_PROGRESS = 5, 6, 7
 _JOINING = "making the communicator"
 _ADVICE = "NCCL_DEBUG=INFO logs NCCL's steps, NCCL_SOCKET_IFNAME selects its network"
-# It reads once by which name it knows a host.
+# NCCL reads the name of its host once per process, at its first use.
 _USED_BEFORE = "; where ranks share a GPU, create the first store on GPUs before any other use of NCCL"
+# Memory and streams of communicators that were abandoned while they were made: the GPU may use them for ever.
 _kept: list[Any] = []
-"""What was given to NCCL by communicators that were given up while they were made: the GPU may use it for ever."""
 
 
 class Wire(NamedTuple):
-    """As what NCCL sums the elements of a dtype."""
+    """The type in which NCCL sums elements of a dtype."""
 
     dtype: str
     constant: str
-    """Its name in NCCL."""
+    """NCCL's name of the type."""
     operation: str = "NCCL_SUM"
     each: int = 1
-    """How many of them one element is."""
+    """Numbers of this type per element."""
 
     @property
     def kind(self) -> np.dtype[Any]:
-        """Its dtype in numpy."""
+        """The type as numpy's dtype."""
         return bfloat16() if self.dtype == "bfloat16" else np.dtype(self.dtype)
 
 
@@ -97,7 +97,7 @@ WIRES = {
     "complex64": _FLOAT32._replace(each=2),
     "complex128": _FLOAT64._replace(each=2),
 }
-"""By the names of dtypes."""
+"""The type of each dtype, by the dtype's name."""
 _NATIVE = {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
 
 
@@ -137,6 +137,7 @@ class NcclTransport(Unshared):
         self._order, self._stream = memory.order, memory.order.stream
         self._gathers = gathers
         self._wires = WIRES | _NATIVE if native_halves else WIRES
+        # A forked child must leave its parent's communicator alone.
         self._process = os.getpid()
         self._comm: Any = None
         self._failure: MPIKVError | None = None
@@ -175,14 +176,14 @@ class NcclTransport(Unshared):
             if errors:
                 raise errors[0]
         except Stalled as error:
-            # That they have come is known: each has been told the id.
+            # All ranks have come: each has the id.
             late = (
                 f"{error}: NCCL has not connected the {self.size} ranks, although all of them called create; {_ADVICE}"
             )
             self._fail(Stalled(late), _JOINING)
         except (MPIKVError, self._nccl.NcclError, KeyError) as error:
             self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
-        # A rank that failed says so to the others, and raises what it failed of, though they may come too late for it.
+        # A rank that failed tells the others, and raises its own error even if they come too late to hear it.
         try:
             if not self.control.agree(int(self._failure is None)):
                 self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
@@ -199,20 +200,20 @@ class NcclTransport(Unshared):
         log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
-        """Return the id of a new communicator, which the first rank makes."""
-        told = ""
+        """Return the id of a new communicator; the first rank makes it. Collective."""
+        made = ""
         if self.rank == 0:
             try:
-                told = json.dumps([self._nccl.get_unique_id().hex(), ""])
+                made = json.dumps([self._nccl.get_unique_id().hex(), ""])
             except (self._nccl.NcclError, KeyError) as error:
-                told = json.dumps(["", str(self._translated(error, "making an id"))])
-        identity, problem = json.loads(self._group.gather(told)[0])
+                made = json.dumps(["", str(self._translated(error, "making an id"))])
+        identity, problem = json.loads(self._group.gather(made)[0])
         if problem:
             raise TransportError(f"rank 0: {problem}")
         return bytes.fromhex(identity)
 
     def _create(self, identity: bytes, trial: Array) -> None:
-        """Make a communicator and its ways of communication, unless nobody waits for it any more. Collective."""
+        """Make a communicator and its connections, unless the store has been abandoned meanwhile. Collective."""
         self._gpu.use()
         comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
@@ -230,7 +231,7 @@ class NcclTransport(Unshared):
             (comm.broadcast, (*several, kind, 0)),
         ):
             with self._queueing:
-                # Who gives up before says so before the lock is taken to abort.
+                # A rank that gives up notes its failure first, and takes this lock to abort after that.
                 self._check()
                 call(*arguments, self._stream.handle)
         self._stream.synchronize()
@@ -259,12 +260,13 @@ class NcclTransport(Unshared):
         return self._sum("allreduce", send, recv, start)
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether NCCL makes sums of a dtype as it is. Local."""
+        """Return whether NCCL sums a dtype without a cast. Local."""
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Sum every rank's first array of each pair, of any size, into the second at every rank, or both in one. NCCL
-        :meth:`adds` them, all by one call, so that no array that is filled may lie in another one.
+        """Sum the first array of each pair over ranks, into the second on every rank; both may be one array.
+
+        NCCL :meth:`adds` them, of any sizes, all in one call: no filled array may overlap another array.
         """
 
         def run(comm: Any) -> None:
@@ -287,6 +289,7 @@ class NcclTransport(Unshared):
             if len(set(counts)) == 1:
                 self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire))
                 return
+            # NCCL's own reduceScatter needs equal parts; reduces to several roots in one group run side by side.
             with self._grouped():
                 for rank, count in enumerate(counts):
                     if count:
@@ -297,7 +300,9 @@ class NcclTransport(Unshared):
         return self._sum(name, send, recv, start)
 
     def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's elements for this one, in the dtype of the sum: who adds them widens none. Collective."""
+        """Return every rank's elements for this one, in the dtype of the sum: the caller adds without a cast.
+        Collective.
+        """
         wide = accumulator(send.dtype)
         if wide != send.dtype:
             narrow, send = send, self._wide[0].view(wide)[: send.size]
@@ -307,8 +312,8 @@ class NcclTransport(Unshared):
     def _sum(
         self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
-        """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'. ``start`` is
-        given the addresses of arrays of that type, and the size of the first.
+        """Run a summing collective in a type that NCCL sums exactly; it may be wider than the arrays'. ``start`` gets
+        the addresses of arrays of that type, and the size of the first. Collective.
         """
         wire = self._wires[send.dtype.name]
 
@@ -332,7 +337,7 @@ class NcclTransport(Unshared):
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
+        """Return every rank's part for this one; rank r receives ``counts[r]`` elements, or all of all. Collective."""
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         mine, low = elements[self.rank], starts[self.rank]
@@ -343,6 +348,7 @@ class NcclTransport(Unshared):
             self._gathered = self._for_messages(self.size * _aligned(2 * self.limit))
         received = self._gathered
         parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
+        # NCCL need not send to itself.
         parts[self.rank] = send[low : low + mine]
         address, byte = self._gpu.address(send), self._nccl.NCCL_UINT8
 
@@ -397,8 +403,8 @@ class NcclTransport(Unshared):
         return agreed
 
     def abandon(self, why: str = "") -> None:
-        """Abort what is in flight, without the other ranks, which are told why, if it says so. Local, idempotent. In a
-        forked child it does nothing, as neither NCCL nor CUDA survives a fork.
+        """Abort work in flight without the other ranks; with ``why``, tell them. Local, idempotent. Does nothing in a
+        forked child, as neither NCCL nor CUDA survives a fork.
         """
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
@@ -426,14 +432,16 @@ class NcclTransport(Unshared):
 
     def _check(self) -> None:
         if self._failure is not None:
+            # A new error each time: raised again, one object would collect the tracebacks of all calls and threads.
             raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)
 
     def _fail(self, error: Exception, call: str, tell: bool = True) -> None:
-        """Make the transport unusable, and end what is in flight. ``tell`` the other ranks, who may wait for this one;
-        but not of a deadline, which is theirs, too.
+        """Make the transport unusable, and abort work in flight. Local. ``tell`` the other ranks, as they may wait for
+        this one; but not of a deadline, since it is theirs, too.
         """
         if self._process != os.getpid():
             return
+        # The first failure is the cause: an abort makes all other work fail, too.
         if self._failure is None:
             self._failure = _failure(error, call)
         self._watchdog.stop()
@@ -453,8 +461,8 @@ class NcclTransport(Unshared):
     # --- The door of every call of NCCL
 
     def _queue(self, call: str, run: Callable[[Any], Any]) -> Any:
-        """Return what comes of ``run``, which queues work by the communicator; look after that work, unless it is
-        recorded to be queued later.
+        """Return the result of ``run``, a function that queues work on the communicator. The watchdog watches the work
+        unless a graph records it.
         """
         work = Work(call)
         try:
@@ -481,32 +489,32 @@ class NcclTransport(Unshared):
 
     @contextmanager
     def _grouped(self) -> Iterator[None]:
-        """Have NCCL take the calls of a block as one. There must be no other way out of a group."""
+        """Make NCCL take the calls of a block as one."""
+        # A group must be ended whatever happens in it: later calls would be added to it, and never begin.
         self._call(self._nccl.groupStart, on_stream=False)
         try:
             yield
         except BaseException:
-            with suppress(self._nccl.NcclError, KeyError):  # which says the same once more
+            with suppress(self._nccl.NcclError, KeyError):  # it reports the same error again
                 self._nccl.groupEnd()
             raise
         self._call(self._nccl.groupEnd, on_stream=False)
 
     def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
-        """Call NCCL, whose errors leave as TransportError."""
+        """Call NCCL; raise its errors as TransportError."""
         try:
             function(*arguments, self._order.lane.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
             raise self._translated(error, function.__name__) from error
 
     def _check_flight(self) -> None:
-        """Raise what ends work in flight: NCCL's word, or that of a rank that has left, for which it would wait."""
+        """Raise if NCCL reports an error or a rank has left: queued work would never finish."""
         self._check_async()
-        # Which takes longer than all else of a look.
         if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.find_end()):
             raise TransportError(why)
 
     def _check_async(self) -> None:
-        """Raise what NCCL says of work in flight, unless its communicator is in use, or comes to its end."""
+        """Raise NCCL's error about work in flight, unless another thread uses or ends the communicator."""
         if not self._queueing.acquire(blocking=False):
             return
         try:
@@ -520,17 +528,17 @@ class NcclTransport(Unshared):
 
     def _translated(self, error: Exception, doing: str) -> MPIKVError:
         status = _status(error)
-        said = last_error()
+        detail = last_error()
         text = (
             f"NCCL {shown(self._nccl.get_version())} failed in {doing}: "
-            f"{_STATUS.get(status, f'status {status}')}{said and f' ({said})'}; NCCL_DEBUG=WARN logs details"
+            f"{_STATUS.get(status, f'status {status}')}{detail and f' ({detail})'}; NCCL_DEBUG=WARN logs details"
         )
         text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)
 
 
 def _as_wire(array: Array, wire: Wire) -> Array | None:
-    """Return the array as what NCCL sums, over the same memory, or None where it is narrower."""
+    """Return the array in NCCL's type over the same memory, or None if its elements are narrower."""
     return array.view(wire.kind) if array.itemsize == wire.each * wire.kind.itemsize else None
 
 
@@ -539,7 +547,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _status(error: Exception) -> int:
-    """Return NCCL's status; those that are newer than CuPy are given as a KeyError."""
+    """Return NCCL's status; CuPy raises a KeyError for a status that it does not know."""
     if isinstance(error, KeyError):
         if not error.args or not isinstance(error.args[0], int):
             raise error
@@ -548,7 +556,7 @@ def _status(error: Exception) -> int:
 
 
 def _failure(error: Exception, call: str) -> MPIKVError:
-    """Return what the next call raises: the same, with what was in flight."""
+    """Return the error for later calls: the same, with the call in flight."""
     about = f", with {call} in flight" if call else ""
     if isinstance(error, Stalled):
         failure: MPIKVError = Stalled(f"{error}{about}", error.missing)
@@ -571,10 +579,10 @@ def _abort(comm: Any, prepare: Callable[[], None]) -> None:
 
 
 def last_error() -> str:
-    """Return what NCCL says of the last error of this process, if it is loaded and says so (2.13)."""
+    """Return NCCL's text about the last error of this process; "" before NCCL 2.13, or if it is not loaded."""
     try:
-        tell = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetLastError
+        describe = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetLastError
     except (OSError, AttributeError):
         return ""
-    tell.restype, tell.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-    return (tell(None) or b"").decode(errors="replace").strip()
+    describe.restype, describe.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    return (describe(None) or b"").decode(errors="replace").strip()
