@@ -89,6 +89,7 @@ class Config:
             except ValueError as error:
                 kind = error if parse is _switch else a_kind(parse("0"))
                 raise ConfigError(f"{variable}={text!r} is not {kind}") from None
+        # Checked by themselves first: the message then says that a variable is to be mended, not the call.
         try:
             config = cls(**values)
         except ConfigError as error:

@@ -202,6 +202,7 @@ def create(
     try:
         _parse(request, options)
     except Exception as error:
+        # Noted, not raised: the others are on their way to the meeting, and would wait for this rank.
         request.problem = error
     group = connect(comm, request.settings)
     if group.rank == 0:
@@ -297,6 +298,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
     if problem is None and request.kind.memory != "host":
         let_gpus_queue()  # a communicator is made by sums
         device, lack, problem = _find_device(request.kind, group, settings)
+    # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
     of_ranks = _compare(group, _describe(request), problem, [lack, own, device is not None or has_cupy()])
     if request.kind.memory == "any":
@@ -340,6 +342,7 @@ def _describe(request: _Request) -> dict[str, str]:
 
 def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
     """Raise on every rank unless all want the same store and can have it; return each rank's ``own``. Collective."""
+    # JSON, never pickle: a rank must not run what another one sends.
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
     request_of = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks

@@ -233,6 +233,7 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
     """
     import difflib  # as seldom as somebody mistypes a name
 
+    # In one order, so that all ranks raise the same text.
     names = sorted(known)
     text = f"unknown {what} {name!r} (known: {', '.join(names)})"
     # Compared in lower case: "SGD" for "sgd" is a likely mistake, and difflib would see three wrong letters.

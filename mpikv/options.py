@@ -185,6 +185,7 @@ def check_whole(where: str, value: Any, low: int = 0) -> int:
 
 def _read(value: Any) -> float:
     """Return a number as a float; NaN, in no interval, for other values and for numbers beyond float64."""
+    # True is a Real in Python, and no learning rate.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return math.nan
     try:
@@ -194,6 +195,7 @@ def _read(value: Any) -> float:
 
 
 def _contains(interval: str, number: float) -> bool:
+    # NaN is in no interval: it compares as False with both bounds.
     low, high = _parse_bounds(interval)
     return low < number < high or (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
 

@@ -111,6 +111,7 @@ def source(value: Any) -> Array:
         maker = "cupy" if hasattr(value, "__cuda_array_interface__") else "numpy"
         advice = "value.to_dense()" if hasattr(value, "to_dense") else f"{maker}.asarray(value)"
         raise TypeError(f"expected an array, got {type(value).__name__}; {advice} makes one")
+    # Sums and messages are made of bytes: another byte order would be added as if it were this one.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -201,6 +202,7 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     >>> castable(np.dtype("float64"), np.dtype("float32")), castable(np.dtype("int64"), np.dtype("float32"))
     (True, False)
     """
+    # By kinds, as numpy's "same_kind" would let signed integers wrap in unsigned ones, and knows no bfloat16.
     if given == wanted:
         return True
     if _KINDS.get(given.name) != _KINDS.get(wanted.name) or given.name not in _KINDS:
@@ -238,6 +240,7 @@ def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = Fa
         return arrays[0]  # no copy, and no cast either: the caller only reads it
     if in_pairs:
         return _sum_in_pairs([array.astype(accumulator(dtype), copy=False) for array in arrays], accumulator(dtype))
+    # A copy, also where the dtype stays: the caller's first array must not become the sum.
     total = arrays[0].astype(accumulator(dtype))
     for array in arrays[1:]:
         np.add(total, array, out=total, dtype=total.dtype, casting="unsafe")
@@ -259,7 +262,8 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
 
 
 def _add_halves(terms: Sequence[Array], out: Array) -> None:
-    """Put the sum of terms into float32 memory. The first is of half precision, and the others may be."""
+    """Put the sum of terms into float32 memory."""
+    # The first term is of half precision. The others may be float32: sums of other hosts travel unrounded.
     widen(terms[0], out)
     for term in terms[1:]:
         if term.dtype == out.dtype:
@@ -269,10 +273,8 @@ def _add_halves(terms: Sequence[Array], out: Array) -> None:
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums.
-
-    Terms shared out among ranks form the same halves of halves, so the order stays the same.
-    """
+    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums."""
+    # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
     np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
 
 
@@ -305,6 +307,7 @@ def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         return wide
     middle = len(terms) // 2
     left, right = _sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype)
+    # A sum of two or more terms is memory of this function's own; a term is the caller's, or another rank's.
     total: Array = np.add(left, right, out=None if left is terms[0] else left)
     return total
 
@@ -325,10 +328,9 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
 
 
 def _mapped(nbytes: int, huge_pages: bool) -> Array:
-    """Return a mapping that goes back to the system with the last array over it.
-
-    numpy asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with zeros.
-    """
+    """Return a mapping that goes back to the system with the last array over it."""
+    # Not numpy.zeros: it asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with
+    # zeros first.
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -349,9 +351,9 @@ def quiet() -> Callable[..., Any]:
     """Return a function ``run(function, *arguments)`` that silences numpy's warnings of overflow, whatever the caller's
     rules.
 
-    numpy 2 keeps the rules in a context. To enter it takes a tenth of the time of ``errstate``. The function sees the
-    context variables of this moment, and calls must not be nested.
+    The function sees the context variables of this moment, and calls must not be nested.
     """
+    # numpy 2 keeps the rules in a context. To enter it takes a tenth of the time of errstate, in every call of a store.
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return run_quietly
     context = copy_context()

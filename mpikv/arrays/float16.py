@@ -64,11 +64,9 @@ def widen(halves: Array, out: Array) -> None:
 
 
 def subnormals_vanish() -> bool:
-    """Return whether this thread's processor treats subnormal numbers as zero. Other libraries may set that: torch's
-    ``set_flush_denormal``, and code compiled for speed alone.
-
-    A float16 with shifted bits is subnormal on its way, and would be lost.
-    """
+    """Return whether this thread's processor treats subnormal numbers as zero."""
+    # Other libraries may set that at any time: torch's set_flush_denormal, and code compiled for speed alone. A float16
+    # with shifted bits is subnormal on its way, and would be lost.
     return bool(_SMALLEST * _TOO_SMALL == 0)
 
 

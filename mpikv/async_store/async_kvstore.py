@@ -252,6 +252,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]]) -> None:
+        # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
                 "no updater is set, so each push would replace the one before it; call set_optimizer(...) or "
@@ -263,6 +264,7 @@ class AsyncKVStore(KVStore):
                 "kv.barrier() on every rank first, or change the rate by kv.set_learning_rate(...)"
             )
         client = self._client
+        # Two pushes of one key by one rank keep their order only if the first is applied before the second is sent.
         client.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
         client.raise_failures(plan.keys)
         if self._bound and self._clock + 1 - self._bound > client.slowest:
@@ -302,6 +304,7 @@ class AsyncKVStore(KVStore):
                 result: Result = self._memory.order.run(run, *arguments)
                 return result
 
+        # Before the door is taken: an updater that calls the store runs in the thread of a call that has it.
         self._check_caller(verb)
         return self._door.make_alone(verb, checked)
 
@@ -310,6 +313,7 @@ class AsyncKVStore(KVStore):
         if verb in _LACKING:
             self._lacks(verb)
         self._check_caller(verb)
+        # Before the agreement: a request in flight could change a value while ranks agree on it.
         failure = self._drain(verb)
         try:
             super()._collective(verb, self._prepare_drained, verb, failure)
@@ -341,6 +345,8 @@ class AsyncKVStore(KVStore):
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
+            # The thread applies pushes by the copy: a rate that is changed between two collective calls would count on
+            # some owners, and not yet on others.
             self._applied: Updater = copy.copy(updater)
             self._exchange.tell_ranks(self._applied)
 
@@ -460,9 +466,9 @@ class AsyncKVStore(KVStore):
 
     def _parting(self) -> Callable[[], list[int]]:
         """Announce the shutdown as in any store, after the thread has ended and this rank's messages have arrived.
-        Meanwhile receive the others' messages. MPI would wait for a message in flight without a deadline, or write to
-        freed memory.
+        Meanwhile receive the others' messages.
         """
+        # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
             return super()._parting()
         announced: list[Callable[[], list[int]]] = []

@@ -127,11 +127,13 @@ class AsyncClient:
 
     def receive(self) -> None:
         """Take the answers that have arrived."""
+        # A rank that owns all keys has no messages, only calls.
         if self._endpoint is None:
             return
         if self._endpoint.failure is not None:
             failure = self._endpoint.failure
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
+        # All that have come, not one: answers of several owners come in any order.
         while (reply := self._endpoint.reply()) is not None:
             ticket, version, outcome = reply.head[:3]
             outstanding = self._outstanding.get(ticket)

@@ -88,6 +88,7 @@ class KeyOwner:
 
     def _complete(self, row: int) -> None:
         """Update a key if all active ranks have pushed it."""
+        # By rank, not by arrival: the bits of a round's sum are those of the synchronous store.
         pushes = sorted(self._parked[row], key=lambda push: push.rank)
         if self._active <= {push.rank for push in pushes}:
             del self._parked[row]
@@ -120,6 +121,7 @@ class KeyOwner:
         """Update a value once, by the sum of the payloads. Any failure but :class:`HalfUpdated` changes nothing."""
         updater = self._updater
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
+        # A single payload may be overwritten by the rule: it is memory of the message, or a copy.
         total = payloads[0]
         if len(payloads) > 1 or accumulator(entry.dtype) != entry.dtype:
             total = np.empty(entry.place.size, accumulator(entry.dtype))

@@ -56,7 +56,9 @@ class SspClocks:
 
     def _release(self) -> None:
         slowest = min(self._clocks.values(), default=0)
+        # Without clocks all ranks have left, and nobody is behind.
         ready = [wait for wait in self._waits if not self._clocks or wait.least <= slowest]
+        # Before the answers: an answer to this rank is a call, which may come back here.
         self._waits = [wait for wait in self._waits if wait not in ready]
         for wait in ready:
             self._answer(wait.rank, wait.ticket, slowest)

@@ -45,6 +45,7 @@ class Ahead(Generic[Item]):
         """End after the current item, and wait for its end. In a forked child, which lacks the thread, do nothing."""
         if not self._runs or present().process != self._process:
             return
+        # Waits: the caller closes the file next, and the thread must not write to it any more.
         with self._changed:
             self._stops = True
             self._changed.wait_for(lambda: self.ended)

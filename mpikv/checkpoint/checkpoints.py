@@ -104,6 +104,7 @@ class Checkpoints:
         self, call: Call, draft: Draft, header: Header, start: int, residuals: bool, wait: bool
     ) -> SaveWork | None:
         extras: list[Span] = []
+        # Their number is known only inside of the call: other ranks may have pushed longer lists.
         if residuals and (more := add_residuals(self._exchange, header)) is not header:
             header, extras = more, self._try_together(call, list_residuals, self._exchange, more)
             start = self._try_together(call, check_writable, header)
@@ -161,11 +162,12 @@ class Checkpoints:
         return self._find_together("load_optimizer_states", self._find_states, path)
 
     def _find_together(self, verb: str, prepare: Callable[[Any], PreparedCall], path: Any) -> PreparedCall:
-        """Prepare a load. If the ranks do not compare calls, prepare inside of the call: one rank alone may be unable
-        to read the file, and the others must learn it.
-        """
+        """Prepare a load."""
+        # If the ranks do not compare calls, prepare inside of the call: one rank alone may be unable to read the file,
+        # and the others must learn it.
         if self._agreement.verifies:
             return prepare(path)
+        # Without a token, as ranks that compare nothing need none.
         call = Call(verb, 0, repr(path))
 
         def run() -> None:
@@ -192,6 +194,7 @@ class Checkpoints:
         return call, lambda: self._load(call, source, updater)
 
     def _load(self, call: Call, source: Source, updater: Updater) -> None:
+        # A new store has nothing to lose, so it reads the file once; a known one verifies it first, and reads it twice.
         is_new = source.header.values and not len(self._exchange.values.table)
         # The file was inspected before the call; the reader checks that it is still the same one.
         with closing(Reader(source)) as reader:
@@ -214,6 +217,7 @@ class Checkpoints:
             exchange.values.enter(header.keys, [likes[number] for number in header.kind_of], sparse)
             self._read(call, reader, checks=True)
         except BaseException:
+            # The memory may hold a part of the file, and the caller may try another one.
             exchange.values.delete([key for key in header.keys if key in exchange.values.table])
             exchange.adopt(before)
             raise
@@ -221,6 +225,7 @@ class Checkpoints:
     def _load_known(self, call: Call, reader: Reader, updater: Updater) -> None:
         """Load over existing keys, after all ranks have verified the whole file. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
+        # Residuals may find no memory on one rank: that must come before the first value changes.
         self._try_together(call, make_room, self._exchange, reader.source.header)
         self._exchange.adopt(updater, overwrites=True)
         # From here on a failure ends the store: some values are the file's, others are not. The exception must not
@@ -239,6 +244,7 @@ class Checkpoints:
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
         """Yield this rank's share of the chunks, to verify the file; the ranks read disjoint chunks."""
+        # One buffer for all chunks: only their checksums count here.
         memory = np.empty(CHUNK, np.uint8).data
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
@@ -284,6 +290,7 @@ class Checkpoints:
         """Return the elements of a block for this rank to write: those it owns, or its share of a replicated block."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)
+        # Every rank has a replicated value. Each writes a part: one rank's disk would be the bottleneck.
         size, ranks, rank = block.values.size, self._transport.size, self._transport.rank
         return Spans.join([(size * rank // ranks, size * (rank + 1) // ranks)])
 
@@ -301,6 +308,7 @@ class Checkpoints:
     def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
         """Run parts to their end, or until they are ``enough``; a later call runs the rest. Collective."""
         with ExitStack() as at_end:
+            # Left early by an error, the generator closes its file and removes the draft.
             at_end.enter_context(closing(parts))
             while (sums := self._try_together(call, next, parts, None)) is not None:
                 if sums.size:  # replaced by the exclusive or of all ranks' sums
@@ -326,6 +334,7 @@ class Checkpoints:
         table = self._exchange.values.table
         if not table.summed.any():
             return
+        # A row of the table may belong to no key any more; its flag is cleared only when the row is used again.
         if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "

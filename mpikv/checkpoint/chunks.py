@@ -140,6 +140,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
 
 def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
     """Yield the chunks of each window, and the pieces of each kind in them. The windows are the same on all ranks."""
+    # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin in range(0, nbytes, _WINDOW):
         end = min(begin + _WINDOW, nbytes)
@@ -159,6 +160,7 @@ def _sum(
         for piece in run:
             crc = zlib.crc32(piece.memory, crc)
         found.append((crc, run[0].offset // CHUNK, run[-1].end))
+    # One operation for all runs: of thousands of small keys each would else cost more than its bytes.
     crcs, numbers, ends = np.array(found, np.int64).reshape(-1, 3).T
     parts = shift_crcs(crcs, np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
     # ufunc.at, not an index assignment: several runs may lie in one chunk.
@@ -170,6 +172,7 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Yield lists of adjacent pieces of one chunk; one system call moves each list."""
     run: list[Piece] = []
     for piece in pieces:
+        # A checksum is of one chunk, and the system takes a limited number of buffers per call.
         if run and (piece.offset != run[-1].end or piece.offset % CHUNK == 0 or len(run) == MOST_PARTS):
             yield run
             run = []
@@ -210,6 +213,7 @@ def shift_crcs(sums: Array, following: Array) -> Array:
 
     Source: Mark Adler, zlib, crc32.c.
     """
+    # By squaring: the number of steps grows with the digits of the distance, not with the distance.
     carried = sums.astype(np.uint32)
     power = _BYTE
     for bit in range(int(following.max(initial=0)).bit_length()):

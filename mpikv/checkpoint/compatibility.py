@@ -58,6 +58,7 @@ def find_states(
     source = _find_source(path, values=False)
     _check_keys(source.header, present, what)
     saved = source.header.updater
+    # By name, not by the states: two optimizers may keep states of the same names, with another meaning.
     if saved.get("name") != type(optimizer).__name__:
         raise CheckpointError(
             f"{source.path!r} holds the state of {brief(saved.get('name', 'no optimizer'))} and the {what} has "
@@ -71,6 +72,7 @@ def find_states(
 
 def _find_source(path: Any, values: bool) -> Source:
     """Return the checkpoint at a path; raise CheckpointError unless it holds values, or states alone, as asked."""
+    # First: a big-endian host would find a header of another length, and call the file damaged.
     check_byte_order()
     source = inspect(os.fsdecode(path))
     if source.header.values != values:
@@ -175,6 +177,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
         fits = isinstance(present, Assign)
     elif saved["kind"] == "optimizer" and saved["options"] is not None:
         restored = _make_optimizer(saved["name"], saved["options"])
+        # Another optimizer was set on purpose. To replace it without a word would hide the program's mistake.
         fits = isinstance(present, Assign) or type(present) is type(restored)
     elif not (fits := present.settings() == text):
         raise CheckpointError(
@@ -191,6 +194,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
 
 def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
     """Return all options in JSON's types, or None if JSON cannot hold them."""
+    # A load makes the optimizer by its name: an unregistered class would not be found, or another one would.
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None
     try:
@@ -212,6 +216,7 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
 def _encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
+    # numpy's numbers are none for JSON. A bool is an Integral in Python, and was returned above.
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
@@ -234,6 +239,7 @@ def _decode(value: Any) -> Any:
     if "items" in value:
         return tuple(_decode(item) for item in value["items"])
     name = value["schedule"]
+    # The name comes from a file: it may name schedules only, and nothing else of that module.
     if name not in schedules.__all__:
         raise ValueError(f"no schedule is called {name!r}")
     return getattr(schedules, name)(**{key: _decode(argument) for key, argument in value["arguments"].items()})

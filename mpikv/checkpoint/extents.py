@@ -43,6 +43,7 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:
     order = np.lexsort((highs, lows, block_of))
     order, blocks = order[sizes[order] > 0], list(numbers)
     for column in header.columns:
+        # A slot may belong to some keys only, as the master of half precision.
         items = order[np.isin(order, column.items, assume_unique=True)]
         at = np.searchsorted(column.items, items)
         begins, ends = column.edges[at], column.edges[at + 1]

@@ -275,6 +275,7 @@ class Reader:
         offset += self.source.start
         while parts:
             done = os.preadv(self._file, parts, offset)
+            # At the end of a file the system reads nothing, and reports no error.
             if not done:
                 raise CheckpointError(f"{self.source.path!r} was truncated at byte {offset} while it was loaded")
             parts, offset = _rest(parts, done), offset + done
@@ -301,6 +302,7 @@ def _open(path: str) -> int:
 
 def _identity(file: int) -> tuple[int, ...]:
     found = os.fstat(file)
+    # The modification time tells that the same file was written again; the others tell another file of that path.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -161,6 +161,7 @@ class Header:
                     shapes.setdefault((slot, dtype), {})[number] = shape
         kind_of, begin, columns = np.array(self.kind_of, np.int64), 0, list[Column]()
         for (slot, dtype), shape_of in sorted(shapes.items(), key=lambda column: -_STORED[column[0][1]][1]):
+            # -1 where a kind has no array in this column: an empty array has 0 bytes, and a place.
             nbytes = np.full(len(self.kinds), -1, np.int64)
             for number, shape in shape_of.items():
                 nbytes[number] = _nbytes(dtype, shape)
@@ -241,6 +242,7 @@ class Header:
             Unsupported: the header is too long.
         """
         length = len(self._text_before_end(np.zeros(self.chunks, np.uint32))) + len(self.end)  # it is ASCII
+        # The arrays begin at a multiple of it, so that a mapped file can be used where it lies.
         length += -(8 + length) % _ALIGNMENT
         if length > LARGEST_HEADER:
             raise Unsupported(
@@ -314,6 +316,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
             "it is a safetensors file, but not a checkpoint of mpikv: its metadata lack mpikv's entries"
         )
     described, checksums = (_check_type(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
+    # Before anything else of the description is believed.
     if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
         raise CheckpointError("the checksum of its description does not match: the file is damaged")
     try:

@@ -55,6 +55,7 @@ def list_residuals(exchange: Exchange, header: Header) -> list[Span]:
         rank, position = map(int, at.split("/"))
         for item, begin in _list_arrays(column) if rank == mine else ():
             spans.append(Span(begin, _find_residual(entries[item], position)))
+    # A codec's state between pushes is the same on all ranks: one of them writes it.
     for column, name in _list_extras(header, "codec") if mine == 0 else ():
         for item, begin in _list_arrays(column):
             spans.append(Span(begin, entries[item].codec_state[name]))
@@ -120,6 +121,7 @@ def place_residuals(
     entries, own, shared = exchange.values.table.find(header.keys), list[Piece](), list[Piece]()
     for column, at in residuals:
         saved, position = map(int, at.split("/"))
+        # A residual is what one rank has left out of its own gradients: it returns to the rank of that number.
         for item, begin in _list_arrays(column) if saved == rank else ():
             own += cut_array(begin, on_host(entries[item].residuals()[position]))
     for column, name in kept:

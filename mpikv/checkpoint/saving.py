@@ -55,6 +55,7 @@ class Copies:
         if self._room.nbytes != edges[-1]:
             self.release()
             self._room = zeros(edges[-1], huge_pages=True)
+        # The copy is all that the caller waits for: the thread writes it, and the store goes on.
         self._memory.copy([self._room[low:high] for low, high in pairwise(edges)], arrays)
         return _cut_copies(self._room, [span.begin for span in ordered], edges)
 

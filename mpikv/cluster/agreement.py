@@ -86,6 +86,7 @@ class Agreement:
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
+        # In place, in memory of its own: it is called before each call with wait=False.
         self._numbers[self._group.rank] = number
         self._transport.all_gather(self._numbers, self._one_each)
         return int(self._numbers.min())
@@ -110,6 +111,7 @@ class Agreement:
                 self._settle(call)  # raises: some rank has reported an error
             return
         self._tell_failure(call, error)
+        # Its text is this package's, and may be completed.
         if isinstance(error, MPIKVError):
             raise self.at_rank(call.verb, error)
         # An error of the caller's own code is raised as it is.
@@ -127,6 +129,7 @@ class Agreement:
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         """Tell the other ranks why this one fails. Collective."""
+        # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
             mark_repeated(error, rank == 0)
@@ -222,6 +225,7 @@ def _of_peer(call: Call, rank: int, failure: str) -> Exception:
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark_repeated(RankMismatch(text), first=False)
+    # It changed nothing: the agreement comes before data move, and a failed update is not stored.
     return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed in the store", rank)
 
 
@@ -242,12 +246,14 @@ def _difference(reports: Mapping[int, CallReport]) -> str:
     if other.text == first.text:
         sides = enumerate(zip_longest(first.parts, other.parts))
         where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
+    # Of more than two calls the first two are shown: a text for each would hide the difference.
     like = [rank for rank, one in reports.items() if one.token == other.token]
     return f"{_act([rank], first)}; {_act(like, other)}{where}"
 
 
 def _places(reports: Mapping[int, CallReport]) -> str:
     """Return the lines of the first rank of each call."""
+    # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     places = [f"rank {rank} is{other.place}" for rank, other in sorted(firsts.values()) if other.place]
     return f"; {', '.join(places)}" if places else ""

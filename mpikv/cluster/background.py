@@ -52,6 +52,7 @@ class Work:
         self._pending, self._urgency, self._text = pending, urgent, text
         self._run: Callable[[], Any] | None = run
         self._rejoin = rejoin
+        # Of the rank's own system: in a simulation a wait for it lets other ranks run.
         self._completed = present().event()
         self._result: Any = None
         self.inner: Callable[[Any], Any] | None = None
@@ -186,8 +187,10 @@ class Pending:
 
         In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
         """
+        # Without the lock, as most calls come here with nothing pending.
         if not self.active or self.runs_here() or os.getpid() != self._process:
             return True
+        # Patience counts from the last completed call: a long queue that moves is no stall.
         completed = -1
         with self._changed:
             while completed < self._completed:
@@ -247,6 +250,7 @@ class Pending:
 
     def _serve(self) -> None:
         here.makes_calls = True
+        # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await():
             with self._on_worker():
                 work = self._make_next(queued)
@@ -258,6 +262,7 @@ class Pending:
         try:
             work = self._take(self._least(queued))
         except BaseException as error:
+            # Which call is next cannot be known any more: the first one reports the failure, and the store has ended.
             work = self._take(1)
             work._fail(error)
         else:
@@ -275,6 +280,7 @@ class Pending:
     def _take(self, common: int) -> Work:
         """Remove the most urgent of the first ``common`` calls from the queue, and return it."""
         with self._changed:
+            # Without priorities the first: then all ranks have the same first, and need not look at the rest.
             candidates = range(common if self._some_are_urgent else 1)
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
@@ -294,6 +300,7 @@ class Pending:
 def urgency(priority: Any) -> int:
     """Return the highest of the priorities of a call; 0 if they are no numbers, as the call itself reports."""
     wishes = priority if isinstance(priority, (list, tuple)) else [priority]
+    # Nothing is raised here, before the call: it reports a bad priority to all ranks.
     try:
         return max(map(int, wishes), default=0)
     except (TypeError, ValueError, OverflowError):

@@ -74,6 +74,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
             )
         if config.abort:
             abort_on_exception(mpi)
+    # Whoever asks for shared memory by name knows that the ranks are on one machine.
     insists = config.transport in ("hierarchical", "shm")
     group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
     if group.size > 1 and mpi.COMM_WORLD.rank == 0:

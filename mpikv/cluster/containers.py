@@ -26,6 +26,7 @@ def why_no_room(library: str, ranks: int, others: bool) -> str:
     """
     if not library.startswith("MPICH 5.") or not os.path.exists(SHARED):
         return ""
+    # MPICH maps without asking, and the first write beyond the room ends the process by SIGBUS.
     space, needed = os.statvfs(SHARED), _PER_RANK * ranks
     free = (space.f_blocks if others else space.f_bavail) * space.f_frsize
     if free >= needed:

@@ -154,6 +154,7 @@ def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] =
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)
     """
+    # MPICH reads it once, in its start.
     if not started:
         environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
     return environ.get("MPIR_CVAR_CH4_CMA_ENABLE") == "0"
@@ -198,6 +199,7 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
     command = f"mpikv run -n {size} SCRIPT"
     if "SLURM_JOB_ID" not in environ:
         return f"{command} , or the mpiexec of the MPI library that Python loads"
+    # Only what this srun offers: a library that finds no protocol starts each process as a rank of its own.
     ways = [(kind, condition) for name, kind, condition in _OF_SRUN if name in library][:1]
     offered = _kinds_of_srun(environ) if ways else set()
     srun = [f", or  srun --mpi={way} -n {size} python SCRIPT {condition}" for way, condition in ways if way in offered]
@@ -209,6 +211,7 @@ def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
     import subprocess  # slow to import
 
     try:
+        # On no terminal and not for long: it is called to complete the message of an error.
         answer = subprocess.run(
             ["srun", "--mpi=list"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
         )
@@ -262,4 +265,5 @@ def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
     >>> nccl_host({"NCCL_HOSTID": "a"})
     'a'
     """
+    # As NCCL itself decides it: ranks of one name are on one host, and may not share a GPU.
     return environ.get("NCCL_HOSTID") or platform.node()

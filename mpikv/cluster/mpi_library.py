@@ -79,6 +79,7 @@ def start_mpi(launch: Launch) -> Any:
     version = mpi.Get_library_version()
     if launch.size != 1 and (mismatch := _find_mismatch(version)):
         raise ConfigError(_describe_launcher(launch, version, mismatch))
+    # As mpi4py would start it at its import: a program may have set another level of threads.
     if rc.threads:
         mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))
     else:
@@ -104,6 +105,7 @@ def _find_mismatch(version: str) -> str:
         spoken = "PMI"
     else:
         return ""
+    # Without its protocol the library starts, and finds itself alone: n stores of one rank would train apart.
     if spoken not in offered:
         return f"uses {spoken} and the launcher offers {' and '.join(offered) or 'nothing'}"
     if spoken == "PMIx" and demands_munge() and not any(_knows_munge(Path(path)) for path in loaded):

@@ -142,6 +142,7 @@ def system_function(name: str) -> Any:
         OSError: it has none of that name.
     """
     try:
+        # None is the process itself, whose C library has it. ctypes keeps errno per thread on request.
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except AttributeError:
         raise OSError(f"{name} is not in the system's library") from None

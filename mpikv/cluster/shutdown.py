@@ -56,6 +56,7 @@ def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
 
     def receive() -> set[int]:
         status = mpi.Status()
+        # By source, not by any: a message of the caller's own may wait in front, and must stay where it is.
         for rank in set(range(comm.size)) - ranks:
             if comm.Iprobe(rank, tag, status) and status.Get_count(mpi.BYTE) == len(_TEXT):
                 comm.Recv(bytearray(len(_TEXT)), rank, tag)
@@ -70,6 +71,7 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
     here = present()
     limit = here.now() + seconds
     while absent := sorted({rank for find_absent in handshakes for rank in find_absent()}):
+        # Looked at once more after the deadline: this rank may have had no core meanwhile.
         if here.now() >= limit:
             return absent
         here.nap(0.01, limit)
@@ -101,6 +103,7 @@ def complete(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> N
 
 def end_job(why: str) -> None:
     """End all ranks, from a rank that cannot leave in peace: MPI ends only when every rank ends. Local."""
+    # A forked child would end its parent's job.
     mpi = load_mpi()
     if not _forked and not mpi.Is_finalized():
         if directory := run_directory():

@@ -74,6 +74,7 @@ class StatusBoard:
         board = group.allocate(slot.itemsize * len(self._ranks))
         self._look_at(board.view(slot))
         mine = self._slots[group.local_rank]
+        # The main thread of a process has the number of the process.
         mine["pid"] = mine["thread"] = present().process
         if group.size > 1:
             mine["answers"] = _answer_questions() if present().world is None else -1  # simulated ranks get no signal
@@ -122,6 +123,7 @@ class StatusBoard:
         """Find out about the late ranks of this host."""
         begun = self.number[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
+        # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
         late = tuple(sorted({*fewer, *missing})) or self._away()
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
         if len(late) > _MOST_ASKED:
@@ -136,6 +138,7 @@ class StatusBoard:
     def on_worker(self) -> Iterator[None]:
         """Announce, inside a block, that this thread makes the rank's calls, not the main thread."""
         slot = self._slots[self._ranks.index(self._rank)]
+        # The question goes to one thread, and must find the one that is in the call.
         slot["thread"] = threading.get_native_id()
         try:
             yield
@@ -161,6 +164,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Replace the shared memory by a copy: a rank that still waits can report it."""
+        # A memory view that is still exported would keep the window from being freed.
         views = self.number, self._note
         self._look_at(self._slots.copy())
         for view in views:
@@ -177,6 +181,7 @@ def _call_of(slot: Any) -> str:
 @cache
 def _answer_questions() -> int:
     """Make the fault handler answer the question signal; return the file of answers, or -1 if it cannot."""
+    # Python allows handlers from the main thread only, and the program's own handler comes first.
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
     answers = os.memfd_create(_ANSWERS)
@@ -211,6 +216,7 @@ def _whereabouts(slot: Any) -> str:
     state = _state(pid)
     if state in ("gone", "dead"):
         return "its process is gone"
+    # It could not answer: the question would wait as long as the process.
     if state == "stopped":
         return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
     lines = _ask(slot)
@@ -320,6 +326,7 @@ class Inquiry:
                 self._group.send_notice(str(self.number).encode(), rank, ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
+        # Each asker begins with another rank: a host is not asked through one late rank alone.
         begin = self._group.rank % len(ranks)
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
 
@@ -343,6 +350,7 @@ class Inquiry:
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:
+            # Two hosts may ask each other at the same time: without this, both would wait out the patience.
             self.answer()
             while notice := self._group.receive_notice(ANSWERS):
                 number, late, text = json.loads(notice[1])

@@ -52,6 +52,7 @@ def hide_frames(error: BaseException) -> None:
         if (one := chain.pop()) is not None and id(one) not in seen:
             seen.add(id(one))
             _shorten(one)
+            # Python prints them, too, above the error itself.
             chain += [one.__cause__, one.__context__]
 
 
@@ -83,6 +84,7 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
     hide_frames(error)
     if _is_repeated(error):
         # The prefix already names this rank.
+        # This line first and alone, so that the full traceback of the other rank is not buried by those of all.
         print_lines(f"{_only(error).removesuffix(prefix.strip()).rstrip()}{place_of(error)}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
@@ -126,6 +128,7 @@ def _only(error: BaseException) -> str:
 
 def _shorten(error: BaseException) -> None:
     first = error.__traceback__
+    # An error of the caller's own code, as of an updater, ends in a frame that is kept.
     entries, kept = list(_entries(first)), list(_callers(first))
     if not entries or not (entries[-1] in kept or _is_meant(error, entries[-1])):
         return
@@ -141,6 +144,7 @@ def _is_meant(error: BaseException, innermost: TracebackType) -> bool:
     """Return whether this package raised an error on purpose, or passes on a documented one."""
     if isinstance(error, (MPIKVError, OSError, MemoryError)) or is_shortened(error):
         return True
+    # By the instruction: a documented error is raised by a raise statement, and a bug by any other.
     raises = innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == _RAISE
     return raises and _is_ours(innermost.tb_frame) and not isinstance(error, AssertionError)
 

@@ -49,6 +49,7 @@ class Waiting:
             here.give_way()
         while not ready():
             waited = here.now() - started
+            # Asked once more: after a nap of a busy machine the deadline may be long past, and the others here.
             if waited >= self._timeout and not ready():
                 who = missing()
                 raise Stalled(f"waited {waited:.1f} s for " + (f"ranks {list(who)}" if who else "other ranks"), who)

@@ -125,6 +125,7 @@ def create(compression: Any) -> Codec | None:
 
 # ``type`` is MXNet's name in the dict that is unpacked here.
 def _named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
+    # A list or a dict has no hash, and is an unknown name like any other.
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
         raise ConfigError(known_names("compression", type, _KINDS))

@@ -73,6 +73,7 @@ class ElementwiseFeedback:
 
     def _read(self, payload: Array, count: int) -> Array:
         """Return the values that other ranks will decode, in scratch memory; the next call overwrites them."""
+        # Kept at the size of the longest range: later pushes allocate nothing.
         if count > self._decoded.array.size:
             self._decoded.array = np.empty(count, np.float32)
         decoded = self._decoded.array[:count]

@@ -71,6 +71,7 @@ class LowRank:
             total = yield Sum(gradient)
             return total, gradient
         matrix = gradient.reshape(_sides(shape))
+        # The start is the same on all ranks, so the products can be summed.
         product = yield Sum((matrix @ state["start"]).reshape(-1))
         # Every rank factors the same summed bits on its own host; the columns are never exchanged.
         left = np.linalg.qr(product.reshape(-1, self.rank))[0]

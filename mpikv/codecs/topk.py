@@ -104,6 +104,7 @@ def largest(values: Array, count: int) -> Array:
         return np.arange(values.size)
     # The smallest magnitude that is sent; of its equals, perhaps only some.
     bound = np.partition(sizes, values.size - count)[values.size - count]
+    # All above the bound, and of its equals the first: every run chooses the same ones.
     above = np.flatnonzero(sizes > bound)
     equal = np.flatnonzero(sizes == bound)[: count - above.size]
     return np.sort(np.concatenate([above, equal]))

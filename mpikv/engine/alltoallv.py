@@ -22,6 +22,7 @@ _EVEN = 64
 
 def gather(transport: Transport, mine: Array) -> Array:
     """Return the numbers of every rank, one row per rank. Collective: each rank brings equally many."""
+    # One row per rank: an all-gather fills each rank's part in place.
     table = np.zeros((transport.size, mine.size), mine.dtype)
     table[transport.rank] = mine
     transport.all_gather(table.reshape(-1), (mine.size,) * transport.size)
@@ -55,6 +56,7 @@ class Alltoallv:
             next exchange. Then the notes, one row per rank.
         """
         sizes = [sum(map(_nbytes, part)) for part in parts]
+        # This rank has its own part: sent as well, it would take room in every message.
         sizes[self._transport.rank] = 0
         return self._pass(parts, sizes, label, notes)
 
@@ -93,6 +95,7 @@ class Alltoallv:
             first = self._exchange(heads, [0] * len(parts), (done + row.nbytes).tolist(), each)
             table = np.stack([part[: row.nbytes].view(np.int64) for part in first])
         longest = table[:, : len(parts)].max(axis=0)
+        # All at once, on all ranks in the same call: each rank must size the next message alike.
         if len(self._rooms) >= _MOST_LABELS:
             self._rooms.clear()
         # An eighth more than now, in multiples of 64 bytes. All ranks have the same table, so they agree on the room.
@@ -115,6 +118,7 @@ class Alltoallv:
         each = len(parts) > 1
         received = [self._tables.empty((size,), _BYTES) for size in mine]
         self._put(zip(received, repeat(0), first, strict=False))  # ``first`` may be empty
+        # Shared out among the parts that are still long: short ones end first, and leave their room to the others.
         chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)

@@ -169,6 +169,7 @@ class _Holes:
         """Make a range free."""
         if not size:
             return
+        # Joined with its neighbours: else a hole as large as a later value could be two, and never fit.
         if (memory, start + size) in self._sizes:
             size += self.remove(kind, memory, start + size)
         if (before := self._starts.get((memory, start))) is not None:
@@ -276,6 +277,7 @@ class Arena:
         kept = {name: getattr(self, name).copy() for name in names}
         try:
             yield
+        # All ranks come here or none: allocations fail on every rank.
         except MemoryError:
             vars(self).update(kept)
             raise
@@ -285,6 +287,7 @@ class Arena:
 
         The caller zeroes the state and residuals of places in shared blocks: these blocks live on for other values.
         """
+        # Before the new places are taken: a value that starts anew may get its old one.
         for block, start, size in ((place.block, place.start, place.size) for place in places):
             self._values[block] -= 1
             if self.is_shared(block):
@@ -376,6 +379,7 @@ class Arena:
         cell, line = self._grid(dtype)
         length = self._padded(dtype, size)
         values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)
+        # New segments are zeros, and need not be cleared.
         old = start < self._reached[number]
         self._reached[number] = max(self._reached[number], start + nbytes)
         block = Block(
@@ -398,6 +402,7 @@ class Arena:
         if len(starts) == 2:  # one value: it goes to the rank that owns least
             owner = self._load.index(min(self._load))
             return (0,) * (owner + 1) + (size,) * (ranks - owner)
+        # By the middle of each value: one that reaches over a bound goes to the side that has more of it.
         middles = [(low + high) // 2 for low, high in pairwise(starts)]
         firsts = (bisect_left(middles, -(-rank * starts[-1] // ranks)) for rank in range(1, ranks))
         return (0, *(starts[first] for first in firsts), size)
@@ -446,6 +451,7 @@ class Arena:
     def _end(self, block: Block) -> None:
         del self._values[block]
         if self._pools.pop(block.index, None) is not None:
+            # By now the block is one hole: its last value has just left.
             self._holes.remove(name_of(block.values.dtype), block.index, 0)
         self._holes.add(_BYTES, *block.origin, self._nbytes(block.values.dtype, block.values.size))
         self._add_load(block, -1)

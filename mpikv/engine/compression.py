@@ -90,6 +90,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
             f"the keys have lists of {' and '.join(map(str, lengths))} arrays; with compression, all lists of one "
             "call need the same length: push the others in another call"
         )
+    # All arrays by one question: a GPU answers it by one launch and one copy.
     arrays = [array for group in groups for array in group]
     exceeding = memory.exceeding(arrays, LARGEST)
     if True in exceeding:
@@ -129,6 +130,7 @@ def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Ca
     """Return a ``confirm`` that restores the residuals of now before it raises."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
+    # A push makes the state of a codec at its first use: after a failure the next one has to make it again.
     stateless = [entry for entry in plan.entries if not entry.codec_state]
 
     def confirm_or_restore(failure: BaseException | None) -> None:
@@ -182,6 +184,7 @@ class RangeCompression:
         zeros = private(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
+        # By plan, weakly: the layout of messages lasts as long as the plan does.
         self._messages_of = WeakKeyDictionary[Plan, dict[Bucket, Sequence[_Message]]]()
         if not self._memory.is_host:
             # The first exchange sets up NCCL's connections and may lack memory: here nothing is lost if it fails.
@@ -219,6 +222,7 @@ class RangeCompression:
         total = self._total[: share.high - share.low]
         total.fill(0)
         block, start = _origin(plan, bucket)
+        # The lists of other ranks may be longer: a rank with nothing more to send still takes part.
         position, more = 0, True
         while more:
             gradient = self._packed(bucket, layers[position]) if position < len(layers) else None
@@ -357,6 +361,7 @@ class ValueCompression:
     def _rounds(self, entry: Entry, arrays: Sequence[Array]) -> Rounds:
         """Return the codec's exchange of a value. A rank that brings nothing gives zeros, and keeps its residual."""
         place = entry.place
+        # A copy: a codec may change its gradient, and the caller's array must stay.
         gradient = np.zeros(place.size, np.float32)
         residual = np.zeros(place.size, np.float32) if self.codec.feedback else None
         if arrays:
@@ -382,6 +387,7 @@ class ValueCompression:
     def _summed(self, array: Array) -> Array:
         """Return the sum of the ranks' arrays. Collective."""
         total = np.empty_like(array)
+        # A codec knows no limit of messages.
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             send, recv = array[low : low + step], total[low : low + step]

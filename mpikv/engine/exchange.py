@@ -69,6 +69,7 @@ class Exchange:
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
+        # Numbers of numpy are slow one by one, so single keys and equal counts have ways of their own.
         counts = self.values.table.counts[plan.rows]
         if len(keys) == 1:
             return Steps((updater.step(keys[0], int(counts) + 1),), True)
@@ -116,6 +117,7 @@ class Exchange:
         # Before anything changes, as a GPU may have too little memory.
         dtypes = {block: block.values.dtype for block in self.values.blocks}
         planner = replace(self.values.planner, updater=updater, placement=placement)
+        # The elements of this rank may be others under the new placement, and need state there.
         kept = {block: planner.kept(block) for block in dtypes}
         states = {
             block: block.state
@@ -135,6 +137,7 @@ class Exchange:
         for entry in table.entries():
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
+        # The state starts at zero, and with it the count that a step depends on; versions go on.
         table.start_counts()
         self.values.start_from_values(tuple(table))
 

@@ -51,6 +51,7 @@ class GpuPipeline(Pipeline):
 
     def prepare(self, plan: Plan) -> None:
         super().prepare(plan)
+        # Bound now, as it uploads addresses: memory may be short, and the ranks have not agreed yet.
         self._order.run(lambda: plan.update_whole)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
@@ -86,6 +87,7 @@ class GpuPipeline(Pipeline):
         low = np.array(self._gpu.addresses(every), np.int64)
         high = low + np.array([array.nbytes for array in every], np.int64)
         kept = high > low
+        # A target that is its own key's source does not count twice.
         kept[len(sources) :] &= low[len(sources) :] != low[: len(sources)]
         # Sorted by their first bytes, disjoint arrays end before the next one begins.
         low, high = low[kept], high[kept]

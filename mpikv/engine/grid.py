@@ -57,10 +57,12 @@ class Grid:
 
     def owner(self, element: int) -> int:
         """Return the owner of the whole value that begins at this element."""
+        # The last rank owns an empty value at the block's end, too: it begins at the last bound.
         return min(bisect_right(self.bounds, element), len(self.bounds) - 1) - 1
 
     def end_of(self, element: int) -> int:
         """Return the end of the padding that follows a value's last element."""
+        # With the padding, messages of neighbours touch, and are sent and updated as one range.
         end = rounded(element, self.line)
         return end if end < self.size - self.padding else self.size
 

@@ -127,6 +127,7 @@ class KeyTable:
     ) -> Entry:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
+        # Rows are used again, in the same order on all ranks: owners are asked by these numbers.
         row = self._free_row() if self._free_rows else self._new_row()
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
@@ -154,6 +155,7 @@ class KeyTable:
         Raises:
             TypeError: int and str keys are mixed.
         """
+        # Exactly int or str by now. In one store 3 and '3' would be two keys that look alike in every message.
         kind = type(next(chain(self._entries, keys), None))
         for key in keys:
             if type(key) is not kind:
@@ -225,6 +227,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
         single = _key(key)
         return Form((single,), ((),) if value is None else (_group(single, value, what),))
     names = _keys(key)
+    # In the order of the call, which is that of the updater's calls.
     unique = tuple(dict.fromkeys(names))
     if value is None:
         return Form(unique, ((),) * len(unique))
@@ -298,6 +301,7 @@ def _keys(keys: Sequence[Any]) -> Sequence[Key]:
 def _key(key: Any) -> Key:
     if type(key) is str or type(key) is int:
         return key
+    # Converted: two ranks may pass an int and numpy's, and must compare and print the same key.
     if isinstance(key, np.integer):
         return int(key)
     if isinstance(key, str):

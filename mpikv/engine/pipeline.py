@@ -94,6 +94,7 @@ class Pipeline:
     def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
         """Copy the newest values to the targets, if there are any; return ``result`` for the caller of the store."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
+        # The flags are the same on all ranks, so all publish or none does.
         if not self.current and self._values.table.stale[plan.rows].any():
             outs = targets if plain and plan.overlaps else ()
             self.publish(plan, outs)
@@ -150,6 +151,7 @@ class Pipeline:
         """Return whether all ranks pull into the buffers that they push; owners can then fill them. Collective."""
         if not (plan.streams and self._transport.shared):
             return False
+        # Asked of all ranks: the owners fill the buffers of every rank, and one rank's wish alone must not decide.
         own = are_plain(targets) and self._values.are_buffers(plan, targets)
         return self._transport.agree(int(own)) and own
 
@@ -234,6 +236,7 @@ class Pipeline:
             return whole
         slot = self._transport.slot
         send = bucket.sends[slot]
+        # Keys between those of the call are in the message, too: what lies there must add nothing.
         if not bucket.dense:
             send.fill(0)
         if type(sources[0]) is not tuple:
@@ -261,6 +264,7 @@ class Pipeline:
         piece = bucket.pieces[0]
         given = sources[piece.item]
         (array, *others) = (given,) if are_plain(sources) else given or (None,)
+        # Anything else needs a copy, by packing: a list is summed there, and a dtype cast.
         if array is None or others or array.dtype != bucket.value.dtype or not array.flags.c_contiguous:
             return None
         # ASSIGN makes the sum in the memory of the value: a source over that memory would be overwritten while other
@@ -329,12 +333,14 @@ class Pipeline:
         except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
             failure = error
         confirm(failure)
+        # Nothing can fail any more: every rank has confirmed, and the arrays have the same shape.
         for stored, value in changed:
             np.copyto(stored, value)
 
     def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
         """Run the updater on copies; append pairs of (original, copy) to ``changed``."""
         value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
+        # Noted before the call: a function that raises leaves the copies half changed, and they are dropped.
         changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
         try:
             self._updater.update(step, total, value, state)
@@ -411,6 +417,7 @@ class _Delivery:
         """Publish a message. Collective."""
         self._pipeline.deliver(bucket)
         self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
+        # One behind: the owners of the last message may still be updating it.
         if len(self._coming) > 1:
             self._unpack()
 

@@ -41,6 +41,7 @@ class Sharded:
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         first, last = cell
+        # Of the cell, not of the range: an element has the same owner whatever keys the call names.
         most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
         counts = [0] * self._transport.size
         for rank in range((start - first) // most, -(-(stop - first) // most)):
@@ -55,6 +56,7 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+        # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]
         counts = tuple(after - before for before, after in pairwise(edges))
@@ -101,6 +103,7 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
         ConfigError: the name is unknown.
     """
     if name == "auto":
+        # On all ranks alike: the updater has been compared.
         name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) else "sharded"
     if name == "root":
         return Root(transport, root)

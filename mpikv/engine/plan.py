@@ -296,6 +296,7 @@ class Plans:
             self._keep(plan)
 
     def _keep(self, plan: Plan) -> None:
+        # Plans not used while the younger half filled up are dropped with the older one.
         if self._held + len(plan.keys) > self._most:
             self.recent, self._old, self._held = {}, self.recent, 0
         self.recent[plan.keys] = plan
@@ -327,6 +328,7 @@ def digest(text: str) -> int:
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
     """Return one short text per key, for ranks to compare."""
+    # A text for each kind: thousands of keys have few shapes, and formatting takes longer than all else here.
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
     }
@@ -356,6 +358,7 @@ def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
     for item, entry in enumerate(entries):
         blocks.setdefault(entry.place.block, []).append(item)
     for items in blocks.values():
+        # By memory, not by the call: neighbours in memory become one range.
         items.sort(key=lambda item: entries[item].place.start)
     return blocks
 
@@ -489,6 +492,7 @@ class Planner:
         block, low = entry.place.block, entry.place.start
         # One element, not all: an empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
+        # This rank owns no element there, so it gets no sum, and no memory for one.
         if shard.low == shard.high:
             return None
         total: Array = block.sums_of(low, low + entry.place.size).reshape(entry.shape)

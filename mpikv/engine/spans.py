@@ -40,6 +40,7 @@ class Spans:
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of the ranges that are in ``[low, high)``."""
+        # The range before may reach into [low, high); the ones before that end earlier.
         number = max(self._last_before(low), 0)
         while number < len(self.ranges) and self.ranges[number][0] < high:
             begin, end = self.ranges[number]

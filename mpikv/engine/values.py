@@ -90,6 +90,7 @@ class Values:
             for block in dict.fromkeys(where.block for where in places):
                 block.kept = self.planner.kept(block)
                 block.ensure_state(self.planner.updater.slots(block.values.dtype))
+        # Only now: until here a rank without memory could still undo all.
         self._remove(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
             self.table.add(key, array.shape, array.dtype, where, NonzeroRows() if key in sparse else None)
@@ -101,6 +102,7 @@ class Values:
         if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
             self._memory.copy([entry.value for entry in entries], apart)
+        # Of shared memory the root's write is every rank's, once the fence shows it.
         if not self.transport.shared:
             for block, runs in _side_by_side(entries).items():
                 for low, high in runs:
@@ -136,6 +138,7 @@ class Values:
 
     def _clear(self, entries: Sequence[Entry]) -> None:
         """Zero the optimizer state and residuals of entries, as new keys may get their places."""
+        # Only the owner has state; every rank has residuals of its own.
         for block, runs in _side_by_side(entries).items():
             for low, high in runs & self.planner.owned(block):
                 for state in block.state_of(low, high).values():
@@ -209,6 +212,7 @@ class Values:
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
         """Zero this rank's buffers inside the block: for a push to which it brings nothing. Local."""
+        # The program's own numbers are in them: it has left join, and may still look there.
         buffers = self.buffers(plan)
         contents = [buffer.copy() for buffer in buffers]
         for buffer in buffers:

@@ -141,6 +141,7 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
         refuse(kv, error, verb)
+    # All that may be wrong with the tree was found above: a callback's error passes through XLA, which drops its type.
     call = partial(_call_store, kv, verb, outline, dtypes, kv.size if result == "mean" else 1)
     if traced:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
@@ -251,10 +252,8 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective.
-
-    Without the comparison, the store would report different names of leaves, but not the node that differs.
-    """
+    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective."""
+    # Without the comparison, the store would report different names of leaves, but not the node that differs.
     known = _kinds.setdefault(kv, {})
     kinds = {name: (array.shape, array.dtype) for name, array in zip(outline.names, arrays, strict=True)}
     changed = {name: kind for name, kind in kinds.items() if known.get(name) != kind}

@@ -31,6 +31,7 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
     for gpu in tuple(_GPUS):
         if gpu.owns(value):
             return value, gpu
+    # An array of another library: each GPU is asked, as only the right one can adopt it.
     refused: Unsupported | None = None
     for gpu in tuple(_GPUS):
         try:
@@ -134,6 +135,7 @@ class DeviceMemory:
         return out
 
     def _download(self, array: Array, out: Array) -> None:
+        # On the store's stream: the array may still be filled there.
         with self.order.stream:
             self.gpu.download(array, out)
         # Aborted work ends, too, and leaves undefined content behind.

@@ -131,6 +131,7 @@ class HostMemory:
         return self._find(value)
 
     def _fetched(self, value: Any) -> Array:
+        # A new array, not one that is kept: several arrays of a call may come from GPUs.
         gpu, there = self._copied(value)
         array = np.empty(there.shape, there.dtype)
         gpu.download(there, array)
@@ -142,6 +143,7 @@ class HostMemory:
         arrays.check_apart(there)
         array = np.empty(there.shape, there.dtype)
         whole = there if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
+        # After the call: until ranks have agreed, nothing of the caller's may change.
         self.order.add(partial(_fill, gpu, there, whole, array))
         return array
 

@@ -175,6 +175,7 @@ class RowSparse:
         a row for each, in the same memory (host or GPU) as the rows before.
         """
         self._indices: Array = indices.view()
+        # A caller who wrote there could make numbers that fall or are out of range, and nothing looks again.
         self._indices.flags.writeable = False
         self._values = values
 
@@ -203,6 +204,7 @@ class RowSparse:
         """
         if str(getattr(tensor, "layout", None)) != "torch.sparse_coo":
             raise TypeError(f"expected a sparse COO tensor of torch's, got {type(tensor).__name__}")
+        # Coalesced by torch: it sums rows of one number on the tensor's own device.
         tensor = tensor.detach().coalesce()
         shape = tuple(tensor.shape)
         if len(tensor.indices()) == 1:
@@ -297,6 +299,7 @@ def merged_rows(
         total = empty(rows.shape, dtype)
         tables.copy((total,), (rows,))
         return ids.copy(), total
+    # Sorted at once: merging list by list would sort the first one again for each rank.
     every = np.concatenate([ids for ids, _ in addends])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every

@@ -196,6 +196,7 @@ class GpuOrder:
         return array
 
     def check_new(self) -> None:
+        # Freed memory goes back in the order of the stream it was taken on, and the worker's default stream is another.
         call = self.call
         if call.on_worker and call.caller is not None and call.caller.handle == _PER_THREAD:
             raise Unsupported(
@@ -210,6 +211,7 @@ class GpuOrder:
             return function(*arguments)
         made: list[Any] = []
         caller = self._gpu.current()
+        # Calls nest: an updater may call another store on this GPU.
         outer = call.caller, call.made
         self.stream.wait(caller.record())
         call.caller, call.made = caller, made
@@ -254,6 +256,7 @@ class GpuOrder:
             return run()
         finally:
             call.caller, call.begin, call.made = outer
+            # A push that only reads lets the caller go on after the last read, before the update.
             issued.done = call.read or self.stream.record()
             call.read = None
             # Keep the arguments even if the call was refused: it may have queued reads of them before.
@@ -363,6 +366,7 @@ class GpuOrder:
 
     def drop_graphs(self) -> None:
         """Discard all recorded graphs; call it before the resources that they use are freed."""
+        # None from now on: a graph that is being recorded closes itself when it finds that.
         with self._recording:
             graphs, self._graphs = self._graphs, None
         for graph in list(graphs or ()):
@@ -373,6 +377,7 @@ class GpuOrder:
     def wait(self) -> None:
         """Wait until the stream is done; drop the arguments of its work."""
         self.stream.synchronize()
+        # The stream is done, so is all work that used them.
         with self._dropping:
             done, self._in_use = self._in_use, deque()
         # Outside of the lock, as in drop_done.

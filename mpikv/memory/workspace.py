@@ -54,6 +54,7 @@ class GpuWorkspace:
         return rows
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        # The kernel copies bits: a cast is a pass of its own, in reserved memory.
         if rows is not None and rows.dtype != table.dtype:
             given, rows = rows, self.empty(rows.shape, table.dtype)
             self._gpu.copy((rows,), (given,))

@@ -150,6 +150,7 @@ def row_messages(transport: Transport) -> RowMessages:
 
 
 def _numbers(every: Sequence[Array]) -> list[Selected]:
+    # Rows without elements: the same form of message, and no bytes.
     return [(ids, np.empty((ids.size, 0))) for ids in every]
 
 
@@ -170,6 +171,7 @@ def _nbytes(every: Sequence[Array], kinds: Sequence[Kind]) -> int:
 def _pack(selected: Sequence[Selected]) -> Part:
     """Flatten rows of several values: first the row count of each, then the numbers and the rows of each."""
     lengths = np.array([ids.size for ids, _ in selected], np.int64)
+    # Most parts of a sparse push are empty: they take no byte of the message.
     if not lengths.any():
         return ()
     return [lengths, *(np.ascontiguousarray(array).reshape(-1) for pair in selected for array in pair)]
@@ -195,6 +197,7 @@ def _aligned(rows: Sequence[Array]) -> Part:
 def _split(packed: Array, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
     """Split a message of :func:`_aligned` into the rows of each value, of these numbers."""
     take = _taker(packed)
+    # As _aligned has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: _rows_of(take, numbers[item].size, kinds[item]) for item in order}
     return [rows[item] for item in range(len(numbers))]

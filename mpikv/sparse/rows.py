@@ -168,6 +168,7 @@ class Rows:
         if self._exchange.placement.everywhere:
             parts = [numbers]
             addends = self._messages.to_all(numbers, values, kinds, label, ready)
+            # Its own rows without a detour: the exchange leaves that part undefined.
             addends[rank] = list(given)
         else:
             size, pairs = self._transport.size, zip(entries, numbers, strict=True)
@@ -222,6 +223,7 @@ class Rows:
         """Return for each rank the rows at its positions."""
         if self._owners(entry).alone:
             return [values[at] for at in places]
+        # One copy for all ranks: rows of each are then one range.
         order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
         values = _copy_rows(self._tables, values, order, self._kept)
         return [values[low:high] for low, high in pairwise(ends)]
@@ -248,6 +250,7 @@ class Rows:
             self._clear(entry)
             if entry.present is not None:
                 entry.present.rows = ids
+        # Rows that lie over a boundary have two owners or more, and each updates its own elements.
         value = _table(entry, entry.value)
         whole, parts = self._owners(entry).own(self._transport.rank, ids)
         sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
@@ -308,6 +311,7 @@ class Rows:
             for entry, step, (ids, total) in zip(entries, steps, sums, strict=True):
                 if self._transport.rank == self._root:
                     rows = cast_rows(self._tables, total, entry.dtype).reshape(ids.size, *entry.shape[1:])
+                    # The function sees the whole value, and may fail halfway.
                     value = entry.value.copy()
                     changed.append((entry, value))
                     _updated(updater, step, RowSparse(ids, rows, entry.shape), value)

@@ -163,6 +163,7 @@ class CapturedStep:
         memory = self._memory
         if memory is None or self._door.state is State.JOINING:
             return self._plainly(_PLAIN)
+        # Bound anew after anything that moves values: the graph has their addresses.
         known = self._known or self._bound(memory)
         if known.lack or not known.agreed:
             call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
@@ -216,6 +217,7 @@ class CapturedStep:
 
     def _with_table(self, known: _Known, steps: Steps) -> _Known:
         table = known.table
+        # A table of other options has other numbers, and kernels that were compiled for them.
         if table is None or not table.fits(steps.each[0]):
             table = self._exchange.table_of_steps(known.plan)
         return replace(known, table=table, revision=self._exchange.updater.revision, uniform=steps.uniform)
@@ -241,11 +243,13 @@ class CapturedStep:
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
         """Record and launch a graph if every rank can; else queue the work, now and in later calls. Collective."""
         graph, lack = None, ""
+        # Nothing runs while it is recorded, so nothing may be counted; the launch counts.
         with self._exchange.pipeline.uncounted(known.plan):
             try:
                 graph = memory.order.record(self._queue, known)
             except RuntimeError as error:  # of CUDA, in whatever words
                 lack = str(error)
+        # NCCL waits for all ranks in a graph: if one cannot launch it, none may.
         lack = self._lack_anywhere(lack)
         known = self._known = replace(known, graph=None if lack else graph, lack=lack)
         return self._run(known) if lack else self._launcher(memory, known)()
@@ -277,6 +281,7 @@ class CapturedStep:
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
     """Check the arguments of a pushpull; the prepared call returns them, copied, for a step to keep. Local."""
+    # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
     given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # raises for every mistake in them
     plan, _, _, result = _bind(verbs, given)

@@ -87,6 +87,7 @@ class Door:
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
+            # Claimed under the queue's lock: between the last pending call and this one no other may begin.
             self._pending.pass_to(partial(self._claim, verb))
             try:
                 unseen = self._pending.failure()
@@ -109,6 +110,7 @@ class Door:
 
     def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
         """Run a function that waits for other ranks without an agreement; complete the message of its error."""
+        # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))
         try:
@@ -134,6 +136,7 @@ class Door:
                         run = prepare(report, until_done)
                     except Exception as error:
                         failure = error
+                    # The working ranks confirm, too: they must not push while this rank lacks memory for its part.
                     self._agreement.confirm(call, failure)
                     if run is not None:
                         run_in_order(run_quietly, run)

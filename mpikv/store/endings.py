@@ -38,6 +38,7 @@ def tell_unseen() -> None:
 
 def _close_all() -> None:
     """Close the stores that are still open at the end of the program, while MPI still runs."""
+    # In the order of their creation, the same on all ranks: closing is collective.
     while stores := open_stores():
         store = stores[0]
         try:

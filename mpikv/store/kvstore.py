@@ -122,6 +122,7 @@ class KVStore(KVStoreBase):
         """The sums on GPUs of a store that keeps no values, if it makes any: closed with the store."""
         self.before_close: list[Callable[[], None]] = []
         """Functions to call before the store is closed, once, on every rank alike."""
+        # Last: a store whose constructor failed must not be closed at the end of the program.
         self._stores = open_stores()
         self._stores.append(self)
 
@@ -186,6 +187,7 @@ class KVStore(KVStoreBase):
     @property
     def optimizer(self) -> Any:
         """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
+        # A pending call may be about to use the settings that the caller changes next.
         self._pending.drain()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
 
@@ -355,6 +357,7 @@ class KVStore(KVStoreBase):
         # Not by naming_arguments: another function around the three verbs of every step costs half a microsecond.
         if _other:
             raise unknown_argument(KVStore.push, _other)
+        # True itself first: it costs nothing, and training passes nothing else.
         if wait is not True and not self._waits("push", wait):
             return self._issue("push", self._verbs.push_pull.push, key, value, priority)
         return self._collective("push", self._verbs.push_pull.push, key, value, priority)
@@ -700,6 +703,7 @@ class KVStore(KVStoreBase):
             >>> mpikv.create().any_rank(False)
             False
         """
+        # A Trainer asks in every step: alone it needs no call.
         if self.size == 1:
             self._door.check_open("any_rank")
             return bool(flag)
@@ -1027,6 +1031,7 @@ class KVStore(KVStoreBase):
         members, comm = self._collective("group", self._control.group, ranks, self._found is not None)
         if self.rank not in members or self._found is None:
             return None
+        # The variables hold in the new store by themselves, as they do here.
         options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}
         try:
             return self._found(self._type, comm=comm, compression=self.compression, **options)
@@ -1084,6 +1089,7 @@ class KVStore(KVStoreBase):
         while self.before_close:
             self.before_close.pop()()
         self._pending.drain()
+        # Raised at the end: the store must close all the same, together with the other ranks.
         unseen = self._pending.failure()
         try:
             if self._door.state is not _ENDED:  # as it may have by a pending call
@@ -1183,6 +1189,8 @@ class KVStore(KVStoreBase):
                 if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
                     raise
                 self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
+            # From here on all ranks make this call. A failure before it is one of every rank, and the store goes on. A
+            # failure after it may be this rank's alone.
             self._agreement.begin(call, self._exchange.pipeline.prefetched is not None)
             # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
             quietly = run_quietly if self._exchange.updater.may_raise else self._quiet

@@ -55,6 +55,7 @@ class KVStoreBase:
         ``[project.entry-points."mpikv.stores"]`` of that name is looked up.
         """
         name = kind.__name__.lower()
+        # A warning, no error: a notebook may run the cell of a class again.
         if KVStoreBase.kv_registry.get(name, kind) is not kind:
             warnings.warn(f"the store {name!r} is now {kind!r} and was {KVStoreBase.kv_registry[name]!r}", stacklevel=2)
         KVStoreBase.kv_registry[name] = kind
@@ -178,6 +179,7 @@ def plugin(name: str) -> type[KVStoreBase] | None:
 
         for entry in entry_points(group=GROUP):
             if entry.name.lower() == name:
+                # Kept: finding the packages takes longer than making a store.
                 KVStoreBase.kv_registry[name] = _loaded(entry)
     return KVStoreBase.kv_registry.get(name)
 

@@ -160,10 +160,12 @@ class Scope(Wrapped):
     def _named(self, key: Any) -> Any:
         if isinstance(key, str):
             return self._prefix + key
+        # The store joins nested keys by "/" itself, so a dict is put into another one, and no name is copied.
         if isinstance(key, Mapping):
             return {self._prefix[:-1]: key}
         if not isinstance(key, (list, tuple)):
             raise TypeError(f"a key of a scope is a str, not {a_kind(key)}: {key!r}")
+        # Item by item, so that the error names the one that is no key.
         if not all(isinstance(each, str) for each in key):
             return contained(key, [self._named(each) for each in key])
         return contained(key, self._names(tuple(key)))

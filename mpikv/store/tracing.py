@@ -92,6 +92,7 @@ class Tracer:
         self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": about})
 
     def _write(self, event: dict[str, Any]) -> None:
+        # A line at once, unbuffered: lines of two threads must not mix.
         line = f"{json.dumps(event)}\n".encode()
         with self._lock:
             if not self._works:

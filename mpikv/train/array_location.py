@@ -83,4 +83,5 @@ def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
 
 def _on_gpu(value: Any) -> Located:
     gpu = gpu_of(value)
+    # Adopted by DLPack, an array of another library stays where it is.
     return Located(value if gpu.owns(value) else gpu.adopt(value), gpu)

@@ -48,13 +48,15 @@ class LocalUpdate:
         return [optimizer.step(name, self.states[name].count + 1) for name in parameters]
 
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights by the prepared steps. A rule overwrites its gradient; so it gets a copy."""
+        """Update the weights by the prepared steps."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
             kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
             total = self._memory_of_sum(parameter)
+            # A copy: a rule may overwrite its sum, and the gradient is the caller's.
             memory.copy((total,), (parameter.grad,))
             value = weight
+            # Rules and kernels take flat memory: a weight with gaps is updated in a copy.
             if not weight.flags.c_contiguous:
                 value = memory.empty(weight.shape, weight.dtype)
                 memory.copy((value,), (weight,))
@@ -74,9 +76,9 @@ class LocalUpdate:
             _restart_master(self.states[name], parameter)
 
     def on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter in numpy arrays. A parameter without state gets it at its first update, and
-        not here: its weight may still be set, and the master would keep the old one.
-        """
+        """Return the state of a parameter in numpy arrays."""
+        # A parameter without state gets it at its first update, and not here: its weight may still be set, and the
+        # master would keep the old one.
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu
         if gpu is None:
             return kept

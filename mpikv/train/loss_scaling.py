@@ -56,6 +56,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
+    # By their places: of an array that is there twice the squares would count twice.
     given = map(writable, (array for array in arrays if array is not None))
     there = _by_gpu((gpu, array) for array, gpu in {each.extent: each for each in given}.values())
     here = there.pop(None, [])
@@ -63,6 +64,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
         squares = [_squares(array) for array in here]
         for gpu, some in there.items():
             squares += [each for each, _ in gpu.measure(some, [array.dtype for array in some])]
+        # fsum rounds once: the norm has the same bits whatever the order of the arrays.
         norm = math.sqrt(math.fsum(squares))
         if math.isfinite(norm) and norm > max_norm:
             for array in here:
@@ -170,6 +172,7 @@ class LossScaler:
         except Exception as error:
             kv.raise_on_all_ranks(error, "divisor")
             raise  # never reached: the store has raised it
+        # The factor of these gradients: record() changes it for the next loss.
         overflow, scale = bool(kv.any_rank(mine)), self.loss_scale
         self.record(overflow)
         return None if overflow else scale

@@ -182,6 +182,7 @@ class Parameter:
             return
         if not castable(array.dtype, grad.dtype):
             raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
+        # As numpy's add does on the host, in the wider dtype, rounded once.
         widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
         self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
 
@@ -215,6 +216,7 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
     named: dict[str, Parameter] = {}
     for name, value in sorted(zip(map(str, names), values, strict=True), key=itemgetter(0)):
         parameter = value if isinstance(value, Parameter) else Parameter(value)
+        # Empty arrays may share an address, and are no ties of weights.
         place = id(value) if parameter is value or not parameter.data.size else parameter._located.extent
         named[name] = parameter = known.setdefault(place, parameter)
         parameter.name = parameter.name or name

@@ -246,10 +246,12 @@ class Trainer:
         )
         stored = self._stored()
         if self._resume:
+            # The argument of this Trainer counts, not the option of the job that saved.
             self._restore_average()
             store.pull(list(stored), out=_weights(stored))
             self._count_updates()
         else:
+            # Frozen integers: every rank gets the root's, and no store updates them.
             if apart := {name: one for name, one in self._own.items() if name not in stored}:
                 self._broadcast(apart)
                 store.delete(list(apart))
@@ -258,6 +260,7 @@ class Trainer:
             self._broadcast(stored)
         if not self._on_store:
             store._only_sums(list(stored))
+        # A store of another package may keep its optimizer to itself; then the Trainer shows its own.
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
         if self._shown:
@@ -474,6 +477,7 @@ class Trainer:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
         on_store = capable and (updates_on_kvstore() if self._wanted is None else self._wanted)
         present, known = store.optimizer, self._own.keys() & set(store.keys())
+        # An optimizer holds rescale_grad for one user: two Trainers would set it by turns.
         is_free = present is None or present._user in (None, self._token)
         if self._resume and not on_store:
             raise ConfigError(
@@ -523,6 +527,7 @@ class Trainer:
         optimizer.sums_over(self._kvstore.num_workers)
         settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **self._factors(optimizer)))
         fresh = self._fresh()
+        # In all parameters, before any is used: a step changes all weights or none.
         stale = [name for name, one in self._own.items() if one.grad_req != "null" and name not in fresh]
         if stale and not ignore_stale_grad:
             several = f"s {stale[0]!r} and {len(stale) - 1} more were" if len(stale) > 1 else f" {stale[0]!r} was"
@@ -594,6 +599,7 @@ class Trainer:
     def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values by the first names of their parameters; the store must keep all of these."""
         first = {id(parameter): name for name, parameter in self._own.items()}
+        # In one order on all ranks, whatever the order of their dicts.
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
         given = {first[id(self._parameter(name))]: array for name, array in pairs}
         if apart := sorted(given.keys() - self._stored().keys()):
@@ -621,10 +627,8 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter. Collective if an optimizer has changed.
-
-        Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
-        """
+        """Return the optimizer's step for each parameter. Collective if an optimizer has changed."""
+        # Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
         steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
         if self.optimizer.opaque:
@@ -678,6 +682,7 @@ class Trainer:
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
         # The ranks agree once more here: no rank may adopt the state before all have it.
         yield "all of it was read, and there was room for it"
+        # Compared anew at the next step: the loaded settings may differ from those that ranks have agreed on.
         optimizer._user, self._agreed = self._token, ""
         self._optimizer, self._local.states = optimizer, states
         self._updates = max((one.count for one in states.values()), default=0)

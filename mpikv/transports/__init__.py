@@ -41,6 +41,7 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
         raise Unsupported(
             f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hierarchical'"
         )
+    # Refused, not replaced: whoever asks for a transport by name measures it, or relies on it.
     if asked == "hierarchical" and group.one_host:
         raise Unsupported("transport 'hierarchical' is for several hosts and all ranks are on one; use 'auto' or 'shm'")
     if asked == "hierarchical" and config.deterministic:

@@ -58,6 +58,7 @@ class Attached:
         # Tried on the first and the last byte, by this process on itself: the kernel takes the same path.
         first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
+        # Both ends at once: an array may begin in ordinary memory and end in a device's.
         into = _Range(ctypes.addressof(self._ends), 2)
         return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
 

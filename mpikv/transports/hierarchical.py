@@ -106,6 +106,7 @@ class HierarchicalTransport:
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         key = self._inner.slot, tuple(counts), send.dtype
+        # An exchange, no sum: each rank of the host sees the others' whole contributions, and adds its part.
         rows = self._inner.allreduce(send, recv)
         work = self._sums.get(key) or self._prepare(key, rows)
         with self._group.translated("reduce_scatter"), self._requests.completed() as started:
@@ -133,6 +134,7 @@ class HierarchicalTransport:
         if not self._is_shared(buffer):
             self._flat.broadcast(buffer, root)
             return
+        # In messages of the limit, as MPI allocates memory of its own for longer ones.
         whole = buffer.view(np.uint8)
         for begin in range(0, whole.size, self.limit):
             part = whole[begin : begin + self.limit]
@@ -156,6 +158,7 @@ class HierarchicalTransport:
         self._comm, self._outgoing, self._incoming = None, zeros(0), []
 
     def _is_shared(self, buffer: Array) -> bool:
+        # By identity, as all views of an allocation have it as their base.
         return id(buffer.base) in self._allocated
 
     def _all_at(self, owner: int, count: int) -> tuple[int, ...]:

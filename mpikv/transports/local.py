@@ -28,6 +28,7 @@ class LocalTransport(Unshared):
 
     @property
     def control(self) -> LocalTransport:
+        # Of a GPU's memory a new one for the host: arrays of agreements are numpy's.
         return self if self.memory.is_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:

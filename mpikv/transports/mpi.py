@@ -92,6 +92,7 @@ class MpiTransport(Unshared):
         mine = nbytes[self.rank]
         received = self._gathered[: self.size * mine]
         with self._group.translated("alltoall"):
+            # As bytes: MPI knows no half precision, and an exchange needs no type.
             self._requests.complete(
                 self._comm.Ialltoallv(
                     [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
@@ -135,6 +136,7 @@ class MpiTransport(Unshared):
             widen(send, wide_send) if _is_half(send) else np.copyto(wide_send, send)
         if recv is not None and recv.dtype != dtype:
             wide_recv = self._wide[1].view(dtype)[: recv.size]
+        # Booleans add up by or; MPI refuses a sum of them.
         operation = self._mpi.LOR if dtype == np.bool_ else self._mpi.SUM
         with self._group.translated(name):
             self._requests.complete(start(wide_send, wide_recv, op=operation))

@@ -48,6 +48,7 @@ def _find_problem(every: Sequence[dict[str, Any]]) -> str:
         )
     if settings[0].get("NCCL_COMM_BLOCKING") == "0":
         return "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they have begun; unset it"
+    # Versions and settings are equal by now, so the first rank's are those of all.
     may_share = settings[0].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and versions[0] >= _SHARING
     seen: dict[tuple[str, str], int] = {}
     for rank, facts in enumerate(every):

@@ -30,6 +30,7 @@ def _looking(
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
+        # First the operation: in the usual case it is complete, and no look is needed.
         if ready():
             return True
         if (every > 1 and next(polls) % every) or not (failure := look()):
@@ -116,6 +117,7 @@ class Requests:
         try:
             yield started
         except BaseException:
+            # They may have sent something already: the other ranks must not wait for the rest.
             _abandoned.extend(started)
             self._give_up()
             raise

@@ -44,6 +44,7 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
     1 3 100 128
     """
     starts = list(accumulate(counts, initial=0))
+    # The same numbers on every rank: no message says who sends which elements.
     home = next(host for host in hosts if rank in host)
     away = [host for host in hosts if host is not home]
     return Routes(

@@ -60,6 +60,7 @@ def unserved(requests: Sequence[Request], serve: Serve) -> list[Request]:
     """
     left: list[Request] = []
     for request in requests:
+        # Per sender: its requests build on each other, and those of other ranks do not wait for them.
         if request.source in [other.source for other in left] or not serve(request):
             left.append(request)
     return left
@@ -213,6 +214,7 @@ class _Inbox:
         return Request(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
 
     def _begin(self) -> bool:
+        # Any source: owners do not know who will ask next.
         status, mpi = self._status, self._mpi
         # A matched probe: the following receive gets exactly this message, whatever other threads receive.
         message = self._comm.Improbe(mpi.ANY_SOURCE, self._tag, status)
@@ -239,6 +241,7 @@ class _Outbox:
         with self._lock:
             if len(self._sent) >= _MOST_UNFINISHED:
                 self._tidy()
+            # A training sends messages of few sizes, and new memory costs more than the copy.
             free = self._free.get(nbytes)
             memory = free.pop() if free else zeros(nbytes)
             numbers = memory[:_HEAD].view(np.int64)

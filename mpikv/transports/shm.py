@@ -122,6 +122,7 @@ class ShmTransport:
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         parts = np.split(buffer[: sum(counts)].view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
+        # All ranks make as many exchanges as the longest part needs, some of them with nothing to send.
         for begin in range(0, max(counts) * buffer.itemsize, self.limit):
             pieces = [part[begin : begin + self.limit] for part in parts]
             half = self._halves[self._exchange(pieces[self.rank])]
@@ -181,6 +182,7 @@ class ShmTransport:
             self._copy(send, *((low, high) if counts else (0, 0)))
         half = self._meet()
         self._exposed = send if exposes else None
+        # The cached views are of the halves; exposed messages take their places in a copy of the list.
         key = half, counts or send.size, send.dtype
         terms = list(self._views.get(key) or self._view(key, low, high))
         if private:

@@ -58,6 +58,7 @@ class Watchdog:
 
     def look_after(self, work: Work) -> None:
         """Watch work that follows all earlier work on the same stream."""
+        # In this order: see _may_end.
         self._works.append(work)
         if not self._alive:
             self._start()
@@ -96,6 +97,7 @@ class Watchdog:
                 elif (self._stopped or time.monotonic() - needed >= _IDLE) and self._may_end():
                     return
         except Exception as error:
+            # First: this thread ends here, and no later work may start another.
             self._stopped = True
             self._fail(error, self._works[0].call if self._works else "")
             self._works.clear()

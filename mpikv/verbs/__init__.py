@@ -47,5 +47,6 @@ class Verbs:
 
     def give_up(self) -> None:
         """Drop a call that was prepared and will not run. Local."""
+        # It lies in the send buffer, and the next push would send it.
         self._exchange.pipeline.prefetched = None
         self._exchange.transport.memory.order.cancel()

@@ -83,6 +83,7 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     form = parse(key, out, "out")
     if form.keys == keys:
         return form
+    # The out may be a dict in another order than the keys.
     groups = dict(zip(form.keys, form.groups, strict=True))
     if groups.keys() != set(keys):
         raise ValueMismatch(f"out has keys {label(form.keys)} and the call {label(keys)}")
@@ -158,6 +159,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     except ValueError:  # of a function in C, which has none to show
         return updater  # type: ignore[no-any-return]
     try:
+        # Now, on every rank, and not in the first push, at the root alone.
         signature.bind("key", "input", "stored")
     except TypeError as error:
         raise TypeError(
@@ -168,6 +170,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 def _readable(value: Any, entry: Entry, several: int = 1, is_read: bool = True) -> Array:
     memory = entry.place.block.memory
+    # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
     array = value if usual else memory.source(value)
     if array.shape != entry.shape:

@@ -49,6 +49,7 @@ class Comparison:
         """Return the description of a verb that updates nothing."""
         call = plan.calls.get(verb)
         if call is None:
+            # Now, as memory may be short on this rank, and the others must learn it before they begin.
             if verb not in _NO_BUCKETS:
                 plan.prepare()
             texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
@@ -86,7 +87,9 @@ class Comparison:
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
+        # Joined by xor from digests that are kept, so that the texts of all keys are not hashed again.
         token = plan.digest ^ _digest(verb + contribution.value) ^ _digest("\n".join(self._settings()))
+        # Written out only where ranks disagree.
         texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
 
         def parts() -> list[str]:

@@ -69,7 +69,9 @@ class ControlVerbs:
         if self._group.rank == self._root:
             try:
                 controller = self.controllers.get(head) or partial(_log_lost, head)
+                # Through JSON, at the root, too: a controller gets the same body whoever sends the command.
                 controller(json.loads(text))
+            # Kept until all ranks know: the root alone would raise, and the others wait.
             except Exception as error:
                 failure = error
         self._agreement.confirm(call, failure)

@@ -35,6 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
+        # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":
             return self._push_pull.pull_arrays(plan, nothing)

@@ -159,11 +159,9 @@ class Operands:
         return arrays
 
     def _lies_apart(self, array: Array) -> bool:
-        """Return whether a view of other memory lies outside of the memory of values.
-
-        Its flags do not tell: torch, for one, makes a view writable. Comparing addresses takes longer than adding a
-        small array, so each array is looked up once, or its base for all views of it.
-        """
+        """Return whether a view of other memory lies outside of the memory of values."""
+        # Its flags do not tell: torch, for one, makes a view writable. Comparing addresses takes longer than adding a
+        # small array, so each array is looked up once, or its base for all views of it.
         known, base = self._known_apart, array.base
         if id(array) in known or id(base) in known:
             return True
@@ -171,6 +169,7 @@ class Operands:
             array = base
         elif self._exchange.values.is_view(array):
             return False
+        # Weakly, and forgotten with the array: a later one may get its number.
         known[id(array)] = ref(array, partial(_forget, known, id(array)))
         return True
 

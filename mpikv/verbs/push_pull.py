@@ -35,6 +35,7 @@ class PushPull:
             return self._rows.push(plan, arrays.rows, priority)
         if not plan.raw:
             arrays = self._exchange.pushable(plan, arrays)
+        # Described first, then packed: a user's schedule may raise, and no message is to be dropped then.
         prepared = self.push_arrays(plan, arrays, priority)
         if arrays is not None:
             self._exchange.pipeline.stage(plan, arrays)
@@ -57,6 +58,7 @@ class PushPull:
         if out is not None:
             targets, result = self._operands.targets(plan, key, out)
         elif arrays is None:
+            # Of buffers without out= nothing is copied: the caller reads the new values in place.
             targets, result = (), in_form(key, plan, plan.views)
         elif are_plain(arrays):
             targets, result = arrays, key if value is None else value

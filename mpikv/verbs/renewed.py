@@ -107,6 +107,7 @@ def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory
     """Raise ValueMismatch if integers of an array would wrap in a dtype."""
     if not narrows(array.dtype, dtype) or not array.size:
         return
+    # The smallest and the largest, as Python's ints: numpy would compare int64 and uint64 as floats.
     here, known = memory.to_host(array), np.iinfo(dtype)
     for number in int(here.min()), int(here.max()):
         if not known.min <= number <= known.max:

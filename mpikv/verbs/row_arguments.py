@@ -153,6 +153,7 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
             some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
         check_out(entry.key, some, each.out.dtype, memory)
         if isinstance(each.out, RowSparse):
+            # A copy: several outs of one request share the numbers.
             each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
         elif memory.is_host:
             each.out[...] = 0
@@ -192,6 +193,7 @@ def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
     """Return the requests for rows of a value: one per out. One array of numbers serves all outs; None makes outs."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
+    # Sorted and once each, so that two requests can be joined, and a row travels once.
     numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
     if out is None:
         return [Asked(ids, _empty(entry)) for ids in numbers]

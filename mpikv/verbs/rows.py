@@ -117,6 +117,7 @@ class RowVerbs:
         """Prepare a push of rows; then a pull of whole values, if they are wanted, and of rows."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
+        # Before ranks agree: it takes the memory for the rows.
         pull = self._pulling(plan, asked)
 
         def run() -> Any:

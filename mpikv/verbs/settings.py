@@ -32,6 +32,7 @@ class SettingVerbs:
         return self._change_updater("set_optimizer", optimizer_of(optimizer, arguments))
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
+        # For its errors: a placement or a dtype that the updater cannot serve is found before ranks agree.
         self._exchange.placed(updater)
         return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)
 
@@ -47,6 +48,7 @@ class SettingVerbs:
     def _working(self, codec: Codec) -> Codec:
         """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads."""
         check_payloads(codec, self._exchange.transport)
+        # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._find_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
@@ -59,6 +61,7 @@ class SettingVerbs:
         return HostFallback(codec, self._memory) if codec.elementwise else codec
 
     def _compress(self, meant: Codec | None, working: Codec | None) -> None:
+        # First what may fail: the settings are shown and compared from then on.
         self._exchange.compress(working)
         self.codec = meant
         self._comparison.compression = None if meant is None else meant.settings()

@@ -30,6 +30,7 @@ class ValueVerbs:
         table.check_kind(keys)
         if not overwrite:
             table.check_new(keys)
+        # Compared as well: a key that only some ranks know would start anew on these alone.
         known = [name for name in keys if name in table]
         if brings_rows(groups):
             rows = single_rows(keys, groups, self._memory, exchange.values.apart)
