@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["mpikv", "numpy", "scikit-learn"]
+#
+# [tool.uv.sources]
+# mpikv = { path = "..", editable = true }
+# ///
 """Tell malignant from benign tumours by logistic regression, with an update rule written in Python.
 
     python scripts/train_cancer.py                        one rank, no MPI library needed

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["mpikv", "numpy", "scikit-learn"]
+#
+# [tool.uv.sources]
+# mpikv = { path = "..", editable = true }
+# ///
 """Train a small network on scikit-learn's handwritten digits, on any number of ranks.
 
     python scripts/train_digits.py                        one rank, no MPI library needed

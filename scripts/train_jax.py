@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["jax", "mpikv", "numpy", "optax", "scikit-learn"]
+#
+# [tool.uv.sources]
+# mpikv = { path = "..", editable = true }
+# ///
 """Train a small network of JAX on scikit-learn's digits, with an optimizer of optax, on any number of ranks.
 
     python scripts/train_jax.py                                           one rank, no MPI library needed

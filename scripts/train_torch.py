@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["mpikv", "scikit-learn", "torch"]
+#
+# [tool.uv.sources]
+# mpikv = { path = "..", editable = true }
+# ///
 """Train a small convolutional network of PyTorch on scikit-learn's handwritten digits, on any number of ranks.
 
     python scripts/train_torch.py                            one rank, no MPI library needed

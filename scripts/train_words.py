@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["mpikv", "numpy"]
+#
+# [tool.uv.sources]
+# mpikv = { path = "..", editable = true }
+# ///
 """Learn vectors of words from the documentation of Python and numpy, on any number of ranks.
 
     python scripts/train_words.py                       one rank, no MPI library needed

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -57,6 +57,7 @@ class ProcessGroup:
         self.mpi: Any = library_of(comm) if comm is not None else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
+        self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._timeout = timeout
         self.divided = ""
         """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
@@ -194,17 +195,15 @@ class ProcessGroup:
             if self._has_ended or self._end or not self._may_speak():
                 return
             self._has_ended = True
-            text = why.encode()[:_LONGEST_TEXT]
             with self.translated("sending a shutdown notice"):
-                for rank in range(self.size):
-                    if rank != self.rank:
-                        self.send_notice(text, rank, ENDED)
+                self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
 
-    def send_notice(self, text: bytes, rank: int, tag: int) -> None:
-        """Send a message that the other rank receives at the end of the store at the latest. Local."""
-        with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
-            self._counts[rank] += 1
-        _sent.append(self.comm.Isend(text, rank, tag))
+    def send_notice(self, text: bytes, ranks: Iterable[int], tag: int) -> None:
+        """Send a message that other ranks receive at the end of the store at the latest. Local."""
+        for rank in ranks:
+            with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
+                self._counts[rank] += 1
+            _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
         """Return the sender and the text of a message with this tag; None if there is none. Local."""

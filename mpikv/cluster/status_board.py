@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import re
 import signal
@@ -97,9 +98,7 @@ class StatusBoard:
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds, and for whom."""
-        _, about = self.report(missing)
-        text = f"{self.call}: {about}" if about else self.call
-        log("rank %d has waited %.1f s in %s", self._rank, waited, text)
+        log("rank %d has waited %.1f s in %s", self._rank, waited, self.report(missing).text)
 
     @property
     def call(self) -> str:
@@ -110,14 +109,14 @@ class StatusBoard:
         """Find out about the ranks that delay this one: ``missing``, and those that began fewer calls.
 
         Returns:
-            The late ranks, as far as they are known, with their last calls and present lines.
+            The late ranks, as far as they are known; this rank's call, with their last calls and present lines.
         """
-        if self._inquiry is None:
-            return self._look(missing)
-        self._inquiry.ask()
-        answers = [self._look(missing), *self._inquiry.collect()]
+        if self._inquiry:
+            self._inquiry.ask()
+        answers = [self._look(missing), *(self._inquiry.collect() if self._inquiry else ())]
         late = tuple(sorted({rank for answer in answers for rank in answer.late}))
-        return Answer(late, "; ".join(answer.text for answer in answers if answer.text))
+        about = "; ".join(answer.text for answer in answers if answer.text)
+        return Answer(late, f"{self.call}: {about}" if about else self.call)
 
     def _look(self, missing: Sequence[int]) -> Answer:
         """Find out about the late ranks of this host."""
@@ -133,6 +132,8 @@ class StatusBoard:
     def give_up(self) -> None:
         """Announce that this rank is in no call any more."""
         self._slots[self._ranks.index(self._rank)]["over"] = 1
+        if self._inquiry:
+            self._inquiry.give_up()
 
     @contextmanager
     def on_worker(self) -> Iterator[None]:
@@ -313,17 +314,17 @@ class Inquiry:
         """``report`` returns this host's :class:`Answer`; ``call`` the number of this rank's call."""
         self._group, self._report, self._call = group, report, call
         hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
-        self._others = [(name, ranks) for name, ranks in hosts if group.rank not in ranks]
+        self._others = [host for host in hosts if group.rank not in host[1]]
         self.number = 0
         self._known, self._found = (-1, float("-inf")), Answer((), "")
+        self._heard: dict[int, tuple[float, Answer]] = {}  # of each rank, the last answer and its question's number
         group.witness = self.answer
 
     def ask(self) -> None:
         """Ask all other hosts."""
         self.number += 1
         for _, ranks in self._others:
-            for rank in self._asked(ranks):
-                self._group.send_notice(str(self.number).encode(), rank, ASKS)
+            self._group.send_notice(str(self.number).encode(), self._asked(ranks), ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
         # Each asker begins with another rank: a host is not asked through one late rank alone.
@@ -334,7 +335,13 @@ class Inquiry:
         """Answer the questions of other hosts."""
         while notice := self._group.receive_notice(ASKS):
             source, number = notice
-            self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), source, ANSWERS)
+            self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), [source], ANSWERS)
+
+    def give_up(self) -> None:
+        """Answer the questions that other hosts have not asked yet: this rank will not be there to answer them."""
+        answer = json.dumps([math.inf, *self.look()]).encode()
+        for _, ranks in self._others:
+            self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
         """Return the answer for this host, at most :data:`_FRESH` seconds old."""
@@ -346,7 +353,6 @@ class Inquiry:
 
     def collect(self) -> list[Answer]:
         """Return the answers of the hosts asked last; answer their questions meanwhile."""
-        heard: dict[int, Answer] = {}
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:
@@ -354,8 +360,8 @@ class Inquiry:
             self.answer()
             while notice := self._group.receive_notice(ANSWERS):
                 number, late, text = json.loads(notice[1])
-                if number == self.number:
-                    heard[notice[0]] = Answer(tuple(late), text)
+                self._heard[notice[0]] = number, Answer(tuple(late), text)
+            heard = {rank: answer for rank, (number, answer) in self._heard.items() if number >= self.number}
             firsts = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
             if all(answer for _, answer in firsts) or here.now() >= limit:
                 return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in firsts]

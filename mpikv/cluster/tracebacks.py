@@ -35,8 +35,9 @@ _LIBRARIES = ("cupy", "ml_dtypes", "mpi4py", "numba", "numpy")
 # Paths of Python's own modules; some are frozen. A name alone would also match a caller's module of that name.
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Seconds for the rank with the full error to end the job; more seconds for each rank before this one, and their limit.
-_PATIENCE, _TURN, _MOST_TURNS = 0.5, 0.02, 1.0
+# Seconds for the rank with the full error to print it and end the job: on a busy machine its deadline passes later, and
+# it waits up to a second for the reader of its output. More seconds for each rank before this one, and their limit.
+_PATIENCE, _TURN, _MOST_TURNS = 2.0, 0.02, 1.0
 # Seconds that this rank leaves the others to print their lines: they raise the same error at this moment.
 _OTHERS = 0.2
 

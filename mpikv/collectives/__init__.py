@@ -2,6 +2,6 @@
 
 ``operations`` are the reductions, and which dtypes they take. ``collectives`` moves and reduces arrays of any length,
 once ranks have agreed. ``communicator`` makes one call at a time: it stages a small message, lets ranks agree, and runs
-the call. The stores that keep no values stand on it. It knows transports by their Protocol alone, and imports no layer
-above ``engine``.
+the call. The stores that keep no values stand on it. ``mailbox`` sends from one rank to
+another. It knows transports by their Protocol alone, and imports no layer above ``engine``.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ class Group(Protocol):
     def one_host(self) -> bool:
         """Whether all ranks share the memory of one host."""
 
+    @property
+    def threads(self) -> bool:
+        """Whether several threads of this process may use the group at once."""
+
     def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
         """Return memory that the ranks of this host share, aligned to 128 bytes. Collective over the host.
 
@@ -46,6 +50,17 @@ class Group(Protocol):
         """Return the texts of all ranks, in rank order. Collective.
 
         Raises :class:`~mpikv.errors.Stalled` if not all ranks come within the timeout.
+        """
+
+    def announce_end(self, why: str) -> None:
+        """Tell the other ranks why this one will take part in nothing more. Local."""
+
+    def find_end(self) -> str:
+        """Return which rank has left and why, or "". Local; any thread may ask."""
+
+    def announce_shutdown(self) -> Callable[[], list[int]]:
+        """Tell the other ranks that this process ends; return a function that lists those that must not be left yet.
+        Local.
         """
 
     def close(self) -> None:

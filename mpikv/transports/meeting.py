@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -27,6 +28,8 @@ __all__ = ["HostGroup", "Words"]
 
 # Bytes of a rank's text per exchange; longer ones take several.
 _PIECE = 4096
+# Bytes of a rank's reason to end, with its length.
+_END = 512
 
 
 class Words(Protocol):
@@ -43,7 +46,7 @@ class HostGroup:
     """The :class:`~mpikv.protocols.Group` of ranks of one host that need no MPI."""
 
     divided = ""
-    one_host = True
+    one_host = threads = True
 
     def __init__(self, words: Words, rank: int, size: int, timeout: float) -> None:
         """Collective. Uses the words only here. ``timeout`` is that of an exchange of texts, in seconds.
@@ -72,6 +75,10 @@ class HostGroup:
         if size > 1:
             self._texts = ShmTransport(self, _PIECE, Waiting(timeout), single_copy=False)
         self._words = None
+        ends = self.allocate(size * _END)
+        self._reasons = ends.reshape(size, _END)[:, 8:]
+        self._ends = ends.data.cast("q")[:: _END // 8]
+        """The length of each rank's reason to end, 0 as long as it has none."""
 
     def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
         """Return memory that all ranks share. Collective."""
@@ -101,6 +108,23 @@ class HostGroup:
         return [joined[begin:end].tobytes().decode() for begin, end in pairwise(starts)]
 
     gather = exchange
+
+    def announce_end(self, why: str) -> None:
+        """Tell the other ranks why this one will take part in nothing more. Local."""
+        reason = np.frombuffer((why or "no reason").encode()[: _END - 8], np.uint8)
+        self._reasons[self.rank, : reason.size] = reason
+        self._ends[self.rank] = reason.size
+
+    def find_end(self) -> str:
+        """Return which rank has left and why, or "". Local; any thread may ask."""
+        for rank, size in enumerate(self._ends):
+            if size and rank != self.rank:
+                return f"rank {rank} has left: {self._reasons[rank, :size].tobytes().decode(errors='replace')}"
+        return ""
+
+    def announce_shutdown(self) -> Callable[[], list[int]]:
+        """Return a function that lists no rank: processes without MPI may end at any time. Local."""
+        return list
 
     def close(self) -> None:
         """Exchange nothing more; shared memory stays. Local, idempotent."""

@@ -16,6 +16,7 @@ from ..cluster.process_group import GONE, ProcessGroup
 from ..cluster.runtime import OfMessages, present
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
+from ..protocols import Group
 
 # Polls between two looks for notices of other ranks: a look takes longer than a poll.
 _LOOK_EVERY = 64
@@ -49,7 +50,7 @@ class AbortableWaiting:
     With ``listening`` false it starts to look at :meth:`listen`; nothing is slower until then.
     """
 
-    def __init__(self, group: ProcessGroup, waiting: Waits, *, listening: bool = True) -> None:
+    def __init__(self, group: Group, waiting: Waits, *, listening: bool = True) -> None:
         self._group, self._waiting = group, waiting
         self.until: Callable[[Callable[[], bool], Callable[[], Sequence[int]]], None] = waiting.until
         if listening:
@@ -125,9 +126,7 @@ class Requests:
 
     def _give_up(self) -> None:
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._group.send_notice(b"", rank, GONE)
+        self._group.send_notice(b"", self._group.others, GONE)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import pytest
 
@@ -23,8 +24,8 @@ class Group:
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
         return self.questions.pop() if self.questions else None
 
-    def send_notice(self, text: bytes, rank: int, tag: int) -> None:
-        self.sent.append((rank, json.loads(text)))
+    def send_notice(self, text: bytes, ranks: Iterable[int], tag: int) -> None:
+        self.sent += [(rank, json.loads(text)) for rank in ranks]
 
 
 @pytest.mark.parametrize(("call", "text"), [(1, "rank 1 was late"), (2, "rank 1 is late")])

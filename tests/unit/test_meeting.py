@@ -89,6 +89,12 @@ told(RankMismatch, lambda: agreement.begin(Call("add", 1 + (rank == 2), f"{rank 
 agreement.begin(Call("add", 7))
 assert (group.host_ranks, group.local_rank, group.one_host) == ((0, 1, 2), rank, True)
 assert group.host_cores >= len(os.sched_getaffinity(0))
+assert group.find_end() == ""
+group.gather("looked")
+if rank == 1:
+    group.announce_end("it has had énough")
+group.gather("told")
+assert rank == 1 or group.find_end() == "rank 1 has left: it has had énough"
 transport.close()
 group.close()
 told(Closed, lambda: group.allocate(8))
@@ -150,7 +156,7 @@ def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
         words, data, about = said.splitlines()
         assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
         assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
-        assert about == "rank 1 has made no call yet and its process is gone"
+        assert about == "create: rank 1 has made no call yet and its process is gone"
 
 
 def test_processors_that_reorder_memory(monkeypatch: pytest.MonkeyPatch) -> None:

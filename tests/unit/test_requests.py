@@ -15,7 +15,7 @@ from mpikv.transports.requests import Requests
 
 class Group:
     def __init__(self, comm):
-        self.comm, self.left = comm, ""
+        self.comm, self.left, self.others = comm, "", [0, 2]
 
     def find_end(self):
         return self.left
@@ -26,8 +26,8 @@ class Group:
     def witness(self):
         pass
 
-    def send_notice(self, text, rank, tag):
-        self.comm.told.append(rank)
+    def send_notice(self, text, ranks, tag):
+        self.comm.told += ranks
 
 
 class Comm:
@@ -76,8 +76,8 @@ def unfinished(monkeypatch):
 @pytest.mark.parametrize("polls", [(), (1,), (300,), (1, 1), (5, 400)])
 def test_nothing_is_left_of_what_is_complete(comm, unfinished, polls):
     given = [Request(number) for number in polls]
-    Requests(Group(comm), Waiting(5)).complete(*given)
-    with Requests(Group(comm), Waiting(5)).completed() as started:
+    Requests(Group(comm), Waiting(30)).complete(*given)
+    with Requests(Group(comm), Waiting(30)).completed() as started:
         started += given
     assert all(request.polls <= 0 for request in given)
     assert (unfinished, comm.told) == ([], [])
@@ -114,7 +114,7 @@ def test_what_was_started_before_an_error_is_kept(comm, unfinished):
     request = Request(1)
 
     def interrupted():
-        with Requests(Group(comm), Waiting(5)).completed() as started:
+        with Requests(Group(comm), Waiting(30)).completed() as started:
             started.append(request)
             raise KeyboardInterrupt
 

@@ -38,7 +38,7 @@ class _Mark:
 
 
 class Status:
-    source = -1
+    source = tag = -1
     _nbytes = 0
 
     def Get_count(self, unit: Any) -> int:
@@ -431,7 +431,7 @@ class Communicator:
         message = self._take(source, tag)
         if message is None:
             return _looked(None)
-        status.source, status._nbytes = message.source, len(message.body)
+        status.source, status.tag, status._nbytes = message.source, message.tag, len(message.body)
         return _Found(message)
 
     def _find(self, source: int, tag: int) -> _Message | None:

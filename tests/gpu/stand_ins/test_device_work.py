@@ -497,7 +497,6 @@ def test_as_on_hosts(test, comm, on_gpu):
 @pytest.mark.parametrize(
     "test",
     [
-        test_pending_calls.test_urgency_counts_among_what_all_ranks_have_issued,
         test_pending_calls.test_one_rank_waits_and_another_does_not,
         test_pending_calls.test_ranks_issue_different_calls,
         test_pending_calls.test_calls_aside_are_refused_in_join,

@@ -1,0 +1,197 @@
+"""Messages between two ranks, against a model: for each sender, receiver and tag the messages come in order."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.runtime import present
+from mpikv.cluster.waiting import Waiting
+from mpikv.collectives import mailbox as boxes
+from mpikv.collectives.mailbox import Mailbox
+from mpikv.errors import Closed, Stalled, TransportError, ValueMismatch
+from mpikv.testing import cluster
+
+RING = 1 << 12
+HOSTS = pytest.mark.parametrize("hosts", [1, 2], ids=["shared memory", "mpi"])
+
+
+@pytest.fixture(autouse=True)
+def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "_RING", RING)
+
+
+class Calls:
+    """Issues calls on a mailbox, and keeps their ends."""
+
+    def __init__(self, comm: Any, timeout: float = 20.0) -> None:
+        self.group = ProcessGroup(comm)
+        self.box = Mailbox(self.group, timeout)
+        self.issued, self.ended = 0, 0
+
+    def send(self, data: Any, to: int, tag: int = 0) -> list[Any]:
+        end: list[Any] = []
+        self.issued += 1
+        self.box.send(data, to, tag, lambda error: self._end(end, error))
+        return end
+
+    def receive(self, into: Any, source: int | None, tag: int = 0) -> list[Any]:
+        end: list[Any] = []
+        self.issued += 1
+        self.box.receive(into, source, tag, lambda error, found: self._end(end, error, found))
+        return end
+
+    def _end(self, end: list[Any], *result: Any) -> None:
+        assert not end, "a call ends once"
+        end.extend(result)
+        self.ended += 1
+
+    def wait(self) -> None:
+        Waiting(100.0).until(lambda: self.ended == self.issued, tuple)
+
+    def close(self) -> None:
+        self.group.comm.Barrier()
+        self.box.close()
+        self.group.close()
+
+
+def content(number: int, nbytes: int) -> Any:
+    return np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
+
+
+@HOSTS
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_messages(hosts: int, size: int, seed: int) -> None:
+    """Calls are issued in any order, by two threads of each rank, and some receives have another length."""
+
+    def program(comm: Any) -> None:
+        draw = np.random.default_rng(seed)
+        messages = defaultdict[tuple[int, int, int], list[tuple[int, int]]](list)
+        for number in range(40):
+            source, to, tag = (int(draw.integers(most)) for most in (size, size, 3))
+            nbytes = 100 if tag == 2 else int(draw.choice([0, 1, 300, RING - 16, RING, 5 * RING + 3]))
+            messages[source, to, tag].append((number, nbytes))
+        calls, own = Calls(comm), np.random.default_rng((seed, comm.rank))
+        sends, receives, expected = [], [], []
+        for (source, to, tag), row in messages.items():
+            if source == comm.rank:
+                sends.append([(content(*message), to, tag) for message in row])
+            if to == comm.rank:
+                receives.append([(source if tag < 2 else None, tag, *message) for message in row])
+
+        def issue_sends() -> None:
+            while rows := [row for row in sends if row]:
+                calls.send(*rows[own.integers(len(rows))].pop(0))
+
+        thread = present().thread(issue_sends, "sends")
+        if seed % 2:
+            thread.start()
+        while rows := [row for row in receives if row]:
+            source, tag, number, nbytes = rows[own.integers(len(rows))].pop(0)
+            wrong = number % 10 == 9 and tag < 2
+            into = np.zeros(nbytes + wrong, np.uint8)
+            expected.append((calls.receive(into, source, tag), into, tag, number, nbytes, wrong))
+            if own.integers(2):
+                present().sleep(float(own.exponential(1e-4)))
+        if not seed % 2:
+            issue_sends()
+        Waiting(100.0).until(lambda: not any(sends), tuple)
+        calls.wait()
+        anyhow = [into.tobytes() for _, into, tag, *_ in expected if tag == 2]
+        for end, into, tag, number, nbytes, wrong in expected:
+            error, source = end
+            if wrong:
+                assert isinstance(error, ValueMismatch)
+                assert f"rank {source} has sent {nbytes} bytes, which are lost" in str(error)
+            elif tag < 2:
+                assert error is None
+                assert into.tobytes() == content(number, nbytes).tobytes()
+        theirs = [row for (_, to, tag), row in messages.items() if to == comm.rank and tag == 2]
+        assert sorted(anyhow) == sorted(content(*message).tobytes() for row in theirs for message in row)
+        for row in theirs:
+            places = [anyhow.index(content(*message).tobytes()) for message in row]
+            assert places == sorted(places), "messages of one sender overtake each other"
+        calls.close()
+
+    cluster(size, hosts=hosts, seed=seed).run(program)
+
+
+@HOSTS
+def test_a_message_that_does_not_come(hosts: int) -> None:
+    def program(comm: Any) -> None:
+        calls, into = Calls(comm, timeout=2.0), np.zeros(3, np.float32)
+        if comm.rank == 0:
+            ends = [calls.receive(into, 1, 7), calls.receive(into, None, 8)]
+            calls.wait()
+            error = ends[0][0]
+            assert isinstance(error, Stalled)
+            assert str(error) == "recv of 12 bytes with tag 7 from rank 1: waited 2.0 s [rank 0/2]"
+            assert error.missing == (1,)
+            assert [end[0] for end in (ends[1], calls.send(into, 1))] == [error, error]
+        calls.close()
+
+    cluster(2, hosts=hosts).run(program)
+
+
+def test_a_message_that_nobody_takes() -> None:
+    """A small one waits in the ring."""
+
+    def program(comm: Any) -> None:
+        calls = Calls(comm, timeout=2.0)
+        if comm.rank == 0:
+            small, large = calls.send(np.zeros(100), 1, 3), calls.send(np.zeros(RING), 1)
+            calls.wait()
+            assert small == [None]
+            assert str(large[0]) == f"send of {8 * RING} bytes with tag 0 to rank 1: waited 2.0 s [rank 0/2]"
+        calls.close()
+
+    cluster(2).run(program)
+
+
+def test_a_process_that_is_gone() -> None:
+    """What it has sent before still arrives."""
+
+    def program(comm: Any) -> None:
+        calls, into = Calls(comm), np.zeros(100)
+        calls.box._gone = lambda: (1,)
+        if comm.rank == 1:
+            calls.send(np.ones(100), 0)
+        comm.Barrier()
+        if comm.rank == 0:
+            there, missing = calls.receive(into, 1), calls.receive(np.zeros(4), None)
+            calls.wait()
+            assert there == [None, 1]
+            assert into.all()
+            assert isinstance(missing[0], TransportError)
+            assert str(missing[0]) == "recv of 32 bytes with tag 0 from any rank: the other process is gone [rank 0/2]"
+        calls.close()
+
+    cluster(2).run(program)
+
+
+@HOSTS
+def test_a_closed_mailbox_ends_its_calls(hosts: int) -> None:
+    def program(comm: Any) -> None:
+        calls = Calls(comm)
+        ends = [calls.receive(np.zeros(2), 1 - comm.rank)]
+        calls.box.abort("enough")
+        ends += [calls.receive(np.zeros(2), None), calls.send(np.zeros(2), 0)]
+        for end in ends:
+            assert isinstance(end[0], Closed)
+            assert str(end[0]) == f"enough [rank {comm.rank}/2]"
+        calls.close()
+
+    cluster(2, hosts=hosts).run(program)
+
+
+def test_many_ranks_have_smaller_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boxes, "_RING", math.inf)
+    sizes = {1: 16 << 20, 8: 256 << 10, 16: 64 << 10, 100: 4 << 10}
+    for size, expected in sizes.items():
+        assert boxes.ring_bytes(size) == expected
