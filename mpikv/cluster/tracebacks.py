@@ -84,9 +84,11 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
     """
     hide_frames(error)
     if _is_repeated(error):
-        # The prefix already names this rank.
+        lines, place = "".join(traceback.format_exception_only(error)).splitlines(), place_of(error)
+        # The prefix already names this rank, and the text after RankMismatch may name its place.
+        text = "; ".join(map(str.strip, lines)).removesuffix(prefix.strip()).rstrip()
         # This line first and alone, so that the full traceback of the other rank is not buried by those of all.
-        print_lines(f"{_only(error).removesuffix(prefix.strip()).rstrip()}{place_of(error)}", prefix)
+        print_lines(text if place in text else text + place, prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
     if prefix and is_settled(error):
@@ -121,10 +123,6 @@ def _is_repeated(error: BaseException) -> bool:
     """Return whether one line says all that is known here, and another rank prints more."""
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
     return alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error))
-
-
-def _only(error: BaseException) -> str:
-    return "; ".join(line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines())
 
 
 def _shorten(error: BaseException) -> None:

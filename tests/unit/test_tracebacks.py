@@ -208,6 +208,14 @@ def test_what_another_rank_prints_comes_in_one_line_and_later_in_full(capsys):
     assert seconds > 0.3
 
 
+def test_a_place_in_the_text_is_not_repeated(capsys, monkeypatch):
+    monkeypatch.setattr(tracebacks, "_PATIENCE", 0.0)
+    error = caught(mpikv.PeerFailed("push: ranks disagree", 1))
+    error.args = (f"push: ranks disagree; rank 3 is{tracebacks.place_of(error)}, rank 4 is elsewhere [rank 3/9]",)
+    lines, _ = printed(capsys, error, 3)
+    assert (lines[0].count(__file__), lines[0][-9:]) == (1, "elsewhere")
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_error_of_ones_own_comes_in_full_at_once(capsys, monkeypatch, keep):
     error = mpikv.PeerFailed("push: rank 1 raised", 1) if keep else mpikv.ValueMismatch("push: it")
