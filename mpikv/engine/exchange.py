@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import storable, zeros
+from ..errors import Unsupported, brief
 from ..memory.host import private
 from ..optimizers import Optimizer
 from ..optimizers.updaters import Assign, check_state
@@ -100,8 +101,13 @@ class Exchange:
         """Raise if the updater cannot update values of these dtypes; compile kernels for them. Local."""
         self.tell_ranks(updater)
         for dtype in dtypes:
-            updater.slots(dtype)
-            self._kernels.prepare(updater, dtype, self.values.planner.adding)
+            try:
+                updater.slots(dtype)
+                self._kernels.prepare(updater, dtype, self.values.planner.adding)
+            except Unsupported as error:
+                keys = [key for key in self.values.table if self.values.table[key].dtype == dtype]
+                error.args = (f"keys {brief(keys)}: {error}" if keys else str(error),)
+                raise
 
     def tell_ranks(self, updater: Updater) -> None:
         """Tell an optimizer the number of ranks in its sums; raise if it cannot average them. Local."""

@@ -9,6 +9,7 @@ from ..cluster.calls import PreparedCall
 from ..cluster.printing import log
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
+from ..errors import brief
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
@@ -29,7 +30,13 @@ class SettingVerbs:
         return self._change_updater("set_updater", new)
 
     def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
-        return self._change_updater("set_optimizer", optimizer_of(optimizer, arguments))
+        new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
+        unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
+        if unknown and len(table) and self._exchange.transport.rank == 0:
+            log(
+                "set_optimizer: lr_mult or wd_mult has the unknown keys %s: no effect before their init", brief(unknown)
+            )
+        return self._change_updater("set_optimizer", new)
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
         # For its errors: a placement or a dtype that the updater cannot serve is found before ranks agree.

@@ -226,7 +226,19 @@ def test_optimizers_of_integers(watched):
     else:
         kv.init("i", np.ones(3, np.int32))
         watched.keys, watched.inside = kv.keys(), watched.internals()
-        watched.fails(Unsupported, "^set_optimizer: Adam cannot update .*int32", lambda: kv.set_optimizer("adam"))
+        watched.fails(
+            Unsupported, r"^set_optimizer: keys \['i'\]: Adam cannot update .*int32", lambda: kv.set_optimizer("adam")
+        )
+
+
+def test_multipliers_of_unknown_keys_are_named_once(caplog):
+    """Not before the first init, as a program may set its optimizer first."""
+    with mpikv.create() as kv:
+        kv.set_optimizer("sgd", lr_mult={"early": 0.5})
+        kv.init("w", np.ones(2))
+        kv.set_optimizer("sgd", lr_mult={"w": 0.5, "wieght": 0.0}, wd_mult={"bias": 0.0})
+        said = [text for text in caplog.messages if "unknown keys" in text]
+        assert ["['wieght', 'bias']" in text for text in said] == [True] * kv.is_root
 
 
 # --- A mistake of one rank
