@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache, partial, wraps
 from inspect import Parameter, signature
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 Kind = TypeVar("Kind", bound="type[Any]")
 
 # Arguments that programs pass to the wrong call, and the calls that have them.
-_ELSEWHERE = {"average": "set_optimizer and mpikv.Trainer have it"}
+_ELSEWHERE = {"average": "mpikv.Trainer has it, and so has set_optimizer, where a store keeps values"}
 
 
 def naming_arguments(kind: Kind) -> Kind:
@@ -106,8 +106,8 @@ def settle_fields(options: Any, where: str = "") -> None:
             object.__setattr__(options, option.name, check(where + option.name, getattr(options, option.name)))
 
 
-def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise for the first unknown name.
+def check_names(what: str, names: Iterable[str], known: Collection[str], advice: Mapping[str, str] = {}) -> None:
+    """Raise for the first unknown name, with the advice for it.
 
     >>> check_names("option of topk", ["ration"], ["ratio", "count"])
     Traceback (most recent call last):
@@ -115,7 +115,7 @@ def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None
     """
     for name in names:
         if name not in known:
-            raise ConfigError(known_names(what, name, known))
+            raise ConfigError(known_names(what, name, known, advice.get(name, "")))
 
 
 def check_choice(where: str, value: Any, known: Sequence[str]) -> str:
