@@ -117,10 +117,6 @@ class Factor(Schedule):
         return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
 
 
-def _check_steps(where: str, value: Any) -> tuple[int, ...]:
-    return tuple(check_whole(where, boundary, low=1) for boundary in value)
-
-
 @naming_arguments
 @dataclass(frozen=True)
 class MultiFactor(Schedule):
@@ -131,7 +127,9 @@ class MultiFactor(Schedule):
     [1.0, 0.5, 0.5, 0.25]
     """
 
-    step: Sequence[int] = field(metadata={"check": _check_steps})
+    step: Sequence[int] = field(
+        metadata={"check": lambda where, value: tuple(check_whole(where, one, low=1) for one in value)}
+    )
     """Numbers of updates, rising, each in [1, inf)."""
     _: KW_ONLY
     factor: float = number(1.0, "(0, 1]")

@@ -104,7 +104,8 @@ class ProcessGroup:
         Collective.
         """
         machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
-        hosts = self.comm.allgather((machine.bcast(self.rank), _describe_machine(self.rank)))
+        # All ranks of one machine have the same host and boot; another container has its own host.
+        hosts = self.comm.allgather((machine.bcast(self.rank), f"{present().host} {boot_id() or self.rank}"))
         machines = [name for _, name in hosts]
         # The first rank of each rank's machine. All ranks of a host of MPI count as on the machine of its first rank.
         firsts = [machines.index(machines[leader]) for leader, _ in hosts]
@@ -192,11 +193,10 @@ class ProcessGroup:
         Local.
         """
         with self._listening:
-            if self._has_ended or self._end or not self._may_speak():
-                return
-            self._has_ended = True
-            with self.translated("sending a shutdown notice"):
-                self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
+            if not (self._has_ended or self._end) and self._may_speak():
+                self._has_ended = True
+                with self.translated("sending a shutdown notice"):
+                    self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
 
     def send_notice(self, text: bytes, ranks: Iterable[int], tag: int) -> None:
         """Send a message that other ranks receive at the end of the store at the latest. Local."""
@@ -265,11 +265,6 @@ class ProcessGroup:
         while any(self.receive_notice(tag) for tag in _TAGS):
             pass
         return bool(self._counts[self.rank] == 0)
-
-
-def _describe_machine(rank: int) -> str:
-    """Return the host's name and boot. All ranks of one machine have the same; another container has its own name."""
-    return f"{present().host} {boot_id() or rank}"
 
 
 def boot_id() -> str:

@@ -85,7 +85,7 @@ class StatusBoard:
     def _look_at(self, slots: Array) -> None:
         place = self._ranks.index(self._rank)
         own = slots[place : place + 1].view(np.uint8).data
-        self._slots = slots
+        self._slots, self._own = slots, slots[place]
         self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - TEXT_BYTES :]
         """The number of the call that this rank has begun. A repeated call changes nothing else."""
 
@@ -103,7 +103,7 @@ class StatusBoard:
     @property
     def call(self) -> str:
         """The call that this rank is in."""
-        return _call_of(self._slots[self._ranks.index(self._rank)])
+        return _call_of(self._own)
 
     def report(self, missing: Sequence[int]) -> Answer:
         """Find out about the ranks that delay this one: ``missing``, and those that began fewer calls.
@@ -131,20 +131,19 @@ class StatusBoard:
 
     def give_up(self) -> None:
         """Announce that this rank is in no call any more."""
-        self._slots[self._ranks.index(self._rank)]["over"] = 1
+        self._own["over"] = 1
         if self._inquiry:
             self._inquiry.give_up()
 
     @contextmanager
     def on_worker(self) -> Iterator[None]:
         """Announce, inside a block, that this thread makes the rank's calls, not the main thread."""
-        slot = self._slots[self._ranks.index(self._rank)]
         # The question goes to one thread, and must find the one that is in the call.
-        slot["thread"] = threading.get_native_id()
+        self._own["thread"] = threading.get_native_id()
         try:
             yield
         finally:
-            slot["thread"] = slot["pid"]
+            self._own["thread"] = self._own["pid"]
 
     def _away(self) -> tuple[int, ...]:
         """Return the ranks that began this call too but do not wait in it: stopped, or in an updater."""

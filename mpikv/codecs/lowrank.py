@@ -57,7 +57,8 @@ class LowRank:
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return the columns that start the first push."""
         rows, columns = _sides(shape)
-        if not self._shrinks(rows, columns):
+        # More columns than a side has cannot be orthogonal, and no fewer numbers need no factors.
+        if self.rank > min(rows, columns) or (rows + columns) * self.rank >= rows * columns:
             return {}
         # Seeded by shape, not by key: all ranks draw the same start without a message.
         random = np.random.default_rng([self.seed, rows, columns])
@@ -79,10 +80,6 @@ class LowRank:
         right = (yield Sum(own.reshape(-1))).reshape(own.shape)
         _start_next(state["start"], right)
         return (left @ right.T).reshape(-1), (left @ own.T).reshape(-1)
-
-    def _shrinks(self, rows: int, columns: int) -> bool:
-        # More columns than a side has cannot be orthogonal.
-        return self.rank <= min(rows, columns) and (rows + columns) * self.rank < rows * columns
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:

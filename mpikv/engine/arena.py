@@ -319,9 +319,6 @@ class Arena:
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
-    def _is_small(self, dtype: np.dtype[Any], size: int) -> bool:
-        return size * dtype.itemsize * 4 < self._pool
-
     def _groups(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
         """Return the values that get new blocks; all others share blocks."""
         together: dict[np.dtype[Any], list[int]] = {}
@@ -329,7 +326,7 @@ class Arena:
         for number, (dtype, size) in enumerate(requests):
             if not self._on_host and number not in alone:
                 together.setdefault(dtype, []).append(number)
-            elif not self._on_host or not self._is_small(dtype, size):
+            elif not self._on_host or size * dtype.itemsize * 4 >= self._pool:
                 groups.append(_Group(dtype, [number], [size]))
         for dtype, numbers in together.items():
             sizes = [requests[number][1] for number in numbers]

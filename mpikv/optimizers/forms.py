@@ -63,10 +63,6 @@ def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
     return ("rmsprop_centered", (*numbers, optimizer.momentum)) if optimizer.centered else ("rmsprop", numbers)
 
 
-def _of_adadelta(optimizer: AdaDelta, step: Step) -> Call:
-    return "adadelta", (step.rate, optimizer.epsilon, optimizer.rho, 1.0 - optimizer.rho)
-
-
 def _of_adam(optimizer: Adam, step: Step) -> Call:
     # As in Moments.root: both corrections and epsilon are numbers of the step, not operations on elements.
     first, second = step.correction
@@ -100,7 +96,7 @@ FORMS: Mapping[type[Optimizer], Form] = {
     Signum: _of_signum,
     AdaGrad: lambda optimizer, step: ("adagrad", (step.rate, optimizer.epsilon)),
     RMSProp: _of_rmsprop,
-    AdaDelta: _of_adadelta,
+    AdaDelta: lambda optimizer, step: ("adadelta", (step.rate, optimizer.epsilon, optimizer.rho, 1.0 - optimizer.rho)),
     Adam: _of_adam,
     AdamW: _of_adamw,
     Nadam: _of_nadam,

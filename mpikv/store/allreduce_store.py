@@ -186,7 +186,8 @@ class AllReduce(Wrapped):
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            on_gpu = asked and all(map(_is_of_gpu, group))
+            # On a GPU, and writable there.
+            on_gpu = asked and all(lies_elsewhere(array) and not is_immutable(array) for array in group)
             shape, dtype = (self._sums.memory.facts if on_gpu and self._sums else facts)(group[0])
             kinds[name] = _Kind(shape, dtype, on_gpu)
         return kinds
@@ -213,11 +214,6 @@ class AllReduce(Wrapped):
             return self._sums is not None
 
         return text_call("init", f"where {form.keys} lie", label(form.keys)), run
-
-
-def _is_of_gpu(array: Any) -> bool:
-    """Return whether an array lies on a GPU, and can be written there."""
-    return lies_elsewhere(array) and not is_immutable(array)
 
 
 @KVStoreBase.register

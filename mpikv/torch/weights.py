@@ -112,7 +112,9 @@ class Weights:
             return
         states = [self._states.get(number, 0.0) for number, _ in enumerate(self._optimizers)]
         self._states.clear()
-        own = np.array([*states, *map(_checksum, tensors)])
+        # Exact in a float64, which carries it: a CRC-32 has 32 bits, a float64 53.
+        sums = [crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors]
+        own = np.array([*states, *sums])
         roots = own.copy()
         kv.broadcast(self._key, roots)
         kv.delete(self._key)
@@ -151,11 +153,6 @@ class Weights:
         # Addresses, too: an assignment to ``.data`` leaves the version as it was.
         marks: int = sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
         return marks
-
-
-def _checksum(tensor: Any) -> int:
-    # Exact in a float64, which carries it: a CRC-32 has 32 bits, a float64 53.
-    return crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def _are_close(tensor: Any, other: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,9 +67,11 @@ class ControlVerbs:
         failure = None
         if self._group.rank == self._root:
             try:
-                controller = self.controllers.get(head) or partial(_log_lost, head)
                 # Through JSON, at the root, too: a controller gets the same body whoever sends the command.
-                controller(json.loads(text))
+                if controller := self.controllers.get(head):
+                    controller(json.loads(text))
+                else:
+                    log("command %d has no controller at the root, and does nothing", head)
             # Kept until all ranks know: the root alone would raise, and the others wait.
             except Exception as error:
                 failure = error
@@ -82,7 +83,3 @@ def check_head(head: Any) -> int:
     if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
         raise TypeError(f"the number of a command is an int from 0, not {head!r}")
     return int(head)
-
-
-def _log_lost(head: int, body: Any) -> None:
-    log("command %d has no controller at the root, and does nothing", head)
