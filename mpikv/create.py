@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from .cluster.connecting import connect
 from .cluster.environment import nccl_host, place_on_host, visible_gpus
 from .cluster.printing import log
-from .cluster.process_group import ProcessGroup
-from .cluster.runtime import owned
+from .cluster.process_group import ProcessGroup, warn_once
 from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .cluster.waiting import Waiting
@@ -206,7 +203,8 @@ def create(
         request.problem = error
     group = connect(comm, request.settings)
     if group.rank == 0:
-        _warn_once(unknown_variables())
+        for text in unknown_variables():
+            warn_once(text)
     try:
         parts = _rendezvous(request, group, bucket_bytes)
     except Stalled as error:  # of ranks that would not come to a close either
@@ -239,17 +237,6 @@ def _find_kind(name: str) -> StoreKind:
     if name.lower() not in _KIND_OF:
         raise ConfigError(known_names("store", name, _NAMES))
     return _KIND_OF[name.lower()]
-
-
-def _warn_once(texts: Sequence[str]) -> None:
-    """Warn of each text that this process has not warned of, at the line that calls this package."""
-    level, warned = 1, owned("warnings")
-    while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == __package__:
-        level += 1
-    for text in texts:
-        if text not in warned:
-            warned.append(text)
-            warnings.warn(text, stacklevel=level + 1)
 
 
 # --- This rank's request

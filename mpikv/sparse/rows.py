@@ -208,9 +208,6 @@ class Rows:
         def ready(received: Sequence[Sequence[Array]]) -> None:
             self._reserve(_room_for([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
 
-        if self._transport.size == 1:
-            ready(())
-            return mine
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
         received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
