@@ -292,6 +292,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         lack = _find_lack(of_ranks)
         device = None if lack else device
         _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
+    # Neither the call nor a variable has asked for a size.
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
     try:
@@ -364,6 +365,7 @@ def _find_device(
     try:
         if group.size > 1:
             find_nccl()
+        # The launcher's numbers: those of a smaller group would give two stores of a process different GPUs.
         place = place_on_host() or (group.local_rank, len(group.host_ranks))
         gpu = find_gpu(*place, sharing=settings.gpu_sharing, visible=visible_gpus())
         return DeviceMemory(gpu), "", None

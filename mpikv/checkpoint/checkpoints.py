@@ -89,6 +89,7 @@ class Checkpoints:
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
         """Return the keys, the distinct kinds of keys, and the position of each key's kind."""
         table, slots = self._exchange.values.table, self._exchange.updater.slots
+        # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
         kinds, kind_of = number_alike(
             (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)

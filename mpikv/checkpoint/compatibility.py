@@ -88,6 +88,7 @@ def slot_names(slots: Slots) -> dict[str, str]:
 
 def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
     """Raise ValueMismatch unless a checkpoint has exactly the present keys, with their shapes and dtypes."""
+    # Both ways: a key that is only here would keep the values of another training.
     saved = set(header.keys)
     strange = [f"{brief(repr(key))} is not in the {what}" for key in header.keys if key not in present]
     strange += [f"{key!r} is not in the checkpoint" for key in present if key not in saved]
@@ -140,6 +141,7 @@ def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> 
 
 def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> None:
     """Warn if a restored optimizer still divides by the old job's number of ranks."""
+    # It is written only where the rate was one over the number of ranks: another factor is the program's choice.
     before = saved.get("divides_by_ranks", ranks)
     if before != ranks and saved.get("options") is not None:
         log(
@@ -172,6 +174,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
     Raises:
         CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.
     """
+    # An updater of the file's own kind is not needed: without one, the store takes the file's.
     text, restored = saved.get("settings", "no updater"), present
     if saved["kind"] == "assign":
         fits = isinstance(present, Assign)

@@ -308,6 +308,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
         CheckpointError: the text is no header of a whole checkpoint.
     """
     whole = _decode(text)
+    # The usual file begins with them: then the places of thousands of arrays are compared as text, and not parsed.
     metadata, end = _read_metadata(whole)
     if metadata is None:
         metadata = _parse_tree(whole).get("__metadata__")
@@ -350,6 +351,7 @@ def _check_places(header: Header, text: str, end: int) -> None:
     if not (too_many or too_large) and text[end:].rstrip(" ") == header.end:
         return
     tree = _parse_tree(text)
+    # What is left are the arrays, one entry each.
     del tree["__metadata__"]
     if (header.ranks or too_many) and len(tree) != header.count:
         raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(header.count, 40)}")
@@ -405,6 +407,7 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
             f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
         )
     keys: tuple[Key, ...] = tuple(_check_type(tree["keys"], list))
+    # The types of all at once: a check per key would take longer than parsing.
     if not set(map(type, keys)) <= {int, str}:
         for key in keys:
             _check_type(key, (int, str))
@@ -430,6 +433,7 @@ def _parse_kinds(
     """Return the kinds of keys, and the number of each key's kind."""
     if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
         raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
+    # Reversed, so that the first key of each kind stays, and is named in an error.
     first = dict(zip(reversed(kind_of), reversed(keys), strict=True))
     kinds = tuple(_parse_kind(first[number], _check_type(tree, dict)) for number, tree in enumerate(trees))
     return kinds, tuple(kind_of)
@@ -448,6 +452,7 @@ def _parse_updater(value: Any) -> dict[str, Any]:
 def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
     """Return a kind; ``key`` is one of its keys, for errors."""
     state: dict[str, str] = _check_type(tree["state"], dict)
+    # Texts first: a list as a name would fail in a look-up, with an error that names no key.
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
     shape = _parse_shape(tree["shape"])
     updates, earlier = (_check_type(tree[name], int) for name in ("updates", "earlier"))

@@ -48,6 +48,7 @@ class Copies:
         Raises:
             MemoryError: there is too little memory for the copies.
         """
+        # In the order of the file: neighbours become one piece, and one write.
         ordered = sorted(spans, key=attrgetter("begin"))
         arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
         edges = list(accumulate((array.nbytes for array in arrays), initial=0))

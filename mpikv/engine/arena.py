@@ -357,6 +357,7 @@ class Arena:
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
         """Make another block that small values share. Collective."""
+        # The newest block of this dtype is the one that small values filled up last.
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would separate the values of a list, which make one message side by side.
@@ -437,6 +438,7 @@ class Arena:
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())
+        # At once for all that is still to come in this request: each allocation is a collective of its own.
         wanted = max(nbytes, coming)
         wanted += wanted // 16 if self._ended else 0
         segment = self._transport.allocate(max(wanted, min(total // 8, _LARGEST_GROWTH), _SMALLEST_SEGMENT))

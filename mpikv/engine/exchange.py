@@ -132,10 +132,12 @@ class Exchange:
             for block, dtype in dtypes.items()
         }
         # The new placement may have other owners, and they need the newest values.
+        # On all ranks the same ones, so all publish them together.
         stale = [entry for entry in table.entries() if table.stale[entry.index]]
         if stale:
             # ASSIGN has no state to check: the present updater may have been changed to need other state than there is.
             self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
+        # From here nothing can fail: all memory has been taken.
         self._revision = updater.revision
         self._settle(planner)
         for block in self.values.blocks:

@@ -527,6 +527,7 @@ class Planner:
         dense = len(runs) == 1
         total = self._total(block, start, shard, dense, number)
         joint = tuple(self._updates(block, start, shard, runs, total))
+        # On a GPU one launch takes a step for each key; elsewhere an update is cut at keys.
         if (gpu := self._gpu_kernels) is not None:
             cut_updates = partial(self._ranged, gpu, joint, shard, pieces)
         else:
@@ -581,6 +582,7 @@ class Planner:
         again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
+        # In pieces that stay in the cache from the addition to the update.
         for item, low, high in _owned(ranges, shard):
             for first in range(low, high, most):
                 last = min(first + most, high)
@@ -617,6 +619,7 @@ def _shape_of(piece: Range, entry: Entry) -> tuple[int, ...]:
 
 
 def _items(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
+    # Then the arrays of the call are a slice, and need no loop.
     first = pieces[0].item
     for number, piece in enumerate(pieces):
         if piece.item != first + number or piece.high - piece.low < entries[piece.item].place.size:

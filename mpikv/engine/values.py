@@ -83,6 +83,7 @@ class Values:
         known = [key for key in keys if key in self.table]
         with self._arena.undone():
             requests = [(array.dtype, array.size) for array in arrays]
+            # Rows are addressed in the state, too: it must be there for all elements of such a block.
             by_rows = {number for number, key in enumerate(keys) if key in sparse}
             places = self._arena.place(requests, [self.table[key].place for key in known], by_rows)
             for number in by_rows:

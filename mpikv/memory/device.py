@@ -99,6 +99,7 @@ class DeviceMemory:
             there = self._adopted(out)
             check_apart(there)
             return there
+        # A host array that is filled: a download at the end of the call, which waits for it.
         array = target(out)
         self._warn_of_copies(array)
         return array
@@ -112,6 +113,7 @@ class DeviceMemory:
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)
             return
+        # Uploads and downloads one by one; what lies on the GPU already follows in one launch.
         here = list[tuple[Array, Array]]()
         for out, array in zip(targets, sources, strict=True):
             there, same = self.gpu.owns(array), array.dtype == out.dtype

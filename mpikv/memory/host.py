@@ -106,6 +106,7 @@ class HostMemory:
         table[ids] = sums
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        # A copy in order: reduceat takes runs only.
         rows = rows[order]
         if not prod(rows.shape[1:]):
             return rows[starts]  # reduceat of rows without elements is an error

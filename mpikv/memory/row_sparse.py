@@ -61,6 +61,7 @@ class RowSparse:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
         _check_dimensions(indices)
+        # Rows may stay on a GPU; their numbers come to the host, where they are planned with.
         rows, gpu = found(values)
         self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
         if rows.shape != (ids.size, *self.shape[1:]):
@@ -68,6 +69,7 @@ class RowSparse:
                 f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
                 f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
             )
+        # The kernels of rows take flat memory. numpy takes any.
         if gpu is not None and not rows.flags.c_contiguous:
             contiguous = gpu.empty(rows.shape, rows.dtype)
             gpu.copy((contiguous,), (rows,))
@@ -291,6 +293,7 @@ def merged_rows(
     (array([0, 2]), array([[1.],
            [2.]]))
     """
+    # As dense sums: the tree depends on the number of ranks alone.
     if in_pairs and len(addends) > 2:
         middle = len(addends) // 2
         addends = [merged_rows(half, dtype, True, empty, tables) for half in (addends[:middle], addends[middle:])]

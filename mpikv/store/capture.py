@@ -161,6 +161,7 @@ class CapturedStep:
     def _prepare(self, *_arguments: object) -> PreparedCall:
         """Prepare the next call. Local. If ranks refuse the call, the same state prepares it again."""
         memory = self._memory
+        # A rank that has left join cannot launch this graph: it has no arrays.
         if memory is None or self._door.state is State.JOINING:
             return self._plainly(_PLAIN)
         # Bound anew after anything that moves values: the graph has their addresses.
@@ -204,6 +205,7 @@ class CapturedStep:
 
     def _bound(self, memory: DeviceMemory) -> _Known:
         plan, sources, targets, result = _bind(self._verbs, self._given)
+        # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
         lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
         lack = lack or _lack_of(
@@ -325,6 +327,7 @@ def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | N
             return f"an array that is filled with key {entry.key!r} is the host's"
     if sources is None:
         return ""
+    # Compared with what was bound: a copy that was made for a push is new each time, and its address with it.
     for key, group, arrays in zip(plan.keys, parse(given.key, given.value).groups, sources, strict=True):
         if lack := _lack_of_source(memory, group, arrays):
             return f"{lack}, of key {key!r}"

@@ -74,6 +74,7 @@ class Door:
         # First this, as calls may complete meanwhile.
         if not self._pending.active or self._pending.runs_here():
             self._check_idle(verb)
+        # In an updater, other ranks are in the same call, and would wait for this one. Alone nobody waits.
         if not self._is_alone:
             check_outside(verb)
 

@@ -914,6 +914,7 @@ class KVStore(KVStoreBase):
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
+        # Before the pending save ends: all ranks must come to its end, or none.
         waits = self._waits("save", wait)
         self._checkpoints.finish()
         work: SaveWork | None = self._collective("save", self._checkpoints.save, path, residuals, waits)
@@ -1082,6 +1083,7 @@ class KVStore(KVStoreBase):
         """
         if self._door.state is _ENDED:
             return
+        # First, while calls can be made: they may give sums or weights back.
         while self.before_close:
             self.before_close.pop()()
         self._pending.drain()
@@ -1133,6 +1135,7 @@ class KVStore(KVStoreBase):
             self._stores.remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
             return False
+        # The door before the queue: a queued call finds it closed.
         self._door.end(why)
         self._pending.end()
         if (checkpoints := vars(self).pop("_checkpoints", None)) is not None:
@@ -1219,6 +1222,7 @@ class KVStore(KVStoreBase):
         self._door.check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
+        # A rank that has left makes the calls in their order, and cannot know which of a queue is next.
         if self._joining:
             self.raise_on_all_ranks(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         try:
@@ -1226,6 +1230,7 @@ class KVStore(KVStoreBase):
         except Unsupported as error:
             self.raise_on_all_ranks(error, verb)
         key, run, rejoin = arguments[0], partial(self._collective, verb, prepare, *arguments), None
+        # Two worker threads would use NCCL in an order of their own on each rank.
         if issue is not None:
             let_gpus_queue(self)
             run, rejoin = partial(issue.run, run), issue.rejoin
@@ -1246,6 +1251,7 @@ class KVStore(KVStoreBase):
         return least
 
     def _free(self) -> None:
+        # The arrays first, then their memory, then the group: each refers to the next.
         self._exchange.close()
         if self.sums is not None:
             self.sums.close()

@@ -174,6 +174,7 @@ class KVStoreBase:
 
 def plugin(name: str) -> type[KVStoreBase] | None:
     """Return the class that was registered by a name, or that an installed package has for it; None without either."""
+    # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package
 

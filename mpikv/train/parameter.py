@@ -50,6 +50,7 @@ class Parameter:
     def __init__(
         self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
     ) -> None:
+        # Not copied: the program and the Trainer see the same weight.
         self._located = _writable(data)
         self._on_host = self._located.gpu is None
         self.data: Array = self._located.array
@@ -226,12 +227,14 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
 
 def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return each parameter once, by its first name."""
+    # Reversed, so that the first of several names stays.
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
 
 
 def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
     """Raise if two parameters have elements in common: both would update them."""
+    # As numpy sees the places, also of arrays on GPUs: only addresses count.
     outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
     reaching: list[tuple[int, str]] = []
     for low, high, name in sorted((*_byte_bounds(outline), name) for name, outline in outlines.items()):

@@ -102,6 +102,7 @@ class Trainer:
         average: bool | None = None,
         resume: bool = False,
     ) -> None:
+        # In sorted order: the keys of a call, and so the bits of a step, do not depend on the dict's order.
         self._named = name_parameters(params)
         self._own = first_names(self._named)
         self._average = average
@@ -235,6 +236,7 @@ class Trainer:
         """
         if self._started:
             return
+        # Not in the constructor, which is local: making a store is collective.
         if self._kvstore is None:
             self._kvstore = create(self._makes)
         store = self._kvstore
@@ -617,6 +619,7 @@ class Trainer:
         self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse inf and nan, on one rank only; and the sum would not be finite either.
+            # NaN on all ranks: update() finds it on each, and leaves this step out.
             for parameter in ready.values():
                 parameter.poison()
         else:
@@ -674,6 +677,7 @@ class Trainer:
         self._check_usable()
         optimizer, weights = self.optimizer, self._trainable()
         kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in weights}
+        # All ranks have the same state: one of them writes it.
         yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
     def _load(self, fname: Any) -> Generator[str]:
