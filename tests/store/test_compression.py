@@ -460,20 +460,6 @@ def test_lists_of_values_have_the_sums_of_each(comm, transport, placement):
                     np.testing.assert_array_equal(found, expected)
 
 
-def test_sums_take_memory_only_where_they_are_used(comm):
-    with mpikv.create(comm=comm, placement="root", compression={"type": "topk", "ratio": 1.0}) as kv:
-        kv.init("w", np.zeros((300, 400), F32))
-        block = kv._exchange.values.table["w"].place.block
-        block.ensure_sums().fill(-7)
-        kv.push("w", np.ones((300, 400), F32))
-        assert (block.sums == (kv.size if kv.is_root else -7)).all()
-        kv.set_gradient_compression(None)
-        assert block.sums is None
-        kv.set_optimizer("lamb")
-        kv.push("w", np.ones((300, 400), F32))
-        assert (block.sums is not None) == kv.is_root
-
-
 # --- Bad input: an error on every rank, and nothing lost
 
 

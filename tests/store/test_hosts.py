@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import platform
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +20,9 @@ from mpikv.config import Config
 from mpikv.errors import Closed, ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
 from mpikv.transports import choose
 from mpikv.transports.hierarchical import HierarchicalTransport
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from chaos_program import Program
 
 SEVERAL = pytest.mark.ranks(2, 3, 4)
 VARIABLE = "MPIKV_SIMULATE_RANKS_PER_HOST"
@@ -200,48 +200,12 @@ def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, simulate_ranks_per
         kv.barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
-@pytest.mark.parametrize("updater", ["none", "sgd", "lamb", "callable"])
-@pytest.mark.parametrize("layout", ["in order", pytest.param("in turn", marks=pytest.mark.processes)])
-def test_values(comm, monkeypatch, simulate_ranks_per_host, placement, updater, layout):
-    """Equal to those of a store on one host, which add in another order: the numbers leave no rest."""
-    if updater == "callable" and placement in ("sharded", "replicated"):
-        pytest.skip("a function runs at the root")
-    shapes = {"large": (70, 101), "row": (9,), "point": ()}
-    results = []
-    for hosts in (True, False):
-        monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host if hosts and layout == "in order" else 0))
-        where = Dealt(comm) if hosts and layout == "in turn" else comm
-        with mpikv.create(comm=where, placement=placement, bucket_bytes=4096, root=kv_root(comm), timeout=10) as kv:
-            assert kv.transport == ("hierarchical" if hosts else "shm")
-            kv.init({key: np.full(shape, 2.0, np.float32) for key, shape in shapes.items()})
-            adopt(kv, updater)
-            for turn in range(4):
-                draw = np.random.default_rng((turn, kv.rank))
-                given = {key: draw.integers(-8, 8, shape).astype(np.float32) for key, shape in shapes.items()}
-                if turn == 2:
-                    for key, buffer in zip(shapes, kv.buffer(list(shapes)), strict=True):
-                        buffer[...] = given[key]
-                    kv.pushpull(list(shapes))
-                else:
-                    kv.push(given)
-                results.append([array.copy() for array in kv.pull(list(shapes))])
-    first, second = results[:4], results[4:]
-    for ours, theirs in zip(first, second, strict=True):
-        for mine, expected in zip(ours, theirs, strict=True):
-            np.testing.assert_array_equal(mine, expected)
-
-
-def kv_root(comm: Any) -> int:
-    return comm.size - 1
-
-
-def adopt(kv, updater):
-    if updater == "callable":
-        kv.set_updater(lambda key, given, stored: np.add(stored, given, out=stored))
-    elif updater != "none":
-        kv.set_optimizer(updater, learning_rate=0.5)
+def test_values_of_ranks_that_are_dealt_to_hosts_in_turn(comm, placement):
+    options = {"transport": "auto", "placement": placement, "bucket_bytes": 4096, "timeout": 10.0}
+    Program(Dealt(comm), f"in turn {placement}", **options).run(60)
 
 
 # --- Memory
@@ -272,70 +236,6 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, simulate_ranks_per_ho
 
 
 # --- A rank that does not come
-
-
-@pytest.mark.ranks(3, 4)
-def test_a_rank_comes_late_to_its_neighbours(comm, simulate_ranks_per_host):
-    """It has met the other hosts in time, and must not believe that those of its own go on with it."""
-    group = ProcessGroup(comm, simulate_ranks_per_host)
-    transport = HierarchicalTransport(group, 1 << 20, Waiting(0.5))
-    if group.rank == 1:
-        met = transport._flat.agree
-        transport._flat.agree = lambda token: (met(token), time.sleep(1.2))[0]
-    if group.rank in (0, 1):
-        with pytest.raises(Stalled):
-            transport.agree(7)
-    else:
-        assert transport.agree(7)
-    comm.Barrier()
-    transport.close()
-    group.close()
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.deadline(60)
-@pytest.mark.parametrize("transport", ["hierarchical", "mpi"])
-def test_a_late_rank_of_another_host_is_named(comm, monkeypatch, folder, transport):
-    """By the rank that waits beside it, in a warning and, twice asked, in the next; no call is disturbed."""
-    monkeypatch.setenv(VARIABLE, "2")
-    with mpikv.create(transport=transport, timeout=50, warn_after=0.1) as kv:
-        kv.init("w", np.zeros(3))
-        for turn in (1, 2):
-            late, warned = comm.size - turn, [folder / f"{turn}-{rank}" for rank in range(comm.size)]
-            with noting(warned[kv.rank]) as said:
-                if kv.rank == late:
-                    wait_for(path for path in warned if path != warned[late])
-                kv.push("w", np.ones(3))
-            np.testing.assert_array_equal(kv.pull("w"), np.full(3, kv.size))
-            whom = f": rank {late} began call #{2 * turn - 1} "
-            assert kv.rank == late or any(whom in text and "test_hosts.py" in text for text in said), said
-
-
-@contextmanager
-def noting(warned: Path) -> Iterator[list[str]]:
-    """Give a list of the warnings of this rank, at the first of which a file is made."""
-    said: list[str] = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-            warned.touch()
-
-    handler = Noting(logging.WARNING)
-    logging.getLogger("mpikv").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("mpikv").removeHandler(handler)
-
-
-def wait_for(paths: Iterable[Path], seconds: float = 20) -> None:
-    """Wait until there are these files."""
-    limit = time.monotonic() + seconds
-    for path in paths:
-        while not path.exists():
-            assert time.monotonic() < limit, f"no {path.name} after {seconds} s"
-            time.sleep(0.01)
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.errors import KeyNotInitialized, PeerFailed, ValueMismatch
+from mpikv.errors import PeerFailed, ValueMismatch
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -50,45 +50,6 @@ def fails_on_last(kv: mpikv.KVStore, kind: type[Exception], text: str, good: Cal
         np.testing.assert_array_equal(value, old)
 
 
-def test_keys_that_were_deleted(kv):
-    kv.delete("w")
-    for call in (lambda: kv.push("w", np.ones((4, 4), F32)), lambda: kv.pull("w"), lambda: kv.pushpull(["a", "w"])):
-        with pytest.raises(KeyNotInitialized, match="'w' was never initialized"):
-            call()
-    kv.init("w", np.zeros(2, np.float64))
-    with pytest.raises(ValueMismatch, match=r"shape \(4, 4\) and the stored value \(2,\)"):
-        kv.push("w", np.ones((4, 4), F32))
-    kv.push("w", np.full(2, -1.5))
-    np.testing.assert_array_equal(kv.pull("w", np.empty(2)), [1.5 * kv.size] * 2)
-    kv.init("w", np.zeros((4, 4), F32), overwrite=True)
-
-
-def test_a_list_of_which_one_key_is_new(kv):
-    kv.init("b", np.zeros(7), overwrite=True)
-    with pytest.raises(ValueMismatch, match=r"'b' has shape \(2, 3\) and the stored value \(7,\)"):
-        kv.push(["a", "b"], new_pair())
-    outs = [np.empty(5, F32), np.empty(7)]
-    kv.pushpull(["a", "b"], [np.full(5, -1, F32), np.full(7, -2.0)], out=outs)
-    assert (outs[0] == kv.size).all()
-    assert (outs[1] == 2 * kv.size).all()
-
-
-def test_another_updater(kv):
-    kv.set_updater(None)
-    kv.push("w", np.full((4, 4), 3, F32))
-    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 3 * kv.size, F32))
-    kv.set_optimizer("sgd", learning_rate=0.5)
-    kv.push("w", np.full((4, 4), -1, F32))
-    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 3.5 * kv.size, F32))
-    kv.optimizer.learning_rate = 2.0
-    kv.push("w", np.full((4, 4), -1, F32))
-    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 5.5 * kv.size, F32))
-    kv.set_gradient_compression("fp16")
-    kv.push("w", np.full((4, 4), -1, F32))
-    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 7.5 * kv.size, F32))
-    kv.set_optimizer("sgd", learning_rate=1.0)
-
-
 @pytest.mark.parametrize(
     ("field", "made", "kind", "text"),
     [
@@ -123,16 +84,6 @@ def test_a_list_of_which_one_array_is_another(kv):
     fails_on_last(kv, ValueMismatch, r"value of key 'a' has shape \(6,\)", push, push)
 
 
-def test_another_dtype_on_one_rank(kv):
-    mine = np.full((4, 4), -1, np.float64 if kv.rank == 0 else F32)
-    out = np.empty((4, 4), np.float64 if kv.rank == kv.size - 1 else F32)
-    kv.push("w", mine)
-    kv.pull("w", out)
-    assert (out == kv.size).all()
-    kv.pushpull(["a", "b"], [np.full(5, -1, mine.dtype), np.full((2, 3), -1, F32)], out=(outs := new_pair()))
-    assert all((out == kv.size).all() for out in outs)
-
-
 class Named(np.ndarray):
     """An array of another class."""
 
@@ -155,16 +106,3 @@ def test_an_array_as_out_of_a_dict(kv):
         for out in (np.ones(5, F32), np.ones((4, 4), F32)):
             with pytest.raises(TypeError, match="out of a dict of arrays is a dict"):
                 kv.pushpull(given, out=out)
-
-
-@pytest.mark.parametrize("size", [10, 5000])
-def test_arrays_that_lie_over_values(ranks, size):
-    """Of several buckets each is summed before the next one is read."""
-    with mpikv.create(bucket_bytes=4096, timeout=10) as kv:
-        kv.init("v", np.arange(float(size)))
-        for _ in range(3):
-            kv.push("v", np.arange(float(size)))
-        before = kv.pull("v")
-        over = np.frombuffer(memoryview(kv.view("v"))).reshape(size)
-        kv.push("v", over[::-1])
-        np.testing.assert_array_equal(kv.pull("v"), kv.size * before[::-1])

@@ -33,36 +33,6 @@ def test_scopes_have_keys_of_their_own(kv):
     assert kv.keys() == ("other/a", "a")
 
 
-def test_every_form_of_a_call(kv):
-    """Results are those that the store gives for the same call."""
-    scope = kv.scope("net")
-    tree = {"w": np.ones(2), "layer": {"b": np.ones(3)}}
-    assert scope.broadcast(tree) is kv.broadcast(tree) is tree
-    assert scope.broadcast(tree, out=tree) is tree
-    assert type(scope.pull(("w", "layer/b"))) is type(kv.pull(("w", "layer/b"))) is tuple
-    for store in (scope, kv):
-        grads = {"w": np.ones(2), "layer": {"b": np.full(3, 2.0)}}
-        assert store.pushpull(grads) is grads
-        np.testing.assert_array_equal(grads["layer"]["b"], np.full(3, 2.0 * kv.size))
-        out = {"w": np.zeros(2), "layer": {"b": np.zeros(3)}}
-        assert store.pushpull({"w": np.ones(2), "layer": {"b": np.ones(3)}}, out=out) is out
-        np.testing.assert_array_equal(out["w"], np.full(2, kv.size))
-        assert store.pull(out) is out
-        assert store.pushpull(grads, out=out, wait=False).wait() is out
-        assert store.pull(out, wait=False).wait() is out
-        assert store.push(grads, wait=False).wait() is None
-        lists = store.pull(("w", "layer/b"))
-        assert [array.shape for array in lists] == [(2,), (3,)]
-        for _ in range(2):
-            store.push(["w", "w"], [np.ones(2), np.ones(2)])
-        np.testing.assert_array_equal(store.pull("w", wait=False).wait(), np.full(2, 2.0 * kv.size))
-        store.buffer("w")[...] = 3
-        np.testing.assert_array_equal(store.pushpull("w"), np.full(2, 3.0 * kv.size))
-        store.set("w", np.zeros(2))
-        store.pull("w", out=store.view("w"))
-        np.testing.assert_array_equal(store.view("w"), np.zeros(2))
-
-
 def test_a_scope_in_a_scope(kv):
     inner = kv.scope("a").scope("b")
     inner.init("w", np.zeros(1))
@@ -98,14 +68,6 @@ def test_a_bad_key_on_one_rank(kv):
         with pytest.raises(TypeError if kv.is_root else PeerFailed, match="is a str"):
             scope.pull(bad if kv.is_root else "w")
     scope.pull("w")
-
-
-def test_lists_in_lists_on_one_rank(kv):
-    scope = kv.scope("net")
-    scope.init(["w", "v"], [np.zeros(1), np.zeros(1)])
-    with pytest.raises((TypeError, mpikv.MPIKVError)):
-        scope.pull(["w", ["v"]] if kv.is_root else ["w", "v"])
-    scope.pull(["w", "v"])
 
 
 @pytest.mark.feature("trainer-several-on-one-store")
@@ -152,24 +114,6 @@ def test_groups_sum_over_their_ranks(kv):
         part.close()
     kv.push("w", np.ones(2))
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
-
-
-def test_a_group_of_one_and_of_all(kv):
-    everyone = kv.group(range(kv.size))
-    alone = [kv.group([rank]) for rank in range(kv.size)]
-    mine = alone[kv.rank]
-    assert everyone.size == kv.size
-    assert [part is not None for part in alone] == [rank == kv.rank for rank in range(kv.size)]
-    for part in (everyone, mine):
-        part.init("w", np.zeros(1))
-        part.push("w", np.ones(1))
-        assert part.pull("w") == part.size
-    inner = everyone.group([0])
-    assert (inner is not None) == (kv.rank == 0)
-    everyone.close()
-    mine.close()
-    if inner is not None:
-        inner.close()
 
 
 def test_a_group_keeps_the_options(comm):

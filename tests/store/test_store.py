@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -142,15 +141,3 @@ def check_sums(kv, key, size, layouts):
         # Whole numbers below 2**24, whose sums are exact.
         np.testing.assert_array_equal(total, sum(arrays))
         np.testing.assert_array_equal(mine[0] if isinstance(mine, list) else mine, arrays[kv.rank])
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("size", [40, 50_000])
-def test_an_array_over_the_value_that_can_be_written_may_be_pushed(size):
-    """As torch makes of a view, which numpy does not let anybody write to."""
-    with mpikv.create() as kv:
-        kv.init("w", np.ones(size))
-        address = kv.view("w").__array_interface__["data"][0]
-        alias = np.ctypeslib.as_array((ctypes.c_double * size).from_address(address))
-        kv.push("w", alias)
-        np.testing.assert_array_equal(kv.pull("w"), np.full(size, float(kv.size)))
