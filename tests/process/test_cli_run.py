@@ -108,16 +108,6 @@ def test_plan(library: Library, changes: dict[str, Any], options: str, variables
     assert dict(job.variables) == variables
 
 
-def test_plan_on_several_hosts_forwards_what_it_sets() -> None:
-    hosts = {"a": 2, "b": 2}
-    job = plan(OPENMPI, LAUNCHER, ["python"], size=4, cores=4, uid=0, environ={}, hosts=hosts)
-    forwarded = {name for option, name in zip(job.command, job.command[1:], strict=False) if option == "-x"}
-    # Open MPI forwards its own by itself.
-    assert forwarded == {"MPIKV_MASTER", "MPIKV_RUN_AT"} | {
-        name for name in job.variables if not name.startswith(("OMPI_", "PRTE_"))
-    }
-
-
 def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
     names = "PMI_FD PMIX_RANK HYDI_CONTROL_FD OMPI_COMM_WORLD_RANK MPI_LOCALRANKID PRTE_LAUNCHED OMPI_MCA_num_procs "
     outer = dict.fromkeys(f"{names} MPIKV_RUN MPIKV_RUN_AT OMPI_WORLD_SIZE".split(), "1")
@@ -296,27 +286,6 @@ def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library)
     assert "mpikv run: this Slurm job is heterogeneous (SLURM_HET_SIZE=2)" in two.stderr
 
 
-@pytest.mark.parametrize(
-    ("job", "here"),
-    [
-        ({}, True),
-        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "a", "SLURM_TASKS_PER_NODE": "2"}, True),
-        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "a", "SLURM_TASKS_PER_NODE": "1(x2)"}, False),
-        ({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2"}, False),
-    ],
-)
-def test_ranks_are_looked_for_where_they_are(
-    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, job: dict[str, str], here: bool
-) -> None:
-    """One of another node would be taken for a rank that has left without a word."""
-    told = []
-    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host, **_options: (told.append(one_host), (0, ""))[1])
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
-    assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
-    assert told == [here]
-
-
 def test_a_line_for_mpiexec_is_understood(tmp_path: Path, library: Library) -> None:
     """With -np, and the interpreter before the script."""
     name = script(tmp_path, "raise SystemExit('the script ran')")
@@ -351,34 +320,11 @@ def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-def test_a_launch_removes_such_files_and_says_so(
-    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("mpikv.cli.run.remove_leftovers", lambda: ["/dev/shm/mpich_a", "/dev/shm/mpich_b"])
-    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, **_options: (0, ""))
-    assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
-    said = "mpikv run: removed 2 files left by killed jobs of this user, such as /dev/shm/mpich_a\n"
-    assert capsys.readouterr().err.endswith(said)
-
-
 def test_a_file_that_hides_mpi4py_is_named(tmp_path: Path, library: Library) -> None:
     name = script(tmp_path, "import mpikv\nmpikv.create()", "mpi4py.py")
     done = mpikv("run", "-n", "2", "mpi4py.py", cwd=tmp_path)
     assert done.returncode == 1
     assert f"the file {name} hides the package mpi4py; rename it" in done.stderr
-
-
-def test_a_library_of_another_name_is_no_missing_one() -> None:
-    trace = "Traceback ...\nImportError: libmpi.so.12: cannot open shared object file: No such file or directory\n"
-    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/mpi/libmpich.so.12"})
-    assert "MPI4PY_LIBMPI=/mpi/libmpich.so.12 (libmpi.so.12: cannot open shared object file" in text
-    assert "make a link libmpi.so.12 to the library" in text
-    trace = (
-        "RuntimeError: cannot load MPI library\n/no/such: cannot open shared object file: No such file or directory\n"
-    )
-    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/no/such"})
-    assert text.endswith("unset it, or give the full path of an MPI library")
-    assert "MPI4PY_LIBMPI=/no/such (/no/such: cannot open" in text
 
 
 def test_without_a_library_one_rank_runs_and_two_are_refused(tmp_path: Path) -> None:
@@ -387,12 +333,6 @@ def test_without_a_library_one_rank_runs_and_two_are_refused(tmp_path: Path) -> 
     assert (one.returncode, one.stdout) == (0, "ran\n")
     assert (two.returncode, two.stdout) == (2, "")
     assert "MPI4PY_LIBMPI=/no/such" in two.stderr
-
-
-def test_install_lines_where_there_is_no_library() -> None:
-    text = launchers._why_no_library("RuntimeError: cannot load MPI library\n", {})
-    assert "pip install" in text
-    assert "apt install openmpi-bin" in text
 
 
 @pytest.mark.feature("launcher")

@@ -191,28 +191,6 @@ def test_a_folder_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_a_folder_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is found before anything is changed."""
-    path, opened = tmp_path / "checkpoint", os.open
-
-    def closed(name: Any, flags: int, *mode: int) -> int:
-        if flags & os.O_DIRECTORY:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
-        return opened(name, flags, *mode)
-
-    with mpikv.create() as kv:
-        kv.init("w", np.ones(3))
-        kv.save(path)
-        old = path.read_bytes()
-        kv.push("w", np.zeros(3))
-        monkeypatch.setattr(os, "open", closed)
-        with pytest.raises(PermissionError):
-            kv.save(path)
-        monkeypatch.undo()
-    assert path.read_bytes() == old
-    assert os.listdir(tmp_path) == ["checkpoint"]
-
-
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o664, 0o640])
 def test_the_mode_of_the_file_that_is_replaced(tmp_path: Path, mode: int) -> None:
     path, umask = tmp_path / "checkpoint", os.umask(0o022)
@@ -245,14 +223,3 @@ def test_long_names(tmp_path: Path, name: str) -> None:
         with pytest.raises(OSError, match="too long"):
             kv.save(folder / (name + "n" * 60))
     assert set(os.listdir(folder)) == {name, name[:-1] + "x"}
-
-
-def test_leftovers_of_long_names(tmp_path: Path) -> None:
-    """Each path has its own."""
-    alive = create(tmp_path / ("n" * 250 + "1"))
-    other = create(tmp_path / ("n" * 250 + "2"))
-    with pytest.raises(CheckpointError, match="another store is being saved"):
-        create(tmp_path / ("n" * 250 + "1"))
-    alive.close()
-    other.close()
-    assert os.listdir(tmp_path) == []

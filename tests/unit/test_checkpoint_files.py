@@ -231,36 +231,6 @@ def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tre
     assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
 
 
-@pytest.mark.deadline(20)
-@pytest.mark.parametrize("count", [0, 1, 10**15])
-@pytest.mark.parametrize("positions", [0, 10**15])
-def test_numbers_of_no_array(good: Path, tmp_path: Path, count: int, positions: int) -> None:
-    """Nobody counts up to a number that no array stands for."""
-    header, described, arrays = parts(good)
-    kinds = [one | {"positions": positions, "codec": {}} for one in described["kinds"]]
-    described |= {"compression": "2bit()", "ranks": count, "kinds": kinds}
-    none = f"compression '2bit()', {count} ranks, {len(VALUES) if positions else 0} keys with residuals"
-    text = "arrays and its description says" if count and positions else none
-    assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
-
-
-@pytest.mark.deadline(20)
-def test_any_number_of_ranks_that_have_left_nothing(compressed: Path, tmp_path: Path) -> None:
-    header, described, arrays = parts(compressed)
-    residual = header.pop("residual/0/0/w")
-    low, high = residual["data_offsets"]
-    for entry in header.values():
-        if entry.get("data_offsets", [0])[0] >= high:
-            entry["data_offsets"] = [edge - (high - low) for edge in entry["data_offsets"]]
-    described["kinds"][0]["positions"] = 0
-    described["ranks"] = 10**15
-    path = forge(tmp_path / "forged", header, described, arrays[:low] + arrays[high:])
-    assert inspect(str(path)).header.ranks == 10**15
-    with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
-        kv.load(path)
-        np.testing.assert_allclose(kv.pull("w"), np.ones((5, 4)), rtol=1e-6)
-
-
 def factor(**arguments: Any) -> Callable[[Tree, Tree], None]:
     """Return a function that gives the schedule in the description other arguments."""
     return change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": arguments})
@@ -395,26 +365,6 @@ def test_long_texts_are_not_repeated(good: Path, tmp_path: Path, spoil: Callable
     header, described, arrays = parts(good)
     spoil(header, described)
     assert len(complaint(forge(tmp_path / "forged", header, described, arrays))) < 2000
-
-
-def test_long_texts_that_are_well_formed(tmp_path: Path) -> None:
-    """They are what the store has not."""
-    with mpikv.create() as kv, mpikv.create() as other:
-        kv.init(LONG, np.ones(3))
-        kv.set_optimizer("adam", lr_mult={LONG: 0.5})
-        kv.save(tmp_path / "checkpoint")
-        kv.save_optimizer_states(tmp_path / "states")
-        other.init("w", np.ones(3))
-        for verb in (other.load, other.load_optimizer_states):
-            other.set_optimizer("adam")
-            with pytest.raises(mpikv.ValueMismatch) as caught:
-                verb(tmp_path / ("checkpoint" if verb == other.load else "states"))
-            assert len(str(caught.value)) < 2000
-        other.delete("w")
-        other.set_optimizer("sgd")
-        with pytest.raises(CheckpointError, match="and the store has SGD") as caught:
-            other.load(tmp_path / "checkpoint")
-        assert len(str(caught.value)) < 2000
 
 
 def test_halves_of_surrogate_pairs(good: Path, tmp_path: Path) -> None:
@@ -674,20 +624,6 @@ def test_info_obeys_no_file(tmp_path: Path) -> None:
         assert "\\x1b[2J" in shown
         assert all(one.isprintable() for one in shown.replace("\n", "")), shown
     assert len(info(str(forged)).stdout.splitlines()) == 6
-
-
-def test_info_of_what_is_left_out(tmp_path: Path) -> None:
-    with mpikv.create() as kv:
-        kv.init("w", np.ones(3))
-        kv.save(tmp_path / "assign")
-        kv.set_updater(lambda key, given, stored: given)
-        kv.save(tmp_path / "function")
-        kv.set_optimizer("sgd")
-        kv.save_optimizer_states(tmp_path / "states")
-    assert "none: a push assigns" in info(str(tmp_path / "assign")).stdout
-    assert "the function itself is not in the file" in info(str(tmp_path / "function")).stdout
-    assert "its settings are not in the file" in info(str(tmp_path / "states")).stdout
-    assert "the optimizer's state alone" in info(str(tmp_path / "states")).stdout
 
 
 def test_info_of_no_checkpoint(tmp_path: Path) -> None:

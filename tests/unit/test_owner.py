@@ -234,11 +234,3 @@ def test_ranks_that_meet_start_anew():
     clocks.begin()
     clocks.wait(0, 1, 1)
     assert clocks.awaited(0) == [0, 1]
-
-
-@pytest.mark.parametrize(("rounds", "updates"), [(False, 4), (True, 2)])
-def test_updates_are_counted(rounds, updates):
-    owner = Owner(2, rounds)
-    for ticket in range(4):
-        owner.ledger.push(ticket % 2, ticket, 0, unit(2, ticket % 2))
-    assert owner.ledger.applied == owner.table.counts[0] == updates
