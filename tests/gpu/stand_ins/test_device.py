@@ -16,7 +16,6 @@ from support.gpus import nccl_of, store_on
 import mpikv
 from mpikv.cluster.waiting import Waiting
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
-from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeTensor
@@ -147,17 +146,6 @@ def test_another_librarys_views_of_values_are_read_before_these_change(comm: Any
         kv.push(["a", "b"], [FakeTensor(kv.view(key)) for key in ("b", "a")])
         for key, old in (("a", 10), ("b", 1)):
             np.testing.assert_array_equal(on_host(kv.pull(key)), np.full(6000, kv.size * old))
-
-
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("dtype", ["O", "U1", "longdouble", "M8[s]"])
-def test_host_arrays_of_a_dtype_that_cannot_be_stored(comm, dtype):
-    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
-        kv.init("w", np.ones(2))
-        for call in (kv.init, kv.push, kv.set):
-            with pytest.raises(mpikv.ValueMismatch, match=f"^{call.__name__}: dtype .* cannot be stored"):
-                call("x" if call == kv.init else "w", np.zeros(2, dtype))
-        assert "x" not in kv
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -336,32 +324,6 @@ def test_no_gpu_has_kernels_of_numba(comm: Any, gpus: Any, monkeypatch) -> None:
         mpikv.create("nccl", comm=comm)
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_group_of_ranks_keeps_their_gpus(comm: Any, gpus: Any) -> None:
-    gpus(comm.rank)
-    with mpikv.create("nccl", comm=comm) as kv:
-        part = kv.group([kv.size - 1])
-        assert (part is None) is (kv.rank < kv.size - 1)
-        if part is not None:
-            assert part._transport.memory.gpu.ordinal == comm.rank
-            assert part._config.bucket_bytes == 64 << 20
-            part.close()
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("placement", ["auto", "root", "replicated"])
-@pytest.mark.parametrize("buffers", [False, True])
-def test_ranks_that_have_no_work_left(gpu: FakeGpu, comm: Any, placement: str, buffers: bool) -> None:
-    with store_on(gpu, comm, placement=placement) as kv:
-        kv.init("w", np.zeros(5))
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        kv.buffer("w").fill(1)
-        with kv.join():
-            for _ in range(kv.rank + 1):
-                kv.push("w", *[np.ones(5)] * (not buffers))
-        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(5, -sum(range(1, kv.size + 1))))
-
-
 def test_what_an_updater_returns(comm: Any) -> None:
     with store_on(FakeGpu(), comm) as kv:
         kv.init("w", np.ones(3))
@@ -371,17 +333,6 @@ def test_what_an_updater_returns(comm: Any) -> None:
         with pytest.raises(TypeError, match=r"returned a numpy\.ndarray for key 'w', whose value is a .*FakeArray; "):
             kv.push("w", np.ones(3))
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(3, 2))
-
-
-def test_facts_of_arrays_wherever_they_are(comm: Any) -> None:
-    gpu = FakeGpu()
-    memory = DeviceMemory(gpu)
-    before = gpu.allocations
-    assert memory.facts(np.zeros((2, 3), np.float16)) == ((2, 3), np.float16)
-    assert gpu.allocations == before
-    assert memory.facts(gpu.empty((4,), np.float32)) == ((4,), np.float32)
-    with pytest.raises(TypeError, match="expected an array, got list"):
-        memory.facts([1.0])
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -169,27 +169,6 @@ def test_ranks_make_the_same_calls(one, differ):
         call(one.address, one.address, count, dtype, SUM, *roots, one.stream.handle)
 
 
-@pytest.mark.ranks(2, 3)
-def test_messages_have_two_sides(one):
-    if one.rank < 2:
-        one.nccl.groupStart()
-        one.comm.send(one.address, 2 + one.rank, FLOAT, 1 - one.rank, one.stream.handle)
-        one.comm.recv(one.address + 16, 2 + one.rank, FLOAT, 1 - one.rank, one.stream.handle)
-        with pytest.raises(MisuseError, match=r"rank \d calls"):
-            one.nccl.groupEnd()
-
-
-@pytest.mark.ranks(1)
-def test_planned_failures(one):
-    one.nccl.fail_at = {len(one.nccl.calls) + 1: 5, len(one.nccl.calls) + 2: 8}
-    with pytest.raises(NcclError, match="NCCL_ERROR_INVALID_USAGE") as caught:
-        one.allreduce()
-    assert caught.value.status == 5
-    with pytest.raises(KeyError, match="8"):
-        one.allreduce()
-    one.allreduce()
-
-
 @pytest.mark.ranks(1)
 def test_work_that_never_ends(one):
     one.nccl.stick_at = {len(one.nccl.calls) + 1}

@@ -28,7 +28,7 @@ from mpikv import codecs, optimizers
 from mpikv.cli.gpus import survey
 from mpikv.cli.info import _gpu_rows
 from mpikv.cli.nccl_faults import faults_of
-from mpikv.cluster.environment import Launch, visible_gpus
+from mpikv.cluster.environment import Launch
 from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of
 from mpikv.compute.cuda.loading import _by_address
 from mpikv.compute.cuda.sharing import sharing
@@ -67,12 +67,6 @@ def test_too_few_gpus():
         choose_gpu(2, 0, 4, False, None)
     with pytest.raises(TransportUnavailable, match=r"see 2 of CUDA_VISIBLE_DEVICES='0,1'; .*MPIKV_GPU_SHARING=1"):
         choose_gpu(2, 3, 4, False, "0,1")
-
-
-def test_what_cuda_is_told_to_show():
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == "0,1"
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ""
-    assert visible_gpus({}) is None
 
 
 # --- What is missing
@@ -623,28 +617,6 @@ def test_norms_of_arrays(gpu, replace):
     assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
 
 
-def test_arrays_of_any_layout_are_scaled(gpu, cupy, replace):
-    contiguous, strided = np.arange(3.0), np.arange(6.0)[::2]
-    cupy.ascontiguousarray = lambda array: (
-        array if array.flags.c_contiguous else StandinArray(np.ascontiguousarray(array.host), 1)
-    )
-
-    def scale(arrays, factor):
-        assert all(array.flags.c_contiguous for array in arrays)
-        for array in arrays:
-            array.host[...] *= factor
-
-    def copy(targets, sources):
-        for target, source in zip(targets, sources, strict=True):
-            target.host[...] = source.host
-
-    replace("norms.scale", scale)
-    replace("copies.copy", copy)
-    gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
-    assert contiguous.tolist() == [0, 2, 4]
-    assert strided.tolist() == [0, 4, 8]
-
-
 def test_the_gpu_of_an_array(imported, replace):
     replace("_known", SimpleNamespace(gpus={}))
     array = StandinArray(np.arange(3.0), 1)
@@ -942,26 +914,6 @@ def test_no_more_events_are_made_than_are_held_at_once(gpu, cupy):
     assert [what for what, _ in cupy.notes].count("event") == 200
 
 
-def test_an_event_of_a_cycle_is_recorded_again(gpu):
-    """As where somebody keeps an exception in a frame of its traceback, which has the point, too."""
-    stream = gpu.stream()
-
-    def fail() -> None:
-        _point = stream.record()
-        raise RuntimeError
-
-    def keep() -> None:
-        try:
-            fail()
-        except RuntimeError as error:
-            _kept = error
-
-    keep()
-    gc.collect()
-    assert len(gpu.spare_events) == 1
-    stream.wait(stream.record())
-
-
 def test_threads_take_no_event_twice(gpu, cupy):
     """While others give theirs back."""
     together, failures = threading.Barrier(4), []
@@ -1046,26 +998,6 @@ def test_the_mode_of_a_thread_that_watches_is_cupys():
     from cupy.cuda import runtime
 
     assert runtime.streamCaptureModeThreadLocal == _THREAD_LOCAL
-
-
-def test_what_is_present_already_is_entered_for_nothing(gpu, cupy, monkeypatch):
-    made = []
-    device = cupy.cuda.Device
-    monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: made.append(ordinal) or device(ordinal))
-    stream = gpu.stream()
-    assert made == [1]
-    with device(1):
-        made.clear()
-        with stream, gpu.stream():
-            gpu.zeros(8)
-            stream.wait(stream.record())
-        with gpu.present() as nothing:
-            assert nothing is None
-        assert gpu.present() is gpu.present()
-        assert (made, cupy.present) == ([], 1)
-    with stream:
-        assert cupy.present == 1
-    assert made == [1]
 
 
 def test_an_event_is_there_or_not_yet_or_failed(gpu, cupy):
