@@ -17,14 +17,14 @@ from ..config import Config
 from ..errors import Unsupported
 from ..memory.device import DeviceMemory
 from ..memory.host import HOST
-from ..protocols import Memory, Transport
+from ..protocols import Group, Memory, Transport
 from .local import LocalTransport
 from .watchdog import Watchdog
 
 __all__ = ["choose", "open_gpu_transport", "open_transport"]
 
 
-def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
+def choose(group: Group, config: Config) -> tuple[str, str]:
     """Return the name of the transport for these ranks, and the reason. Local.
 
     Raises:
@@ -60,7 +60,7 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
 
 
 def open_transport(
-    group: ProcessGroup, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
+    group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
 ) -> Transport:
     """Return the transport for these ranks. Collective over the group. ``warn`` reports long waits.
 
@@ -74,6 +74,8 @@ def open_transport(
         from .shm import ShmTransport
 
         return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy, memory=memory)
+    if not isinstance(group, ProcessGroup):
+        raise Unsupported(f"transport '{name}' needs MPI, which has not started these ranks; use 'auto' or 'shm'")
     if name == "hierarchical":
         from .hierarchical import HierarchicalTransport
 

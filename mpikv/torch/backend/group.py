@@ -315,6 +315,41 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Wait until every rank has come."""
         return _Plan((), lambda staged: None, [])
 
+    # --- Messages between two ranks, not in the order of the calls above
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
+        """Send a tensor to one rank. Local."""
+        work = self._message("send", tensors, f"to {to}", tag)
+        self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish)
+        return work
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from one rank. Local."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Receive a tensor from any rank. Local."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Any, source: int | None, tag: int) -> Work:
+        work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
+        (array,), put_back = in_place(tensors)
+
+        def end(error: BaseException | None, sender: int) -> None:
+            work.source = sender
+            if error is None:
+                put_back()
+            work.finish(error)
+
+        self._meeting.mailbox.receive(array, source, tag, end)
+        return work
+
+    def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
+        self._check_open(verb)
+        check_movable(tensors)
+        text = f"{verb}({self._label}{describe(tensors[0])} {way}, tag {tag})"
+        return Work(text, tensors, self._queue.check_progress, self._queue.saw)
+
     # --- Mistakes that every rank can make, and common facts
 
     def _compare(self, whole: Any, part: Any) -> str:

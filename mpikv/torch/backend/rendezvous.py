@@ -1,11 +1,13 @@
 """How the ranks of a process group find each other, and what they share then.
 
-Ranks that an MPI launcher has started meet by MPI, also those of a part of them. PyTorch's Store only tells who is who:
-nothing uses it later, as it ends with the rank that has it.
+Ranks that an MPI launcher has started meet by MPI, also those of a part of them. Others, as torchrun's, must be on one
+host, and load no MPI. PyTorch's Store only tells who is who: nothing uses it later, as it ends with the rank that has
+it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -20,10 +22,12 @@ from ...cluster.mpi_library import start_mpi
 from ...cluster.process_group import ProcessGroup
 from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting, Warn
+from ...collectives.mailbox import Mailbox
 from ...config import Config
-from ...errors import Stalled, Unsupported
-from ...protocols import Transport
+from ...errors import Stalled, TransportError, Unsupported, text_of
+from ...protocols import Group, Transport
 from ...transports import open_transport
+from ...transports.meeting import HostGroup
 from ...transports.requests import AbortableWaiting
 
 
@@ -56,14 +60,16 @@ class Deadline:
 class Meeting:
     """What the ranks of a group share."""
 
-    group: ProcessGroup
+    group: Group
     board: StatusBoard
     transport: Transport
     agreement: Agreement
+    mailbox: Mailbox
     deadline: Deadline
 
     def close(self) -> None:
         """Free all. Collective; ranks have agreed on it."""
+        self.mailbox.close()
         self.transport.close()  # it may wait, and warn by the board
         self.board.close()
         self.group.close()
@@ -71,6 +77,7 @@ class Meeting:
     def abort(self, why: str) -> None:
         """Tell the other ranks that this one makes no more calls. Local."""
         self.deadline.ended = why
+        self.mailbox.abort(why)
         self.board.give_up()
         self.group.announce_end(why)
 
@@ -86,6 +93,41 @@ class Meeting:
         return self.group.announce_shutdown(), self.deadline.timeout
 
 
+class StoreWords:
+    """The :class:`~mpikv.transports.meeting.Words` of ranks that share PyTorch's Store."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        """``timeout`` is in seconds."""
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._turn = itertools.count()
+
+    def allgather(self, word: bytes) -> list[bytes]:
+        """Return the words of all ranks, in rank order. Collective.
+
+        Raises:
+            Stalled: not all ranks have come.
+            TransportError: the store does not answer any more.
+        """
+        turn = next(self._turn)
+        keys = [f"mpikv/{turn}/{other}" for other in range(self._size)]
+        try:
+            self._store.set(keys[self._rank], word)
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+            return [self._store.get(key) for key in keys]
+        except RuntimeError as error:
+            raise self._explain(keys, error) from error
+
+    def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except RuntimeError:  # the process that has the store has ended
+            missing = []
+        if not missing:
+            return TransportError(f"PyTorch's store fails: {text_of(error)}")
+        who = f"waited {self._timeout:g} s for ranks {missing}, which have not made the process group"
+        return Stalled(f"{who} [rank {self._rank}/{self._size}]", missing)
+
+
 def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> Meeting:
     """Return the meeting of the ranks of a group. Collective over them. ``timeout`` is in seconds.
 
@@ -95,24 +137,26 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> M
     """
     config = Config.read(timeout=timeout)
     deadline = Deadline(timeout, config.warn_after)
-    group = _join_by_mpi(store, rank, size, config, name)
+    group = _join(StoreWords(store, rank, size, timeout), rank, size, config, name)
     board = StatusBoard(group)
     deadline.warn = board.warn
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
-    return Meeting(group, board, transport, Agreement(transport, group, board, config.verify_calls), deadline)
+    agreement = Agreement(transport, group, board, config.verify_calls)
+    return Meeting(group, board, transport, agreement, Mailbox(group, timeout, board.gone), deadline)
 
 
-def _join_by_mpi(store: Any, rank: int, size: int, config: Config, name: str) -> ProcessGroup:
-    """Return the group of ranks that an MPI launcher has started. Collective."""
+def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
+    """Return the group of these ranks, by MPI if its launcher has started them. Collective."""
     launch = launch_by_mpi()
-    words = exchange(store, rank, size, json.dumps(launch and launch.rank), config.timeout)
-    ranks = [json.loads(word) for word in words]
+    ranks = [json.loads(word) for word in words.allgather(json.dumps(launch and launch.rank).encode())]
     if size == 1:
         return ProcessGroup()
+    if set(ranks) == {None}:
+        return HostGroup(words, rank, size, config.timeout)
     if launch is None or None in ranks or len(set(ranks)) < size:
         raise Unsupported(
-            f"the backend 'mpikv' joins ranks that MPI has started, and not all {size} of this group are; start the "
-            f"program by  mpikv run -n {size} SCRIPT"
+            f"MPI has started some of the {size} ranks of this group, and something else the others; start the program "
+            f"by  mpikv run -n {size} SCRIPT"
         )
     world = start_mpi(launch).COMM_WORLD
     if ranks == list(range(world.size)):
@@ -123,21 +167,3 @@ def _join_by_mpi(store: Any, rank: int, size: int, config: Config, name: str) ->
         return connect(part, config)
     finally:
         part.Free()
-
-
-def exchange(store: Any, rank: int, size: int, word: str, timeout: float) -> list[str]:
-    """Return the words of all ranks of a group, in rank order. Collective.
-
-    Raises:
-        Stalled: not all ranks have come within ``timeout`` seconds.
-    """
-    keys = [f"mpikv/{other}" for other in range(size)]
-    store.set(keys[rank], word)
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise Stalled(
-            f"waited {timeout:g} s for ranks {missing}, which have not made the process group", missing
-        ) from error
-    return [store.get(key).decode() for key in keys]
