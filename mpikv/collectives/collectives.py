@@ -7,23 +7,27 @@ some; each copies the whole of it out one message later, behind the barrier of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
+from math import prod
+from typing import TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import accumulator
+from ..arrays.arrays import accumulator, add_in_pairs_over
 from ..engine.alltoallv import Alltoallv
 from ..errors import ValueMismatch, settled
 from ..memory.host import private
-from ..protocols import Array, Transport
+from ..protocols import Array, SumsInPlace, Transport
 from .operations import Op, combine
-
-__all__ = ["Collectives"]
 
 # Bytes that one rank reads in a reduction by one exchange. Beyond, it is faster if each rank reduces a part.
 _SMALL = 512 << 10
 _BYTES = np.dtype(np.uint8)
+
+Pair: TypeAlias = tuple[Array, Array]
+"""An array to send, and the one to fill, of the same size and dtype: the same memory, or without overlap."""
 
 
 class Collectives:
@@ -31,15 +35,25 @@ class Collectives:
 
     Arrays are flat and contiguous. Every rank passes the same sizes, dtype, operation and root. ``staged`` is what
     :meth:`stage` has returned for the message, on every rank alike. A message may be changed when its call returns.
+    Arrays of GPUs are summed and broadcast only.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, in_pairs: bool = False) -> None:
+        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`."""
+        self.memory = transport.memory
         self._transport, self._size, self._rank = transport, transport.size, transport.rank
+        self._in_pairs, self._combine = in_pairs, partial(combine, size=transport.size, in_pairs=in_pairs)
         self._small = min(_SMALL // self._size, transport.limit)
         self._alltoallv = Alltoallv(transport)
         # Twice the limit: half precision is summed in float32. Unwritten pages take no memory.
         self._received = private(transport)(2 * transport.limit)
-        self._shared = transport.allocate(2 * transport.limit) if transport.sharing_size > 1 else None
+        # Two messages: one is copied out while the next is reduced.
+        sizes = 2, transport.limit
+        self._shared = transport.allocate(prod(sizes)).reshape(sizes) if transport.sharing_size > 1 else None
+
+    def close(self) -> None:
+        """Release the memory, which is the transport's. Local."""
+        self._received, self._shared = self.memory.zeros(0), None
 
     def stage(self, *parts: Array) -> bool:
         """Put a message, made of parts, into the send buffer, if it is small and that saves a barrier. Local.
@@ -53,13 +67,20 @@ class Collectives:
 
     def all_reduce(self, array: Array, op: Op, staged: bool = False) -> None:
         """Reduce every rank's array, in place on every rank, with the same bits on each."""
-        if self._size == 1 or not array.size:
-            return
-        if staged or array.nbytes <= self._small:
-            send = self._send(array) if staged or self.stage(array) else array
-            combine(self._terms_of_all(send, op), array, op, self._size)
+        self.all_reduce_each(((array, array),), op, staged)
+
+    def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
+        """Reduce every rank's first array of each pair, into the second; they may be the same. All have one dtype.
+
+        Small arrays travel together. The message that may be staged is all first arrays, one after the other.
+        """
+        if self._size == 1:
+            apart = [pair for pair in pairs if pair[0] is not pair[1]]
+            self.memory.copy([out for _, out in apart], [send for send, _ in apart])
+        elif self.memory.is_host:
+            self._reduce_each(pairs, op, staged)
         else:
-            self._reduce_in_parts(array, op)
+            self._sum_on_gpus(pairs)
 
     def reduce(self, array: Array, op: Op, root: int, staged: bool = False) -> None:
         """Reduce every rank's array, in place at the root. The others' stay as they are."""
@@ -68,13 +89,13 @@ class Collectives:
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             part = array[low : low + step]
-            send = self._send(part) if staged or self.stage(part) else part
+            send = self._packed([part], True) if staged or self.stage(part) else part
             counts = [part.size if rank == root else 0 for rank in range(self._size)]
             terms = self._transport.reduce(send, self._recv(part), root) if op.adds else self._exchange(send, counts)
             if self._rank == root:
                 # A term may be the array itself, and adding the terms before it would overwrite it.
                 into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
-                combine(terms, into, op, self._size)
+                self._combine(terms, into, op)
                 if into is not part:
                     np.copyto(part, into)
         self._release(array)
@@ -85,13 +106,10 @@ class Collectives:
         step = (longest or 1) if sum(part.size for part in parts) <= most else most // self._size
         for low in range(0, longest, step):
             pieces = [part[low : low + step] for part in parts]
-            if not staged:
-                self._pack(pieces)
-            counts = [piece.size for piece in pieces]
-            send = self._front(sum(counts) * out.itemsize).view(out.dtype)
+            send, counts = self._packed(pieces, staged), [piece.size for piece in pieces]
             terms = self._terms(send, counts, op)
             if counts[self._rank]:
-                combine(terms, out[low : low + counts[self._rank]], op, self._size)
+                self._combine(terms, out[low : low + counts[self._rank]], op)
 
     def all_gather(self, buffer: Array, counts: Sequence[int], staged: bool = False) -> None:
         """Fill ``buffer``: its r-th part, of ``counts[r]`` elements, is there on rank r. The message is that part."""
@@ -146,42 +164,91 @@ class Collectives:
         none = [receive[:0]] * self._size
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
-    def _reduce_in_parts(self, array: Array, op: Op) -> None:
-        """Reduce a message at a time, of which each rank reduces its part. Collective."""
-        step = self._transport.limit // array.itemsize
-        behind: tuple[Array, Array] | None = None
-        for number, start in enumerate(range(0, array.size, step)):
-            part = array[start : start + step]
-            bounds = [part.size * rank // self._size for rank in range(self._size + 1)]
-            counts = [high - low for low, high in pairwise(bounds)]
-            terms = self._terms(part, counts, op)
-            # Only now: other ranks have read the message before from this array, and their parts of it are complete.
+    def _reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
+        """Reduce a message at a time: small arrays together, or a part of a large one. Collective."""
+        behind: Pair | None = None
+        half = 0
+        for message in self._messages(pairs):
+            sends, outs = zip(*message, strict=True)
+            send, out, counts = sends[0], outs[0], None
+            if send.nbytes > self._small:
+                bounds = [send.size * rank // self._size for rank in range(self._size + 1)]
+                counts = [high - low for low, high in pairwise(bounds)]
+            elif staged or len(sends) > 1 or self._transport.shared:
+                send = self._packed(sends, staged)
+            terms = self._terms(send, counts, op)
+            # Only now: other ranks have read the message before where it lies, and their parts of it are complete.
             if behind is not None:
                 np.copyto(*behind)
-            into = part if self._shared is None else self._halves(number % 2, part)
-            if counts[self._rank]:
-                combine(terms, into[bounds[self._rank] : bounds[self._rank + 1]], op, self._size)
+                behind = None
+            if counts is None:
+                self._unpack(terms, outs, op)
+                continue
+            into = out if self._shared is None else self._shared[half][: out.nbytes].view(out.dtype)
+            self._combine(terms, into[bounds[self._rank] : bounds[self._rank + 1]], op)
             if not self._transport.shared:
                 self._transport.all_gather(into, counts)
-            behind = None if self._shared is None else (part, into)
+            if into is not out:
+                behind, half = (out, into), 1 - half
         if behind is not None:
             self._transport.fence()
             np.copyto(*behind)
 
-    def _halves(self, half: int, like: Array) -> Array:
-        assert self._shared is not None
-        begin = half * self._transport.limit
-        return self._shared[begin : begin + like.nbytes].view(like.dtype)
+    def _messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+        """Cut arrays into messages."""
+        together: list[Pair] = []
+        room = self._small
+        for send, out in pairs:
+            if send.nbytes > self._small:
+                step = self._transport.limit // send.itemsize
+                yield from ([(send[low : low + step], out[low : low + step])] for low in range(0, send.size, step))
+            elif send.nbytes:
+                if send.nbytes > room:
+                    yield together
+                    together, room = [], self._small
+                together.append((send, out))
+                room -= send.nbytes
+        if together:
+            yield together
 
-    def _terms_of_all(self, send: Array, op: Op) -> Sequence[Array]:
-        """Return terms whose reduction is the whole result. Collective."""
-        return self._transport.allreduce(send, self._recv(send)) if op.adds else self._exchange(send, None)
+    def _unpack(self, terms: Sequence[Array], outs: Sequence[Array], op: Op) -> None:
+        """Reduce terms into arrays that lie in them one after the other. Local."""
+        if len(outs) == 1:
+            self._combine(terms, outs[0], op)
+            return
+        whole = self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
+        self._combine(terms, whole, op)
+        begin = 0
+        for out in outs:
+            end = begin + out.size
+            out[...] = whole[begin:end]
+            begin = end
 
-    def _terms(self, send: Array, counts: Sequence[int], op: Op) -> Sequence[Array]:
-        """Return terms whose reduction is this rank's part. Collective."""
+    def _sum_on_gpus(self, pairs: Sequence[Pair]) -> None:
+        """Sum arrays of GPUs: in place by one call where the library adds their dtype, else by messages. Collective."""
+        transport = self._transport
+        assert isinstance(transport, SumsInPlace)
+        exact = [pair for pair in pairs if transport.adds(pair[0].dtype)]
+        if exact:
+            transport.allreduce_each(exact)
+        for send, out in pairs:
+            step = self._transport.limit // send.itemsize
+            for low in range(0, 0 if transport.adds(send.dtype) else send.size, step):
+                message = send[low : low + step]
+                total = self._recv(message)
+                terms = self._transport.allreduce(message, total)
+                if self._in_pairs:
+                    add_in_pairs_over(self._rank, terms, 0, message.size, total)
+                self.memory.copy((out[low : low + step],), (total,))
+
+    def _terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:
+        """Return terms whose reduction is this rank's part, or without ``counts`` the whole. Collective."""
         if not op.adds:
             return self._exchange(send, counts)
-        return self._transport.reduce_scatter(send, self._recv(send)[: counts[self._rank]], counts)
+        recv = self._recv(send)
+        if counts is None:
+            return self._transport.allreduce(send, recv)
+        return self._transport.reduce_scatter(send, recv[: counts[self._rank]], counts)
 
     def _exchange(self, send: Array, counts: Sequence[int] | None) -> list[Array]:
         """Return every rank's part for this one, or its whole message. Collective."""
@@ -198,8 +265,11 @@ class Collectives:
         dtype = accumulator(send.dtype)
         return self._received[: send.size * dtype.itemsize].view(dtype)
 
-    def _send(self, like: Array) -> Array:
-        return self._front(like.nbytes).view(like.dtype)
+    def _packed(self, parts: Sequence[Array], staged: bool) -> Array:
+        """Return a message in the send buffer. Local."""
+        if not staged:
+            self._pack(parts)
+        return self._front(sum(part.nbytes for part in parts)).view(parts[0].dtype)
 
     def _front(self, nbytes: int) -> Array:
         """Return the beginning of the send buffer, as bytes."""

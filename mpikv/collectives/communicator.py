@@ -13,8 +13,6 @@ from ..errors import Closed, TransportError, ValueMismatch, is_settled, text_of
 from ..protocols import Array, Transport
 from .collectives import Collectives
 
-__all__ = ["Communicator"]
-
 __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import accumulator, add, name_of
+from ..arrays.arrays import accumulator, add, add_in_pairs, name_of
 from ..arrays.float16 import narrow, widen
 from ..errors import Unsupported
 from ..protocols import Array
-
-__all__ = ["Op", "check", "combine"]
 
 
 class Op(Enum):
@@ -68,10 +66,11 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
         raise Unsupported(f"complex numbers have no order, and so no {op.value}")
 
 
-def combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
+def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
     """Reduce terms, of ``size`` ranks in all, into ``out``. Half precision is reduced in float32, and rounded once.
 
-    Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or all are.
+    Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or all are. Sums go
+    from the first term to the last, or ``in_pairs``.
 
     >>> out = np.empty(2)
     >>> combine([np.array([1.0, 2.0]), np.array([5.0, 4.0])], out, Op.MEAN, 2)
@@ -79,19 +78,19 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
     array([3., 3.])
     """
     if accumulator(out.dtype) is out.dtype:
-        _combine(terms, out, op, size)
+        _combine(terms, out, op, size, in_pairs)
         return
     for low in range(0, out.size, _BLOCK):
         part = out[low : low + _BLOCK]
         total = _scratch.total[: part.size]
-        _combine([term[low : low + _BLOCK] for term in terms], total, op, size)
+        _combine([term[low : low + _BLOCK] for term in terms], total, op, size, in_pairs)
         narrow(total, part)
 
 
-def _combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
+def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool) -> None:
     """Reduce terms in the dtype of ``out``."""
     if op.adds:
-        add(terms, 0, out.size, out)
+        (add_in_pairs if in_pairs else add)(terms, 0, out.size, out)
         if op is Op.MEAN:
             np.divide(out, size, out=out)
         return

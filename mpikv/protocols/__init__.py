@@ -13,7 +13,7 @@ from .group import Group
 from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
-from .transport import Transport
+from .transport import SumsInPlace, Transport
 from .updater import Updater
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Stream",
     "StreamOrder",
     "Sum",
+    "SumsInPlace",
     "TensorCodec",
     "Transport",
     "Updater",

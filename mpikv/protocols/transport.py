@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .arrays import Array
     from .memory import Memory
 
-__all__ = ["Transport"]
+__all__ = ["SumsInPlace", "Transport"]
 
 
 class Transport(Protocol):
@@ -126,3 +128,14 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release all memory. Collective, idempotent."""
+
+
+@runtime_checkable
+class SumsInPlace(Protocol):
+    """A transport whose library adds arrays of any size where they lie."""
+
+    def adds(self, dtype: np.dtype[Any]) -> bool:
+        """Return whether it makes sums of a dtype so. Local."""
+
+    def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Sum every rank's first array of each pair into the second at every rank, or both in one. Collective."""
