@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from .cluster.connecting import connect
 from .cluster.environment import nccl_host, place_on_host, visible_gpus
@@ -16,6 +16,7 @@ from .cluster.process_group import ProcessGroup, warn_once
 from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .cluster.waiting import Waiting
+from .collectives.collectives import Collectives
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
@@ -42,9 +43,6 @@ from .store.plugins import KVStoreBase, plugin
 from .store.tracing import Tracer, find_tracer, traced
 from .transports import open_gpu_transport, open_transport
 from .transports.requests import AbortableWaiting
-
-if TYPE_CHECKING:
-    from .store.device_sums import DeviceSums
 
 
 @dataclass(frozen=True)
@@ -402,15 +400,13 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
             raise
     if not request.kind.storeless:
         return store
-    return cast(KVStore, AllReduce(store, None if parts.waits is None else partial(_open_sums, parts)))
+    return cast(KVStore, AllReduce(store, None if parts.waits is None else partial(_open_gpus, parts)))
 
 
-def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
-    """Return the sums on GPUs for a store that keeps no values, None on every rank where NCCL cannot join these GPUs.
-    Collective.
+def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
+    """Return collectives of GPUs for a store that keeps no values, None on every rank where NCCL cannot join these
+    GPUs. Collective.
     """
-    from .store.device_sums import DeviceSums
-
     group, settings, lack = parts.group, parts.settings, ""
     if settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_SUMS)
@@ -424,7 +420,7 @@ def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
         let_gpus_queue()  # a communicator is made by sums
         try:
             mover = open_gpu_transport(group, settings, memory, nccl, parts.board.warn, control=parts.transport)
-            sums = DeviceSums(store, mover)
+            opened = Collectives(mover, settings.deterministic)
         except (TransportUnavailable, MemoryError) as error:  # every rank has it
             lack = str(error)
     if lack:
@@ -434,10 +430,11 @@ def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
         return None
     here = parts.transport.memory
     assert isinstance(here, HostMemory)
-    here.order.beside, store.sums = memory.order, sums
+    here.order.beside = memory.order
+    store.before_free += [opened.close, mover.close]
     if parts.waits is not None:
         parts.waits.listen()
-    return sums
+    return opened
 
 
 def _make_store(request: _Request, parts: _Parts) -> KVStore:

@@ -367,14 +367,15 @@ def run_quietly(function: Callable[..., Result], *arguments: Any) -> Result:
         return function(*arguments)
 
 
-def _address_of(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Return the address of a host array."""
     return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
 def disjoint(
     sources: Sequence[Sequence[Array]],
     targets: Sequence[Sequence[Array]],
-    address: Callable[[Array], int] = _address_of,
+    address: Callable[[Array], int] = address_of,
 ) -> bool:
     """Return whether each key's targets may be written before the sources of the other keys have been read.
 
@@ -386,7 +387,7 @@ def disjoint(
         return False
     # An array that owns its memory overlaps only itself, so its identity serves as its address. numpy's address takes
     # ten times as long. CuPy says "own" of another library's memory, so its arrays need addresses.
-    owned = address is _address_of and all(each.owndata for each in flags)
+    owned = address is address_of and all(each.owndata for each in flags)
     ranges: dict[tuple[int, int, int], bool] = {}
     for written, groups in ((False, sources), (True, targets)):
         for key, group in enumerate(groups):

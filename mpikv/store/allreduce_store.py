@@ -3,45 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+from weakref import ref
 
 import numpy as np
 
-from ..arrays.arrays import is_immutable, lies_elsewhere, source, target
-from ..cluster.calls import PreparedCall
+from ..arrays.arrays import (
+    address_of,
+    disjoint,
+    is_immutable,
+    lies_elsewhere,
+    local_sum,
+    run_quietly,
+    source,
+    storable,
+    target,
+)
+from ..cluster.calls import Call, PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest
+from ..collectives.collectives import Collectives, Pair
+from ..collectives.operations import Op
 from ..engine.keys import Form, parse
+from ..engine.pipeline import Arrays
 from ..engine.plan import label
-from ..errors import KeyNotInitialized, RankMismatch, Unsupported, ValueMismatch, brief
+from ..errors import KeyNotInitialized, Unsupported, ValueMismatch
+from ..memory.device import DeviceMemory
 from ..memory.host import HostMemory
 from ..options import naming_arguments
-from ..protocols import Array, Gpu, Key
+from ..protocols import Array, Gpu, Key, Memory
+from ..verbs.arguments import outs_of, priorities, writable
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
-from .kvstore import KVStore
+from ..verbs.renewed import answer, widened
+from .kvstore import KVStore, let_gpus_queue
 from .plugins import KVStoreBase
 from .wrapped import Wrapped
-
-if TYPE_CHECKING:
-    from .device_sums import DeviceSums
-
-__all__ = ["AllReduce", "TestStore"]
 
 __tracebackhide__ = hidden_from_pytest
 
 
-class _Kind(NamedTuple):
-    """One rank's operand under a name."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    on_gpu: bool
-    """Whether it lies on a GPU, and may be summed there."""
+# Descriptions of calls to keep: training repeats a few.
+_MOST_CALLS = 1024
 
 
-OpenSums: TypeAlias = "Callable[[KVStore, Gpu], DeviceSums | None]"
-"""Makes the :class:`~mpikv.store.device_sums.DeviceSums` of a store, given this rank's GPU; returns None on every rank
-where one cannot be made. Collective."""
+class _Work(NamedTuple):
+    """The work of a call once ranks agree."""
+
+    pairs: list[Pair]
+    """For each key with elements the array to send and the one to fill: flat, and the same or without overlap."""
+    before: list[Pair]
+    """Targets and sources of copies to make first."""
+    after: list[Pair]
+    """Targets and sources of copies to make last."""
+
+
+_Reference: TypeAlias = tuple[Callable[[], Any], tuple[int, ...], np.dtype[Any]]
+"""A weak reference to an array, its shape, and its dtype."""
+OpenGpus: TypeAlias = "Callable[[KVStore, Gpu], Collectives | None]"
+"""Makes the collectives of GPUs for a store, given this rank's; returns None on every rank where ranks cannot have
+them. Collective."""
 
 
 @naming_arguments
@@ -50,13 +72,13 @@ class AllReduce(Wrapped):
 
     :meth:`pushpull` sums over ranks, and :meth:`broadcast` copies the root's array to all; neither needs an ``init``,
     and a key is only a name by which ranks agree on what they sum. It may have another shape and dtype at each call, on
-    every rank alike; keeping them saves work. The memory of a name is kept for its next call, until :meth:`delete`. A
-    :class:`mpikv.Trainer` on it updates the weights on each rank.
+    every rank alike. A list of arrays for one name has one shape and dtype. A :class:`mpikv.Trainer` on it updates the
+    weights on each rank.
 
     Names under which every rank brings arrays of its GPU are summed there by NCCL, in the arrays that are filled, and
-    in place where they are those that are brought; calls are then in the order of streams, as those of ``nccl``. A list
-    of arrays for one name has one shape and dtype there. Where NCCL cannot join the ranks, or a rank brings arrays of
-    the host, all are copied to the host. Where a name's arrays lie may change if it does on every rank.
+    in place where they are those that are brought; calls are then in the order of streams, as those of ``nccl``. Where
+    NCCL cannot join the ranks, or a rank brings arrays of the host, all are copied to the host. Where a name's arrays
+    lie may change if it does on every rank.
 
     It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``check_equal``, ``any_rank``, ``raise_on_all_ranks``,
     ``is_capable`` and ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and
@@ -69,14 +91,21 @@ class AllReduce(Wrapped):
         array([1., 1.])
     """
 
-    def __init__(self, store: KVStore, open_sums: OpenSums | None = None) -> None:
-        """Use :func:`mpikv.create`. The store belongs to this one. Without ``open_sums`` there are no sums on GPUs."""
+    def __init__(self, store: KVStore, open_gpus: OpenGpus | None = None) -> None:
+        """Use :func:`mpikv.create`. Collective. The store belongs to this one. Without ``open_gpus`` there are no sums
+        on GPUs.
+        """
         super().__init__(store)
-        self._known: dict[Key, _Kind] = {}
-        self._open_sums = open_sums
-        self._sums: DeviceSums | None = None
+        self._host = Collectives(store._transport, store._config.deterministic)
+        store.before_free.append(self._host.close)
+        self._gpus: Collectives | None = None
+        self._open_gpus = open_gpus
+        # Whether this rank has last brought arrays of its GPU under a name.
+        self._names: dict[Key, bool] = {}
         # The names that are summed there, the same on every rank.
         self._on_gpus: set[Key] = set()
+        # By verb and names the last call that took no copies, and references to the arrays to send and to fill.
+        self._known: dict[tuple[str, tuple[Key, ...]], tuple[Call, list[_Reference]]] = {}
 
     def __repr__(self) -> str:
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
@@ -110,24 +139,25 @@ class AllReduce(Wrapped):
         self._cannot("pull")
 
     def delete(self, key: Any) -> None:
-        """Give back the memory of names that are not summed any more. Collective.
+        """Forget names that are not summed any more. Collective.
 
         Raises:
             KeyNotInitialized: a name was not used since the store was made, or deleted.
         """
-        try:
-            names = parse(key, None).keys
-            if unknown := [name for name in names if name not in self._known]:
-                raise KeyNotInitialized(f"{unknown[0]!r} was never summed or broadcast in this store, or was deleted")
-        except Exception as error:
-            self.raise_on_all_ranks(error, "delete")
-        if here := [name for name in names if name in self._store]:
-            self._store.delete(here)
-        else:
-            self._store.check_equal(label(names), "delete")
-        for name in names:
-            del self._known[name]
-        self._on_gpus.difference_update(names)
+        self._store._collective("delete", self._prepare_delete, key)
+
+    def _prepare_delete(self, key: Any) -> PreparedCall:
+        names = parse(key, None).keys
+        if unknown := [name for name in names if name not in self._names]:
+            raise KeyNotInitialized(f"{unknown[0]!r} was never summed or broadcast in this store, or was deleted")
+
+        def run() -> None:
+            for name in names:
+                del self._names[name]
+            self._on_gpus.difference_update(names)
+            self._known.clear()
+
+        return text_call("delete", "\n".join(map(repr, names)), label(names)), run
 
     def close(self) -> None:
         """End the store. Collective, idempotent."""
@@ -142,78 +172,200 @@ class AllReduce(Wrapped):
         )
 
     def _called(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        try:
-            return self._call(verb, key, value, out, priority)
-        except RankMismatch as error:
-            brought = self._kinds(parse(key, value)).items()
-            kinds = ", ".join(
-                f"{name!r} {kind.dtype.name}{list(kind.shape)}{' on a GPU' * kind.on_gpu}" for name, kind in brought
-            )
-            text, mark, rank = str(error).rpartition(" [rank ")
-            error.args = (
-                f"{text}; the store {self.type!r} calls init when shapes or dtypes differ from the last call, and "
-                f"here they are {brief(kinds)}{mark}{rank}",
-            )
-            raise
-
-    def _call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
+        if type(priority) is int and not priority and (known := self._recall(verb, key, value, out)) is not None:
+            return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
             form = parse(key, value)
-            kinds = self._kinds(form)
+            places = {name: self._lie_on_gpu(name, group) for name, group in zip(form.keys, form.groups, strict=True)}
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
-        on_gpus = self._on_gpus.issuperset(kinds)
-        # Of a call all names are in one place.
-        moved = set() if on_gpus else self._on_gpus.intersection(kinds)
-        if changed := {name: kind for name, kind in kinds.items() if name in moved or self._known.get(name) != kind}:
-            on_gpus = not moved and self._agree_on_place(form, all(kind.on_gpu for kind in kinds.values()))
-            if on_gpus:
-                self._on_gpus.update(kinds)
-            else:
-                zeros = [np.zeros(kind.shape, kind.dtype) for kind in changed.values()]
-                self._store.init(list(changed), zeros, overwrite=True)
-                self._on_gpus.difference_update(changed)
-            self._known.update(kinds)
-        if not (on_gpus and self._sums):
-            return getattr(self._store, verb)(key, value, out, priority)
+        if self._open_gpus is not None and any(self._names.get(name) is not there for name, there in places.items()):
+            self._store._collective(verb, self._prepare_place, key, verb, form, places)
         filled = given_to_fill(key, value, out)
-        return self._store._collective(verb, self._sums.prepare, key, verb, form, filled, priority)
+        return self._store._collective(verb, self._prepare, key, verb, form, places, filled, out is None, priority)
 
-    def _kinds(self, form: Form) -> dict[Key, _Kind]:
-        """Return the operands of a call, one for each name. Local."""
-        kinds, facts = {}, self._store._transport.memory.facts
-        asked = self._sums is not None or self._open_sums is not None
-        for name, group in zip(form.keys, form.groups, strict=True):
-            if not group:
-                raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            # On a GPU, and writable there.
-            on_gpu = asked and all(lies_elsewhere(array) and not is_immutable(array) for array in group)
-            shape, dtype = (self._sums.memory.facts if on_gpu and self._sums else facts)(group[0])
-            kinds[name] = _Kind(shape, dtype, on_gpu)
-        return kinds
+    def _lie_on_gpu(self, name: Key, group: Sequence[Any]) -> bool:
+        """Return whether all arrays of a name lie on a GPU, and can be written there."""
+        if not group:
+            raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
+        return self._open_gpus is not None and all(lies_elsewhere(array) and not is_immutable(array) for array in group)
 
-    def _agree_on_place(self, form: Form, on_gpu: bool) -> bool:
-        """Return whether every rank's arrays lie on its GPU, and can be summed there. Collective."""
-        if self._open_sums is None:
-            return False
-        agreed: bool = self._store._collective("init", self._prepare_place, form, on_gpu)
-        return agreed
+    # --- Where names are summed
 
-    def _prepare_place(self, form: Form, on_gpu: bool) -> PreparedCall:
-        memory = self._store._transport.memory
+    def _prepare_place(self, key: Any, verb: str, form: Form, places: dict[Key, bool]) -> PreparedCall:
+        on_gpu, memory = all(places.values()), self._store._transport.memory
         assert isinstance(memory, HostMemory)
-        gpu = memory.find(form.groups[0][0]) if on_gpu and self._sums is None else None
+        gpu = memory.find(form.groups[0][0]) if on_gpu and self._gpus is None else None
 
-        def run() -> bool:
-            if not self._store._agreement.least(int(on_gpu)):
-                return False
-            if self._sums is None and self._open_sums is not None and gpu is not None:
-                self._sums = self._open_sums(self._store, gpu)
-                if self._sums is None:
-                    self._open_sums = None
-            return self._sums is not None
+        def run() -> None:
+            there = bool(self._store._agreement.least(int(on_gpu)))
+            if there and self._gpus is None and self._open_gpus is not None and gpu is not None:
+                self._gpus = self._open_gpus(self._store, gpu)
+                if self._gpus is None:
+                    self._open_gpus = None
+            if there and self._gpus is not None:
+                self._on_gpus.update(form.keys)
+            else:
+                self._on_gpus.difference_update(form.keys)
+            self._known.clear()
 
-        return text_call("init", f"where {form.keys} lie", label(form.keys)), run
+        # Not compared: where NCCL cannot join all ranks, as some bring arrays of the host, the host sums.
+        texts = [f"{name!r} on {'a GPU' if there else 'the host'}, unlike before" for name, there in places.items()]
+        return replace(text_call(verb, f"where {form.keys} lie", label(form.keys)), describe=lambda: texts), run
+
+    # --- Calls
+
+    def _prepare(
+        self, key: Any, verb: str, form: Form, places: dict[Key, bool], filled: Any, implied: bool, priority: Any
+    ) -> PreparedCall:
+        """Prepare a call that fills and returns ``filled``; ``implied``: they were given to be summed.
+
+        Raises:
+            ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
+            Unsupported: an array lies elsewhere, or the present stream is being captured.
+        """
+        there = self._gpus is not None and self._on_gpus.issuperset(form.keys)
+        here = self._gpus if there and self._gpus is not None else self._host
+        if there:
+            here.memory.order.begin()
+        sources = [self._source(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
+
+        def fill(arrays: Any, result: Any) -> tuple[Arrays, Any]:
+            groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
+            outs = [
+                tuple(writable(each, name, source.shape, source.dtype, here.memory) for each in group)
+                for name, source, group in zip(form.keys, sources, groups, strict=True)
+            ]
+            return widened(form.keys, [source.dtype for source in sources], outs, here.memory, result)
+
+        outs, result = self._store._verbs.operands.fillable(fill, filled, implied)
+        work = self._work(sources, outs, here.memory)
+        wishes = priorities(priority, form.keys) if priority != 0 else ()
+        option = "on GPUs" * there + f" priority {wishes}" * any(wishes)
+        call = self._store._verbs.comparison.value_call(verb, form, sources, option)
+        alone = all(len(group) == 1 for group in form.groups)
+        if alone and not (option or there or work.before or work.after) and result is filled:
+            if len(self._known) >= _MOST_CALLS:
+                self._known.clear()
+            plain = [*sources, *(targets[0] for targets in outs)]
+            self._known[verb, form.keys] = call, [(ref(array), array.shape, array.dtype) for array in plain]
+        if not there:
+            # At once, as the message may be staged. A GPU's copies belong to the work of the call.
+            _copy(work.before, here.memory)
+            work.before.clear()
+        self._stage(here, verb, work.pairs)
+        return call, partial(self._run, here, verb, places, work, result)
+
+    def _recall(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Call, list[Pair]] | None:
+        """Return the description of a call, and its arrays, if the last one with these names had the same. Local.
+
+        To check and describe them anew takes longer than to sum small ones.
+        """
+        if type(key) is dict and value is None:
+            key, value = tuple(key), tuple(key.values())
+        elif type(value) is np.ndarray:
+            key, value, out = (key,), (value,), out if out is None else (out,)
+        outs = value if out is None else out
+        if not all(type(each) in (list, tuple) for each in (key, value, outs)):
+            return None
+        names, arrays = tuple(key), (*value, *outs)
+        if not {int, str}.issuperset(map(type, names)) or (known := self._known.get((verb, names))) is None:
+            return None
+        call, remembered = known
+        if len(arrays) != len(remembered):
+            return None
+        # An array may get another shape or dtype in place.
+        for (last, shape, dtype), array in zip(remembered, arrays, strict=True):
+            if last() is not array or array.shape != shape or array.dtype != dtype:
+                return None
+        if not all(array.flags.writeable for array in outs):
+            return None
+        sends = [array.reshape(-1) for array in value]
+        into = sends if outs is value else [array.reshape(-1) for array in outs]
+        return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
+
+    def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
+        """Prepare a call that is recalled. Local."""
+        self._stage(self._host, verb, pairs)
+        return call, partial(self._run, self._host, verb, {}, _Work(pairs, [], []), filled)
+
+    def _stage(self, here: Collectives, verb: str, pairs: Sequence[Pair]) -> None:
+        """Put the message of a sum into the send buffer before ranks agree, if it is small. Local."""
+        sends = [send for send, _ in pairs]
+        if verb == "pushpull" and len({send.dtype for send in sends}) == 1 and here.stage(*sends):
+            self._store._exchange.pipeline.prefetched = sends[0]
+
+    def _source(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
+        first, *others = map(memory.source, group)
+        storable(first.dtype)
+        if not others:
+            return first
+        for array in others:
+            if (array.shape, array.dtype) != (first.shape, first.dtype):
+                raise ValueMismatch(
+                    f"the arrays for key {key!r} are {first.dtype.name}{list(first.shape)} and "
+                    f"{array.dtype.name}{list(array.shape)}; those of one list are alike"
+                )
+        total: Array = memory.order.run(run_quietly, self._added, [first, *others])
+        return total
+
+    def _added(self, arrays: Sequence[Array]) -> Array:
+        in_pairs = self._store._config.deterministic
+        return local_sum(arrays, arrays[0].dtype, in_pairs).astype(arrays[0].dtype, copy=False)
+
+    def _work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
+        work, gpu = _Work([], [], []), memory.gpu if isinstance(memory, DeviceMemory) else None
+        address = address_of if gpu is None else gpu.address
+        apart = disjoint([[source] for source in sources], outs, address)
+        for given, targets in zip(sources, outs, strict=True):
+            send = given
+            if not (apart and given.flags.c_contiguous):
+                send = memory.empty(given.shape, given.dtype)
+                work.before.append((send, given))
+            into = next((out for out in targets if out is send or _fits(out, given.dtype, gpu)), None)
+            if into is None:
+                into = memory.empty(given.shape, given.dtype)
+            if into is not targets[0] or len(targets) > 1:
+                work.after.extend((out, into) for out in targets if out is not into)
+            if send.size:
+                flat = into.reshape(-1)
+                same = into is send or address(into) == address(send)
+                work.pairs.append((flat, flat) if same else (send.reshape(-1), flat))
+        return work
+
+    def _run(self, here: Collectives, verb: str, places: dict[Key, bool], work: _Work, result: Any) -> Any:
+        self._names.update(places)
+        staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
+        if here is self._gpus:
+            let_gpus_queue()
+            here.memory.order.run(run_quietly, self._move, here, verb, work, staged)
+        else:
+            self._move(here, verb, work, staged)
+        return answer(result)
+
+    def _move(self, here: Collectives, verb: str, work: _Work, staged: bool) -> None:
+        _copy(work.before, here.memory)
+        if verb == "pushpull":
+            for dtype in dict.fromkeys(send.dtype for send, _ in work.pairs):
+                here.all_reduce_each([pair for pair in work.pairs if pair[0].dtype == dtype], Op.SUM, staged)
+        else:
+            root: int = self._store.root
+            if self.rank == root:
+                _copy([(into, send) for send, into in work.pairs if into is not send], here.memory)
+            for _, into in work.pairs:
+                here.broadcast(into, root)
+        _copy(work.after, here.memory)
+
+
+def _copy(pairs: Sequence[Pair], memory: Memory) -> None:
+    """Copy to the first array of each pair from the second. Local."""
+    if pairs:
+        memory.copy([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _fits(out: Array, dtype: np.dtype[Any], gpu: Gpu | None) -> bool:
+    """Return whether results can be received in an array of the caller's."""
+    return (gpu is None or gpu.owns(out)) and out.dtype == dtype and bool(out.flags.c_contiguous)
 
 
 @KVStoreBase.register

@@ -118,8 +118,8 @@ class KVStore(KVStoreBase):
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
         self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
-        self.sums: Any = None
-        """The sums on GPUs of a store that keeps no values, if it makes any: closed with the store."""
+        self.before_free: list[Callable[[], None]] = []
+        """Functions that release what uses the transport, on every rank alike, once ranks agree on the close."""
         self.before_close: list[Callable[[], None]] = []
         """Functions to call before the store is closed, once, on every rank alike."""
         # Last: a store whose constructor failed must not be closed at the end of the program.
@@ -1253,8 +1253,8 @@ class KVStore(KVStoreBase):
     def _free(self) -> None:
         # The arrays first, then their memory, then the group: each refers to the next.
         self._exchange.close()
-        if self.sums is not None:
-            self.sums.close()
+        for release in self.before_free:
+            release()
         self._transport.close()  # it may wait, and warn by the board
         self._board.close()
         self._group.close()

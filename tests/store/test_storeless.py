@@ -85,8 +85,7 @@ def test_mistakes_on_one_rank(store):
     with pytest.raises(Unsupported, match="has no set_optimizer; 'dist_sync' has"):
         store.set_optimizer("sgd")
     if store.size > 1:
-        here = rf"calls init when shapes or dtypes differ .* here they are 'g' float64\[{2 + store.rank}\]"
-        with pytest.raises(RankMismatch, match=here):
+        with pytest.raises(RankMismatch, match=r"\(item 0: 'g' float64\[2\] against 'g' float64\[3\]\)"):
             store.pushpull("g", np.ones(2 + store.rank))
         with pytest.raises(RankMismatch):
             store.pushpull(f"g{store.rank}", np.ones(2))
