@@ -18,10 +18,15 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "jax")
 
 
+def read_pages(library: str) -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/how-to").glob(f"{library}*.md")))
+
+
 def find_recipes(library: str) -> dict[str, tuple[str, str]]:
-    """Return the scripts of a page by name, each with what the page shows of its runs."""
-    text = (ROOT / f"docs/how-to/{library}.md").read_text(encoding="utf-8")
-    pairs = re.findall(r"^```python\n(.*?)^```\n\n```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    """Return the scripts of a library's pages by name, each with what the page shows of its runs."""
+    pairs = re.findall(
+        r"^```python\n(.*?)^```\n\n```console\n(.*?)^```$", read_pages(library), re.MULTILINE | re.DOTALL
+    )
     return {re.findall(r"\b\w+\.py\b", shown)[0]: (script, shown) for script, shown in pairs}
 
 
@@ -30,9 +35,8 @@ RECIPES = [(library, name) for library in LIBRARIES for name in find_recipes(lib
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_script_is_found_and_compiles(library: str) -> None:
-    text = (ROOT / f"docs/how-to/{library}.md").read_text(encoding="utf-8")
     recipes = find_recipes(library)
-    assert len(recipes) == text.count("```python\n") > 1
+    assert len(recipes) == read_pages(library).count("```python\n") > 1
     for name, (script, _) in recipes.items():
         assert f"import {library}" in script
         compile(script, name, "exec")
