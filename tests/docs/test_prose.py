@@ -102,7 +102,7 @@ def test_a_fence_of_one_kind_holds_another() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 260
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
 
 
 def test_the_sentences_of_the_readme_are_short() -> None:

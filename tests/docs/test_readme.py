@@ -71,7 +71,7 @@ SHOWN = re.findall(r"^\$ ((?:mpikv|scripts|python).*?) *(?:#.*)?$", "".join(bloc
 
 
 @pytest.mark.deadline(60)
-@pytest.mark.parametrize("line", [*CLAIMS, *(line for line in SHOWN if "first.py" not in line)])
+@pytest.mark.parametrize("line", [*CLAIMS, *(line for line in SHOWN if not re.search(r"\b(first|train)\.py", line))])
 def test_the_commands_start(line: str) -> None:
     command, *words = shlex.split(re.sub(r"run -n \d", "run -n 1", line))
     if "run" in words and (reason := why_no_mpi()):
@@ -115,7 +115,7 @@ def test_the_imports_of_scripts_can_be_had() -> None:
 
 
 def script_and_output() -> tuple[str, str]:
-    (script,) = (block for block in blocks(README, "python") if "mpikv.create" in block)
+    (script,) = (block for block in blocks(README, "python") if "mpikv.create()" in block)
     command = "$ mpikv run -n 4 first.py\n"
     (output,) = (block.removeprefix(command) for block in blocks(README, "console") if block.startswith(command))
     return script, output
@@ -140,12 +140,21 @@ def test_the_script_prints_what_is_shown(tmp_path: Path) -> None:
     assert one.stdout == "1 ranks: [1. 1. 1.], then w - 0.1 * [1. 1. 1.] = [0.9 0.9 0.9]\n"
 
 
-def test_the_lines_for_torch_are_those_of_its_page() -> None:
-    (lines,) = (block for block in blocks(README, "python") if "mpikv.torch" in block)
-    page = (ROOT / "docs" / "how-to" / "torch.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_the_lines_for_a_library_are_those_of_its_page(library: str) -> None:
+    (lines,) = (block for block in blocks(README, "python") if f"mpikv.{library}" in block)
+    page = (ROOT / "docs" / "how-to" / f"{library}.md").read_text(encoding="utf-8")
     code = [line.partition("  #")[0].strip() for line in lines.splitlines()]
     assert len(code) == 3
     assert all(line in page for line in code)
+    assert library != "torch" or any(block in page for block in blocks(README, "console") if "train.py" in block)
+
+
+def test_the_last_lines_of_examples_are_those_of_their_docstrings() -> None:
+    rows = re.findall(r"^\| \[.*\]\((scripts/examples/\w+\.py)\).* \| `(.+)` \|$", README, re.MULTILINE)
+    assert {ROOT / path for path, _ in rows} == set(ROOT.glob("scripts/examples/*.py"))
+    for path, line in rows:
+        assert f"    {line}\n\n" in (ROOT / path).read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(bool(find_spec("cupy")), reason="the page shows a machine without CuPy")
