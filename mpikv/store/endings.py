@@ -79,7 +79,7 @@ def _end_in_child() -> None:
     for store in open_stores().copy():
         store.abandon(
             "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "
-            "(see docs/how-to/launch.md#fork)"
+            "(see docs/how-to/launch-problems.md#fork)"
         )
     lost_stores().clear()  # the parent's affair
     disown_mpi()
