@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpikv.cli.launchers import clean
+
+pytestmark = pytest.mark.deadline(60)
 
 CHILDREN = """
 import atexit, os, signal, sys
@@ -95,7 +98,11 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.deadline(60)
+def late_pushes(stderr: str) -> list[str]:
+    """Return rank 0's warnings of late pushes; on a busy machine an init may be late, too."""
+    return [line for line in stderr.splitlines() if re.search(r"rank 0 has waited .* push\(", line)]
+
+
 def test_ends_of_children_of_a_fork(tmp_path: Path) -> None:
     """MPI at the end of one would be that of its parent, and an exception in one would end the job."""
     (tmp_path / "children.py").write_text(CHILDREN)
@@ -112,7 +119,6 @@ def test_workers_without_a_launcher_are_told_once(tmp_path: Path, method: str) -
     assert done.stderr.count("whose store has one rank and shares nothing with the stores of other") == 1
 
 
-@pytest.mark.deadline(60)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
     """They inherit the variables of a rank, and would wait in the start of MPI for ever."""
@@ -124,17 +130,13 @@ def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
         assert done.stdout.count(told) == 2
 
 
-@pytest.mark.deadline(60)
 def test_asking_a_late_rank_calls_no_handler_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "handlers.py").write_text(HANDLERS)
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "handlers.py"))
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    late = [line for line in done.stderr.splitlines() if "rank 0 has waited" in line]
-    assert len(late) == 9
-    assert ["is now at" in line for line in late] == [True] * 6 + [False] * 3
+    assert ["is now at" in line for line in late_pushes(done.stderr)] == [True] * 6 + [False] * 3
 
 
-@pytest.mark.deadline(60)
 @pytest.mark.parametrize("taken_by", ["Python", "C"])
 def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken_by: str) -> None:
     """Also where code has, of which Python's own ``getsignal`` knows nothing."""
@@ -142,7 +144,7 @@ def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken
     where = "Python" if taken_by == "Python" else str(tmp_path / "answers")
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "taken.py"), where)
     assert (done.returncode, done.stdout) == (0, "called\n" * (taken_by == "Python")), done.stderr
-    assert done.stderr.count("rank 0 has waited") == done.stderr.count("does not answer") == 1
+    assert ["does not answer" in line for line in late_pushes(done.stderr)] == [True]
 
 
 # The end of the program closes the store that was made first, for which rank 1 waits.
@@ -155,7 +157,6 @@ if second.is_root:
 """
 
 
-@pytest.mark.deadline(60)
 def test_a_rank_at_the_end_of_its_program_is_said_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "ended.py").write_text(ENDED)
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "ended.py"))
@@ -172,7 +173,6 @@ if kv.rank == 0:
 """
 
 
-@pytest.mark.deadline(60)
 def test_a_rank_that_skips_its_last_call_has_reached_the_end_of_its_program(tmp_path: Path) -> None:
     (tmp_path / "skipping.py").write_text(SKIPPING)
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "skipping.py"))
@@ -195,7 +195,6 @@ except mpikv.PeerFailed:
 """
 
 
-@pytest.mark.deadline(60)
 def test_the_rank_that_ends_the_job_leaves_the_others_time_for_their_line(tmp_path: Path) -> None:
     """It ended them before one that had to wait for a processor had printed its own."""
     (tmp_path / "slow.py").write_text(SLOW)
