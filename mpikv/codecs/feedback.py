@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
-from .options import Scratch, checked
+from .options import SamePayloads, Scratch, checked
 
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
@@ -42,10 +42,9 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)
 
 
-class ElementwiseFeedback:
+class ElementwiseFeedback(SamePayloads):
     """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
 
-    elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[True]] = True
 
     def __init__(self, codec: ElementwiseCodec) -> None:
@@ -56,15 +55,12 @@ class ElementwiseFeedback:
         """Describe the codec, with its feedback."""
         return f"{self.codec.settings()} with error feedback"
 
-    def nbytes(self, count: int) -> int:
-        """Return the codec's size."""
-        return self.codec.nbytes(count)
-
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Encode the residual plus the gradient, and leave the encoding error in the residual."""
         assert residual is not None
         np.add(residual, gradient, out=residual)
         self.codec.encode(residual, payload, None)
+        # What other ranks decode, not what was meant: rounding is part of the error that is kept.
         np.subtract(residual, self._read(payload, residual.size), out=residual)
 
     def decode_add(self, payload: Array, total: Array) -> None:

@@ -352,7 +352,7 @@ def label(keys: Sequence[Key]) -> str:
     return f"[{keys[0]!r}, … {len(keys)} keys … {keys[-1]!r}]"
 
 
-def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
+def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
     """Return the items in each block, in the order of their memory."""
     blocks: dict[Block, list[int]] = {}
     for item, entry in enumerate(entries):
@@ -511,7 +511,7 @@ class Planner:
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
         """Cut keys into messages."""
         numbers = count()
-        for block, items in _by_block(entries).items():
+        for block, items in by_block(entries).items():
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
             for start, pieces in _cells(block, items, entries):

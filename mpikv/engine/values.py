@@ -15,7 +15,7 @@ from ..protocols import Array, Gpu, Key, Transport
 from .alltoallv import gather
 from .arena import Arena, Block, Place
 from .keys import Entry, KeyTable
-from .plan import Plan, Planner, Plans
+from .plan import Plan, Planner, Plans, by_block
 from .spans import Spans
 
 
@@ -275,11 +275,12 @@ class Values:
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
     """Return the elements of entries in each block."""
-    blocks: dict[Block, list[tuple[int, int]]] = {}
-    for block, start, size, _ in sorted((entry.place for entry in entries), key=lambda place: place.start):
-        blocks.setdefault(block, []).append((start, start + size))
+    places = {block: [entries[item].place for item in items] for block, items in by_block(entries).items()}
     # In one order on all ranks: each range may be a broadcast.
-    return {block: Spans.join(blocks[block]) for block in sorted(blocks, key=lambda block: block.index)}
+    return {
+        block: Spans.join((place.start, place.start + place.size) for place in places[block])
+        for block in sorted(places, key=lambda block: block.index)
+    }
 
 
 def _is_same(array: Array, other: Array) -> bool:

@@ -443,8 +443,7 @@ class Trainer:
 
     def close(self) -> None:
         """Close the store if the Trainer has made it. Collective, idempotent; ``with`` and the exit call it, too."""
-        if self._makes and self._kvstore is not None:
-            self._kvstore.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
         return self
