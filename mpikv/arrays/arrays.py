@@ -158,6 +158,7 @@ def as_of_library(array: Array, original: Any) -> Any:
         return array
     if isinstance(original, np.generic):
         return array[()]
+    # By the array API: no library but numpy is ever imported here.
     namespace, device = original.__array_namespace__(), original.device
     if array.dtype.kind == "V" or not lies_on_host(original):
         return namespace.asarray(array, device=device)

@@ -143,6 +143,7 @@ class Agreement:
         if verb == "close" and not place:
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
+        # As text: an exception of a caller's class may not be made on another rank.
         failure = format_error(error) if error else ""
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]

@@ -50,6 +50,7 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
 
     A launcher that is told to end its job drops the unread output of its ranks.
     """
+    # Not for ever: nobody may be reading.
     limit = time.monotonic() + seconds
     while any(map(_unread, descriptors)) and time.monotonic() < limit:
         time.sleep(1e-3)

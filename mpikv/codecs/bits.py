@@ -61,6 +61,7 @@ class _Codes(ABC):
     def decoded(self) -> Array:
         """The values of each byte's codes, ``(256, per_byte)``."""
         bits = 8 // self.per_byte
+        # Made once per codec: one look-up then decodes four or eight elements.
         codes = np.arange(256)[:, None] >> np.arange(8 - bits, -1, -bits) & 2**bits - 1
         table: Array = np.array(self.values(), np.float32)[codes]
         return table

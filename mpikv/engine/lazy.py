@@ -35,6 +35,7 @@ class lazy(Generic[Value]):  # noqa: N801 - it is used as a decorator, as proper
     def __get__(self, instance: object | None, owner: type) -> Value | lazy[Value]:
         if instance is None:
             return self
+        # Past __setattr__, as the class may be frozen. From now on the instance's own attribute comes first.
         value = self._make(instance)
         object.__setattr__(instance, self._name, value)
         return value

@@ -209,6 +209,7 @@ class GpuOrder:
         if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)
             return function(*arguments)
+        # The arrays of this call only: a call inside of it, as of an updater, keeps its own.
         made: list[Any] = []
         caller = self._gpu.current()
         # Calls nest: an updater may call another store on this GPU.
@@ -223,6 +224,7 @@ class GpuOrder:
             call.caller, call.made = outer
             done = call.read or self.stream.record()
             call.read = None
+            # Queued, not waited for: the host goes on.
             caller.wait(done)
             self._keep(done, (arguments, made))
 

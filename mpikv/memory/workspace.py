@@ -20,6 +20,7 @@ class GpuWorkspace:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        # Without memory of their own: the GPU's methods as they are.
         self.copy, self.clear, self.prepare_rows, self.sum_runs = gpu.copy, gpu.clear, gpu.prepare_rows, gpu.sum_runs
         self._memory: Array | None = None
         self._used = 0

@@ -197,6 +197,7 @@ class Rows:
         pieces = 0 if all(entry.keeps_all for entry in entries) else 2
         # Copies of a row, none wider than a row of sums: sent or received; the sum at each level; its cast; the value
         # as it is read and written; each state. A piece may be as short as one element, hence two numbers per element.
+        # Bounds, no exact count: memory that is left over is given back, and too little would end the store.
         rows = _room_for(every, wide, copies=4 + levels + slots + pieces, arrays=1 + 3 * levels)
         return rows + cleared + len(entries) * (16 + 2 * slots) * ALIGNMENT
 
@@ -403,6 +404,7 @@ class _Owners:
             ],
             np.int64,
         )
+        # So that pieces of the state are rows of a table: an optimizer then updates many rows by one call.
         self.unit = gcd(self._width, *self._shifts.tolist())
         """Elements per piece: each row and each range of this rank's state consists of whole pieces."""
         # Whether a boundary falls inside a row, and whether a row may have more than two owners.

@@ -17,6 +17,7 @@ def prepare_endings(on_gpu: bool) -> None:
     """Arrange for the ends of a process that has made a store. Called once MPI is loaded, so that MPI ends after it."""
     _register()
     if on_gpu:  # before CuPy ends, which may have been imported after the first store was made
+        # Functions run in reverse: registered again, this one comes before CuPy's.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 

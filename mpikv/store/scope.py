@@ -51,6 +51,7 @@ class Scope(Wrapped):
             raise ConfigError(f"the name of a scope is a str that does not begin or end with '/', not {name!r}")
         super().__init__(store)
         self._prefix = prefix = f"{name}/"
+        # A training passes the same long list in each step.
         self._names = lru_cache(_MOST_LISTS)(lambda keys: [prefix + key for key in keys])
 
     def scope(self, name: str) -> Scope:

@@ -85,6 +85,7 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
 
 def _squares(array: Array) -> float:
     """Return the sum of the squares of an array, by numpy's sum: BLAS's result depends on the number of threads."""
+    # In float64: the square of a large half is infinite in its own dtype.
     flat = array.reshape(-1)
     pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
     return sum(float(np.sum(np.square(piece))) for piece in pieces)

@@ -120,6 +120,7 @@ class CopyChoice:
         """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, 0 until
         both are known.
         """
+        # By the count alone, no clock and no chance: ranks then try a way in the same exchange.
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
         return turn if turn < 2 else int(0 < self._pace[1] < self._pace[0])
 

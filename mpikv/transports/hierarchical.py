@@ -166,6 +166,7 @@ class HierarchicalTransport:
 
     def _prepare(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
         """Divide a sum, and keep the result. ``rows`` are the contributions of this host's ranks, whole. Local."""
+        # All at once: the order of use would cost every sum, and a full table is rare.
         if len(self._sums) >= _MOST_PREPARED:
             self._sums.clear()
         _, counts, dtype = key

@@ -56,6 +56,7 @@ class MpiTransport(Unshared):
         self._gathered = zeros(group.size * limit)
         # int8 is summed as int32: a message becomes four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
+        # Made once: an agreement comes before each call.
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
     @property

@@ -151,6 +151,7 @@ class Endpoint:
         last = here.now()
         while not self._ending:
             request = self._asked.take()
+            # One request, then all that are early once more: it may be the one they wait for.
             if request is not None:
                 early = unserved([*early, request], self._serve)
                 if early and early[-1] is request:

@@ -82,6 +82,7 @@ class ShmTransport:
         self._mine = self.rank * _STRIDE
         self._peers = [rank * _STRIDE for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
+        # Where ranks share cores, a rank that spins keeps the awaited one from running.
         self._spins = _SPINS if self.size <= group.host_cores else 0
         # Not zeroed: sums write before they read, and pages that are never used take no memory.
         staging = group.allocate(2 * self.size * limit, zeroed=False)

@@ -85,6 +85,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             self._prepare()
+            # It ends when nothing has needed it for a while: an idle program has no thread.
             needed = time.monotonic()
             while True:
                 # It polls for new work: to wake a thread takes longer than the rest of a call.

@@ -76,6 +76,7 @@ def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], m
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     """Return the arrays to fill, in the order of ``keys``; ``key`` is the form of these that the caller passed."""
+    # A dict of keys has arrays to push: its out is a dict, too, or none.
     if isinstance(key, Mapping):
         if not isinstance(out, Mapping):
             raise TypeError(f"out of a dict of arrays is a dict with the same keys, not {a_kind(out)}")

@@ -252,6 +252,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     (only, *others) = every = [_in_memory(each, memory, apart) for each in group]
     for each in every:
         check_integers(f"value of key {entry.key!r}", each.values, entry.dtype, memory, WIDER)
+    # Summed before they travel: each row of this rank is then sent once.
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)
