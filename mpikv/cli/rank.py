@@ -45,6 +45,7 @@ def main() -> None:
         # argument of a print by itself. And a killed rank loses no finished line.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
+    _print_errors_only(prefix, rank)
     report = open_report(os.environ)
     # At exit, not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, report, rank, 0, process)
@@ -59,6 +60,20 @@ def main() -> None:
             atexit.unregister(at_end)
             _fail(report, status, rank, size, process)
     sys.exit(status)
+
+
+def _print_errors_only(prefix: str, rank: int) -> None:
+    """Set a hook that prints an uncaught exception and returns, in the place of the store's, which ends the job.
+
+    This module ends it, with a record of the status. A hook of the script's around this one, as PyTorch's, prints what
+    this one has printed only after it has returned.
+    """
+
+    def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        print_last(error.with_traceback(trace), prefix, rank)
+
+    show.ends_the_job = True  # type: ignore[attr-defined]
+    sys.excepthook = show
 
 
 def _fail(report: Report, status: int, rank: int, size: int, process: int) -> None:
@@ -88,7 +103,7 @@ def _run(arguments: Sequence[str], prefix: str, rank: int) -> int:
         print_lines(f"interrupted{place_of(error)}", prefix)
         return INTERRUPTED
     except BaseException as error:
-        _show(error, prefix, rank)
+        _show(error)
         return 1
     return 0
 
@@ -127,17 +142,12 @@ def _exit_status(error: SystemExit, prefix: str) -> int:
     return 1
 
 
-def _show(error: BaseException, prefix: str, rank: int) -> None:
+def _show(error: BaseException) -> None:
     """Print a traceback once, without the frames of this module; or call the script's own hook."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
-    hook = sys.excepthook
-    # The store's own hook would end the job before this rank has recorded its status.
-    if hook is not sys.__excepthook__ and not getattr(hook, "ends_the_job", False):
-        hook(type(error), error, trace)
-    else:
-        print_last(error.with_traceback(trace), prefix, rank)
+    sys.excepthook(type(error), error, trace)
 
 
 def _is_ours(frame: types.FrameType) -> bool:

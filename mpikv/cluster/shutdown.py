@@ -5,6 +5,7 @@ forked processes.
 from __future__ import annotations
 
 import ctypes
+import io
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -120,10 +121,13 @@ def abort_on_exception(mpi: Any) -> None:
     if "ipykernel" in sys.modules or getattr(sys.excepthook, "ends_the_job", False):
         return
     rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
-    lock = threading.Lock()
+    lock, stream = threading.Lock(), sys.stderr
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with lock:
+            if isinstance(sys.stderr, io.StringIO):
+                # A hook around this one, as PyTorch's, collects the text for later, and there is no later.
+                sys.stderr = stream
             try:  # Ctrl-C may interrupt it, and must still end the job
                 print_last(error, f"[rank {rank}/{size}] ", rank)
                 until_read()

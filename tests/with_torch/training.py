@@ -17,6 +17,10 @@ torch: Any = pytest.importorskip("torch", reason="torch is not installed: pip in
 attach: Any = pytest.importorskip("mpikv.torch", reason="mpikv.torch cannot be imported").attach
 nn, optim, functional = torch.nn, torch.optim, torch.nn.functional
 
+is_too_old = pytest.mark.skipif(
+    not hasattr(torch.distributed.ProcessGroup, "abort"), reason="the backend 'mpikv' needs PyTorch 2.7"
+)
+
 ROWS = 12  # of a whole batch, divisible by all numbers of ranks
 
 

@@ -1,0 +1,60 @@
+"""A rank that does not come to a call of the backend "mpikv", or leaves: the others learn of it within the deadline."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpikv.cli.launchers import clean
+
+from .training import is_too_old
+
+pytestmark = [pytest.mark.processes, is_too_old]
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("mpikv", timeout=timedelta(seconds=3))
+rank = dist.get_rank()
+dist.barrier()
+FAULT
+try:
+    dist.all_reduce(torch.ones(2))
+except Exception as error:
+    print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+    try:
+        dist.barrier()
+    except Exception as again:
+        print(f"rank {rank} again: {type(again).__name__}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (
+            "if rank == 1: time.sleep(6)",
+            r"rank 0: Stalled: .*waited 3.* s for ranks \[1\].*program\.py:\d+[\s\S]*rank 0 again: S",
+        ),
+        ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
+        ("if rank == 1: sys.exit()", "rank 0: RankMismatch: .*rank 1 has reached the end of its program"),
+        ("if rank == 1: dist.distributed_c10d._abort_process_group()", "rank 0: TransportError: .*rank 1 has left"),
+        ("if rank == 1: raise KeyError('mine')", "KeyError: 'mine'"),
+    ],
+    ids=["late", "killed", "left", "aborted", "raises"],
+)
+def test_a_rank_that_does_not_come(fault: str, words: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("FAULT", fault))
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", str(program)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50)
+    assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
