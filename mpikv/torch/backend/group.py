@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache, wraps
@@ -58,26 +57,12 @@ def _issued(verb: str) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
 
         @wraps(plan)
         def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
-            _keep_dynamo_out()
             options = given[operands] if len(given) > operands else next(iter(named.values()), None)
             return group._issue(verb, plan, given[:operands], options)
 
         return issue
 
     return decorate
-
-
-_kept_out = False
-
-
-def _keep_dynamo_out() -> None:
-    """Have torch.compile pass over this package. Without, it compiles the calls of a compiled DDP's hooks, and fails at
-    the group's attributes. Loading ``torch._dynamo`` takes a second, so wait until the program does.
-    """
-    global _kept_out
-    if not _kept_out and "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].trace_rules.add("mpikv")
-        _kept_out = True
 
 
 class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -181,7 +166,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             numbers[self._rank] = len(mine.values())
             self._collectives.all_gather(numbers, (1,) * self._size)
             indices, values = (gather(rows, numbers.tolist()) for rows in (mine.indices().t(), mine.values()))
-            tensor.detach().copy_(torch.sparse_coo_tensor(indices.t(), values, tensor.shape).coalesce())
+            every = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+            with torch.no_grad():  # a detached sparse tensor would not pass on new indices
+                tensor.copy_(every.coalesce())
 
         return _Plan(("sum", "sparse", tensor.sparse_dim(), describe(tensor)), run, [tensor])
 

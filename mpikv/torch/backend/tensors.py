@@ -7,6 +7,7 @@ tensors: complex numbers are pairs of floats, and types that are only moved are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -45,11 +46,15 @@ class Reduction(NamedTuple):
         """Raise Unsupported unless all tensors are of the host and have such a reduction."""
         for tensor in tensors:
             check_movable([tensor])
-            kind = tensor.dtype
-            if kind in _OF_NUMPY or kind == torch.bfloat16:
-                check(self.op, flat(torch.empty(0, dtype=kind)).dtype)
-            elif not (kind.is_complex and self.op.adds):
-                raise Unsupported(f"there is no {self.op.value} of {kind} here; convert the tensor first")
+            _check_kind(self.op, tensor.dtype)
+
+
+@cache
+def _check_kind(op: Op, kind: Any) -> None:
+    if kind in _OF_NUMPY or kind == torch.bfloat16:
+        check(op, flat(torch.empty(0, dtype=kind)).dtype)
+    elif not (kind.is_complex and op.adds):
+        raise Unsupported(f"there is no {op.value} of {kind} here; convert the tensor first")
 
 
 _KIND = dist.ReduceOp.RedOpType

@@ -1,0 +1,127 @@
+"""A mistake in a call of the backend "mpikv" is raised on every rank, with the ranks and their calls."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpikv import Closed, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+
+from .training import is_too_old, torch
+
+dist = torch.distributed
+
+pytestmark = [pytest.mark.ranks(2, 3), is_too_old]
+
+MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception], str]] = {
+    "shape": (
+        lambda odd: dist.all_reduce(torch.ones(3 + odd)),
+        RankMismatch,
+        RankMismatch,
+        r"float32\[3\].*float32\[4\]",
+    ),
+    "type": (
+        lambda odd: dist.broadcast(torch.ones(3, dtype=torch.float64 if odd else torch.float32), 0),
+        RankMismatch,
+        RankMismatch,
+        r"float32\[3\].*float64\[3\]",
+    ),
+    "operation": (
+        lambda odd: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        RankMismatch,
+        RankMismatch,
+        r"all_reduce\(sum.*all_reduce\(max",
+    ),
+    "order": (
+        lambda odd: dist.barrier() if odd else dist.all_reduce(torch.ones(3)),
+        RankMismatch,
+        RankMismatch,
+        r"all_reduce\(sum, float32\[3\]\).*barrier\(\).*test_backend_errors\.py:\d+",
+    ),
+    "root": (
+        lambda odd: dist.broadcast(torch.ones(3), 1 if odd else 0),
+        RankMismatch,
+        RankMismatch,
+        "from 0.*from 1",
+    ),
+    "device": (
+        lambda odd: dist.all_reduce(torch.ones(3, device="meta" if odd else "cpu")),
+        Unsupported,
+        PeerFailed,
+        r"on meta.*dist\.new_group\(backend='nccl'\)",
+    ),
+    "mean": (
+        lambda odd: dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
+        Unsupported,
+        Unsupported,
+        "the mean of int32",
+    ),
+    "parts": (
+        lambda odd: dist.all_gather([torch.ones(3)] * (dist.get_world_size() + odd), torch.ones(3)),
+        ValueMismatch,
+        PeerFailed,
+        r"float32\[3\] is not this rank's part",
+    ),
+    "rows": (
+        lambda odd: dist.all_to_all_single(torch.ones(2), torch.ones(2), *(([1], [2]) if odd else ([], []))),
+        ValueMismatch,
+        PeerFailed,
+        r"cannot be cut into",
+    ),
+}
+"""A call with a mistake on the last rank, what it raises there and elsewhere, and the words of both."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_one_rank(group: Any, name: str, asynchronous: bool, monkeypatch: Any) -> None:
+    call, here, elsewhere, words = MISTAKES[name]
+    if asynchronous:
+        for verb in ("all_reduce", "broadcast", "barrier", "all_gather", "all_to_all_single"):
+            plain = getattr(dist, verb)
+            monkeypatch.setattr(dist, verb, lambda *given, plain=plain: plain(*given, async_op=True).wait())
+    is_odd = group.rank() == group.size() - 1
+    with pytest.raises(here if is_odd else elsewhere, match=rf"(?s){words}.*\[rank {group.rank()}/{group.size()}\]"):
+        call(int(is_odd))
+    dist.all_reduce(tensor := torch.ones(2))
+    assert tensor.tolist() == [group.size()] * 2
+
+
+def test_an_error_that_a_hook_hides_is_raised_by_the_next_call(group: Any) -> None:
+    work = dist.all_reduce(torch.ones(2 + (group.rank() == 1)), async_op=True)
+    assert work.get_future().then(lambda done: 3).wait() == 3
+    with pytest.raises(RankMismatch, match=r"float32\[2\].*float32\[3\]") as caught:
+        dist.barrier()
+    assert sys.version_info < (3, 11) or "for which nobody has waited" in "".join(caught.value.__notes__)
+    dist.barrier()
+
+
+def test_a_failed_future_says_why(group: Any) -> None:
+    work = dist.all_reduce(torch.ones(2 + (group.rank() == 1)), async_op=True)
+    with pytest.raises(RuntimeError, match="RankMismatch: all_reduce: ranks disagree"):
+        work.get_future().wait()
+    assert not work.is_success()
+    assert isinstance(work.exception(), RankMismatch)
+    dist.barrier()
+
+
+def test_a_function_of_a_future_cannot_wait_for_a_later_call(group: Any) -> None:
+    later = []
+    slow = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(3)]
+    future = slow[0].get_future().then(lambda _: later[0].wait() if not later[0].is_completed() else True)
+    later.append(dist.barrier(async_op=True))
+    try:
+        assert future.wait() is True
+    except RuntimeError as error:
+        assert "Unsupported: a function of a future waits for barrier()" in str(error)  # noqa: PT017
+    later[0].wait()
+
+
+def test_a_group_that_was_destroyed(group: Any) -> None:
+    part = dist.new_group(list(range(group.size())))
+    dist.destroy_process_group(part)
+    with pytest.raises(Closed, match="all_reduce: the process group was destroyed"):
+        part.allreduce([torch.ones(2)])
