@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..protocols import Placement, Shard
-from .spans import Spans, cut
+from .spans import Spans
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class Grid:
 
     def cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of ``[low, high)`` that lie in one cell each."""
-        return cut(low, high, self.cell_size)
+        while low < high:
+            end = min(self.cell(low)[1], high)
+            yield low, end
+            low = end
 
     def shard(self, placement: Placement, low: int, high: int) -> Shard:
         """Return the owners of ``[low, high)``, all in one cell."""
