@@ -205,8 +205,7 @@ class Agreement:
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)
             self._board.give_up()
-            about = f": {about}" if about else ""
-            error.args = (f"{error}, in {self._board.call}{about}; if a rank is only slow, raise timeout=",)
+            error.args = (f"{error}, in {about}; if a rank is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self.at_rank(verb, error)
 
