@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -15,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support.launching import Job, abandoned, launch, processes_in, remove_abandoned, shared_memory
+from support.launching import abandoned, launch, processes_in, remove_abandoned, shared_memory
 
 from mpikv.cli.launchers import clean
 
@@ -297,22 +295,6 @@ def test_a_job_that_does_not_start_is_started_once(session: Session) -> None:
     assert "not run" in session.texts["test_never_starts[2-ranks=4]"]
 
 
-class OverlookingJob(Job):
-    """A job whose launcher, as MPICH's at times, waits on although rank 1 was killed."""
-
-    def command(self, python: list[str]) -> tuple[Sequence[str], dict[str, str]]:
-        start = json.dumps(["start", "a test", 0, None])
-        script = f"""cd '{self.folder}'; echo '{start}' >0.jsonl; echo "1 137" >ended; exec sleep 1000"""
-        return ["sh", "-c", script], clean(os.environ)
-
-
-def test_a_dead_rank_ends_a_job_that_its_launcher_does_not_end(request: pytest.FixtureRequest) -> None:
-    job = OverlookingJob(request.config, 2, [request.node])
-    failed = job.follow(request.node)[0]
-    assert "rank 1: signal 9" in failed.longreprtext
-    assert job.process.poll() is not None
-
-
 def test_a_deadline_holds_without_a_job_too(session: Session) -> None:
     assert "did not finish in 0.5 s" in session.texts["test_hangs_here"]
 
@@ -325,17 +307,6 @@ def test_a_job_that_fails_after_its_last_test_is_an_error(session: Session) -> N
 def test_the_summary_counts_by_number_of_ranks(session: Session) -> None:
     assert "ranks: 1×2 2×4 3×3 passed, 2×5 3×1 4×2 failed on" in session.output
     assert session.output.rstrip().splitlines()[-1].startswith("=")
-
-
-def test_tests_can_be_chosen(tmp_path: Path) -> None:
-    chosen = [
-        "test_cases.py::test_after_all_that",
-        "test_cases.py::test_passes[b-ranks=2]",
-        "test_cases.py::test_ordinary",
-    ]
-    session = run(tmp_path, pytest_command("--ranks=2", "-k", "not after", *chosen), clean(os.environ))
-    assert session.outcomes == {"test_ordinary": "passed", "test_passes[b-ranks=2]": "passed"}
-    assert session.code == 0
 
 
 def test_the_first_failure_can_end_the_session(tmp_path: Path) -> None:
@@ -377,19 +348,6 @@ def test_a_session_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.name.startswith("ranks-")] == []
     assert processes_in(tmp_path) == []
     assert abandoned(shared_memory() - shared_before) == set()
-
-
-def test_shared_memory_is_removed_when_no_process_has_it() -> None:
-    path = Path(f"/dev/shm/mpich_harness_{os.getpid()}")
-    if not path.parent.is_dir():
-        pytest.skip("no /dev/shm")
-    path.write_bytes(bytes(mmap.PAGESIZE))
-    assert path in shared_memory()
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE):
-        remove_abandoned([path])
-        assert path.exists()
-    remove_abandoned([path])
-    assert not path.exists()
 
 
 def test_simulated_ranks(tmp_path: Path) -> None:

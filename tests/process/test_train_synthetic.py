@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.launching import why_no_mpi
@@ -42,28 +40,6 @@ def test_every_rank_finds_the_values_that_were_computed_again(size: int, device:
     figures = lines[1].split()
     assert int(figures[3]) == 2 * int(figures[1]) == pytest.approx(4e6, rel=0.2)
     assert lines[-1] == "check passed, both ends of every value"
-
-
-@pytest.mark.deadline(60)
-def test_another_optimizer() -> None:
-    done = run(2, "--optimizer", "sgd")
-    assert (done.returncode, "check passed" in done.stdout) == (0, True), done.stderr
-
-
-def test_too_little_memory_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    spec = spec_from_file_location("train_synthetic", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    script = module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    def lacking(*_: object) -> None:
-        raise MemoryError("init('w'): no room")
-
-    monkeypatch.setattr(script, "train", lacking)
-    monkeypatch.setattr(sys, "argv", ["train_synthetic.py", *SMALL])
-    assert script.main() == 1
-    assert capsys.readouterr().err == "train_synthetic: init('w'): no room; or ask for fewer --gigabytes\n"
 
 
 @pytest.mark.deadline(60)

@@ -216,21 +216,6 @@ def test_updaters_that_need_whole_values(placement, transport):
         watched.check_working()
 
 
-@ALL
-def test_optimizers_of_integers(watched):
-    kv = watched.kv
-    if watched.updates:
-        watched.fails(Unsupported, "^init: SGD cannot update values of int32", lambda: kv.init("i", np.int32([1])))
-        text = "^broadcast: SGD cannot update values of bool"
-        watched.fails(Unsupported, text, lambda: kv.broadcast("i", np.array([True])))
-    else:
-        kv.init("i", np.ones(3, np.int32))
-        watched.keys, watched.inside = kv.keys(), watched.internals()
-        watched.fails(
-            Unsupported, r"^set_optimizer: keys \['i'\]: Adam cannot update .*int32", lambda: kv.set_optimizer("adam")
-        )
-
-
 def test_multipliers_of_unknown_keys_are_named_once(caplog):
     """Not before the first init, as a program may set its optimizer first."""
     with mpikv.create() as kv:
@@ -242,65 +227,6 @@ def test_multipliers_of_unknown_keys_are_named_once(caplog):
 
 
 # --- A mistake of one rank
-
-
-@SEVERAL
-@pytest.mark.parametrize("bad", ["key", "shape", "array", "form"])
-def test_a_bad_argument_on_one_rank(watched, bad):
-    kv, last, good = watched.kv, watched.last, np.ones((2, 3))
-    kind, pattern, call = {
-        "key": (KeyNotInitialized, "key 'other'", lambda: kv.push("other", good)),
-        "shape": (ValueMismatch, r"shape \(9,\)", lambda: kv.push("weight", np.ones(9))),
-        "array": (TypeError, "is a str", lambda: kv.push("weight", "text")),
-        "form": (ValueMismatch, "1 keys and 2 values", lambda: kv.push(["weight"], [good, good])),
-    }[bad]
-    text = rf"^push\('weight'\): rank {last} raised {kind.__name__}: .*nothing was changed"
-    error = watched.fails(PeerFailed, text, lambda: kv.push("weight", good), odd=(kind, pattern, call))
-    if not watched.odd:
-        assert error.rank == last
-        assert re.search(pattern, str(error))
-
-
-@SEVERAL
-def test_an_out_of_one_rank(watched):
-    kv, last = watched.kv, watched.last
-    odd = (ValueMismatch, "out of key 'weight'", lambda: kv.pushpull("weight", np.ones((2, 3)), np.ones(6)))
-    text = f"rank {last} raised ValueMismatch: out of key 'weight'"
-    watched.fails(PeerFailed, text, lambda: kv.pushpull("weight", np.ones((2, 3))), odd=odd)
-    odd = (KeyAlreadyInitialized, "'bias'", lambda: kv.init("bias", np.ones(3)))
-    watched.fails(PeerFailed, "KeyAlreadyInitialized", lambda: kv.init("new", np.ones(3)), odd=odd)
-    odd = (ConfigError, "'addam'", lambda: kv.set_optimizer("addam"))
-    watched.fails(PeerFailed, "ConfigError.*'addam'", lambda: kv.set_optimizer("adam"), odd=odd)
-
-
-@SEVERAL
-@pytest.mark.feature("init-other-shapes", "priority-differs")
-def test_other_calls(watched):
-    kv, good, last = watched.kv, np.ones((2, 3)), watched.last
-    ranks = f"rank {last} calls"
-
-    def differ(pattern, call, other):
-        pattern = f"ranks disagree at call #\\d+: rank 0 calls {pattern}.*; nothing was changed"
-        watched.fails(RankMismatch, pattern, call, odd=(RankMismatch, pattern, other))
-
-    differ(rf"push\('weight'\); {ranks} pull\('weight'\)", lambda: kv.push("weight", good), lambda: kv.pull("weight"))
-    differ(rf"barrier\(\); {ranks} delete\('bias'\)", kv.barrier, lambda: kv.delete("bias"))
-    differ(rf"pull\('weight'\); {ranks} pull\('bias'\)", lambda: kv.pull("weight"), lambda: kv.pull("bias"))
-    both = lambda first, second: lambda: kv.pull([first, second])  # noqa: E731
-    pattern = rf"pull\(\['weight', 'bias'\]\); {ranks} pull\(\['bias', 'weight'\]\)"
-    differ(pattern, both("weight", "bias"), both("bias", "weight"))
-    pattern = r".*\(item 0: 'new' float64\[3, 4\] against 'new' float64\[3, 5\]\)"
-    differ(pattern, lambda: kv.init("new", np.ones((3, 4))), lambda: kv.init("new", np.ones((3, 5))))
-    pattern = r".*item 0: 'new' float64\[3\] against 'new' float32\[3\]"
-    differ(pattern, lambda: kv.init("new", np.ones(3)), lambda: kv.init("new", np.ones(3, np.float32)))
-    differ(r"init.*'new'.*'other'", lambda: kv.init("new", np.ones(3)), lambda: kv.init("other", np.ones(3)))
-    pattern = r".*priority \[1\], only in the second of these calls"
-    differ(pattern, lambda: kv.push("weight", good), lambda: kv.push("weight", good, priority=1))
-    sgd, adam = (lambda: kv.set_optimizer("sgd")), (lambda: kv.set_optimizer("adam"))
-    differ(r"set_optimizer\(SGD\(.*set_optimizer\(Adam\(", sgd, adam)
-    differ(r".*wd=0.0.*wd=0.5", sgd, lambda: kv.set_optimizer("sgd", wd=0.5))
-    none = lambda: kv.set_updater(None)  # noqa: E731
-    differ(r"set_updater\(assign\).*set_updater\(callable .*\)", none, lambda: kv.set_updater(lambda k, i, s: None))
 
 
 @SEVERAL
@@ -432,23 +358,6 @@ def test_views_cannot_be_written(buffered):
     assert (bias == kept).all()
 
 
-@SEVERAL
-@pytest.mark.parametrize("verb", ["push", "pushpull"])
-def test_a_buffer_and_an_array(buffered, verb):
-    kv, last = buffered.kv, buffered.watched.last
-    call = getattr(kv, verb)
-    value = np.ones(3, np.float32)
-    calls = rf"rank 0 calls {verb}\('bias'\); rank {last} calls {verb}\('bias'\)"
-    pattern = rf"{calls} \(item \d: from the buffers against whole arrays\)"
-    buffered.fails(
-        RankMismatch, pattern, lambda: call("bias"), odd=(RankMismatch, pattern, lambda: call("bias", value))
-    )
-    pattern = pattern.replace("from the buffers against whole arrays", "whole arrays against from the buffers")
-    buffered.fails(
-        RankMismatch, pattern, lambda: call("bias", value), odd=(RankMismatch, pattern, lambda: call("bias"))
-    )
-
-
 # --- Updaters that raise
 
 
@@ -578,28 +487,6 @@ def test_an_updater_that_rebinds_is_told_once(caplog):
         assert not caplog.records
 
 
-@ALL
-def test_a_schedule_raises_on_one_rank(transport):
-    with mpikv.create(transport=transport, timeout=10) as kv:
-        last = kv.size - 1
-
-        def schedule(count):
-            if count == 2 and kv.rank == last and broken:
-                raise LookupError("no rate for 2")
-            return 0.5
-
-        broken = [True]
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", lr_scheduler=schedule)
-        kv.push("w", np.ones(2))
-        for verb in (kv.push, kv.pushpull):
-            with pytest.raises(LookupError if kv.rank == last else PeerFailed, match="no rate for 2"):
-                verb("w", np.ones(2))
-        broken.clear()
-        kv.push("w", np.ones(2))
-        np.testing.assert_array_equal(kv.pull("w"), np.full(2, -1.0 * kv.size))
-
-
 # --- A rank that does not come
 
 
@@ -713,19 +600,6 @@ def test_ranks_that_want_different_stores(comm, first, other):
         mpikv.create(**(other if comm.rank == last else first))
     ((name, value),) = first.items()
     assert f"disagree: {name} {value!r} on rank 0, {other[name]!r} on rank {last} [" in str(caught.value)
-    mpikv.create().close()
-
-
-@SEVERAL
-def test_one_rank_cannot_make_its_store(comm):
-    last = comm.size - 1
-    if comm.rank == last:
-        with pytest.raises(ConfigError, match="unknown store 'locla'"):
-            mpikv.create("locla")
-    else:
-        with pytest.raises(PeerFailed, match=f"^create: rank {last} raised ConfigError: .*'locla'") as caught:
-            mpikv.create()
-        assert caught.value.rank == last
     mpikv.create().close()
 
 

@@ -540,16 +540,6 @@ def test_a_training_begins_from_the_roots_weights(kv):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("name", ["horovod", "dist_async", "teststore"])
-def test_other_stores_fill_what_is_broadcast(comm, name):
-    kv = mpikv.create(name) if name == "teststore" else mpikv.create(name, comm=comm)
-    with kv:
-        value = np.full(3, 1.0 + kv.rank)
-        kv.broadcast("w", value)
-        np.testing.assert_array_equal(value, np.ones(3))
-
-
-@pytest.mark.ranks(1, 2)
 def test_an_out_of_numpy_that_cannot_be_written_is_an_error(kv):
     kv.init("w", np.zeros(3))
     out, before = read_only(np.ones(3)), Standin(np.ones(3))
@@ -601,26 +591,6 @@ def test_a_structure_that_cannot_be_made(kv):
     else:
         kv.pushpull("w", np.ones(3))
     np.testing.assert_array_equal(kv.pull("w"), np.full(3, kv.size))
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_training_with_jax(comm):
-    jax = pytest.importorskip("jax")
-    jnp = jax.numpy
-    params = {"w": jnp.zeros(3), "layer": {"b": jnp.zeros((2, 3), jnp.bfloat16)}}
-    with mpikv.create(comm=comm) as kv:
-        params = jax.tree.map(lambda leaf: leaf + kv.rank, params)
-        params = kv.broadcast(params)
-        kv.set_optimizer("sgd", learning_rate=0.5)
-        for _ in range(2):
-            grads = jax.grad(lambda tree: sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(tree)))(params)
-            params = kv.pushpull(grads, out=params)
-        assert jax.tree.structure(params) == jax.tree.structure(grads)
-        assert [leaf.dtype for leaf in jax.tree.leaves(params)] == [jnp.bfloat16, jnp.float32]
-        for leaf in jax.tree.leaves(params):
-            np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.full(leaf.shape, -kv.size, np.float32))
-        with pytest.raises(TypeError, match=r"call the store outside of functions that jax\.jit compiles"):
-            jax.jit(lambda leaf: kv.push("w", leaf))(params["w"])
 
 
 # --- What is advised is right: each is followed

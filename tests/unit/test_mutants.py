@@ -62,24 +62,6 @@ def test_a_text_that_is_in_no_name_of_a_fault_is_refused(mutation):
         mutation.gpu.plant(["32 bits", "regsters"], 1)
 
 
-@pytest.mark.parametrize(
-    ("status", "text", "verdict"),
-    [
-        (0, "2 passed", ""),
-        (1, "FAILED tests/a.py::b[ranks=2] - assert 1 == 2", "tests/a.py::b[ranks=2]"),
-        (2, "ERROR tests/a.py - ImportError", "tests/a.py"),
-        (-9, "", "the session: exit status -9"),
-    ],
-)
-def test_how_a_session_ended_is_told(mutation, status, text, verdict):
-    assert mutation.trees.failed(status, text) == verdict
-
-
-def test_a_test_that_is_gone_notices_nothing(mutation):
-    with pytest.raises(RuntimeError, match="measure again"):
-        mutation.trees.failed(4, "ERROR: not found: tests/a.py::gone")
-
-
 def test_a_planted_fault_is_taken_out_again(mutation, tmp_path):
     tree = object.__new__(mutation.trees.Tree)
     tree.folder, fault = tmp_path / "tree", mutation.gpu.FAULTS[0]

@@ -125,9 +125,11 @@ def test_who_interrupts_loses_one_step(check, main, monkeypatch, tmp_path, capsy
         return {"status": "ok", "seconds": 1.0, "numbers": {}}
 
     monkeypatch.setattr(check, "take", take)
-    assert main() == 130
+    assert main("--copy", tmp_path / "disk/records") == 130
     assert "stopped in the step bits_2" in capsys.readouterr().out
     assert list(json.loads((tmp_path / "a-gpu.json").read_text())) == ["versions", "sums_2"]
+    for name in ("a-gpu.json", "a-gpu.md"):
+        assert (tmp_path / "disk/records" / name).read_text() == (tmp_path / name).read_text()
 
 
 def nothing() -> dict[str, Any]:

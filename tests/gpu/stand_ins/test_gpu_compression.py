@@ -20,7 +20,6 @@ from mpikv.errors import CheckpointError, Closed, NotFinite, PeerFailed
 from mpikv.protocols import Gather, Sum
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.testing.fakekernels import FakeRanges
 from mpikv.testing.store import on_host
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -244,24 +243,6 @@ def test_buffers_are_compressed(gpu, comm, name):
     close(*stores)
 
 
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
-def test_ranks_that_have_left_join_bring_nothing(gpu, comm, name, buffers):
-    """With 1 bit, not even -1 for zeros; and what they keep stays."""
-    stores = pair(gpu, comm, name)
-    for kv in stores:
-        kv.init("w", np.zeros((20, 20), F32))
-        if buffers:
-            kv.buffer("w").fill(5)
-        kv.push("w", np.full((20, 20), 1.5, F32))
-        with kv.join():
-            for _ in range(2 if kv.is_root else 0):
-                kv.push("w", *[np.full((20, 20), 5, F32)] * (not buffers))
-                kv.pull("w")
-    assert_alike(stores, ["w"])
-    close(*stores)
-
-
 def test_views_of_values_can_be_pushed(gpu, comm):
     """Also where the sum is made in the place of the value."""
     with store_on(gpu, comm) as kv:
@@ -299,25 +280,6 @@ def test_numbers_that_are_not_finite_raise(gpu, comm, name, bad, dtype):
     for kv in stores:
         kv.push("w", there(gpu, good) if kv is stores[0] else good)
     assert_alike(stores, ["v", "w"])
-    close(*stores)
-
-
-@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
-def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
-    def fail(key, received, stored):
-        raise ArithmeticError("not today")
-
-    stores = pair(gpu, comm, name)
-    for kv in stores:
-        kv.init("w", np.zeros((10, 20), F32))
-        kv.push("w", gradients((10, 20), 0, kv.size)[kv.rank, 0])
-    stores[0].set_updater(fail)
-    with pytest.raises(ArithmeticError if stores[0].is_root else PeerFailed, match="not today"):
-        stores[0].push("w", gradients((10, 20), 3, stores[0].size)[stores[0].rank, 0])
-    stores[0].set_updater(None)
-    for kv in stores:
-        kv.push("w", gradients((10, 20), 4, kv.size)[kv.rank, 0])
-    assert_alike(stores, ["w"])
     close(*stores)
 
 
@@ -369,27 +331,6 @@ def test_what_codecs_of_values_keep_lies_on_the_host(gpu, comm, name):
 # --- With the rest of the store
 
 
-def test_keys_that_start_anew_and_other_codecs_have_no_residuals(gpu, comm):
-    stores = pair(gpu, comm, "2bit")
-    for kv in stores:
-        kv.init("w", np.zeros((30, 20), F32))
-    for step, change in enumerate(
-        (
-            lambda kv: kv.init("w", np.zeros((20, 30), F32), overwrite=True),
-            lambda kv: (kv.delete("w"), kv.init("w", np.zeros(600, F32))),
-            lambda kv: kv.set_gradient_compression("1bit"),
-            lambda kv: (kv.set_gradient_compression(None), kv.set_gradient_compression("fp16")),
-        )
-    ):
-        for kv in stores:
-            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(entry_of(kv, "w").shape))
-        assert_alike(stores, ["w"])
-        for kv in stores:
-            change(kv)
-    assert_alike(stores, ["w"])
-    close(*stores)
-
-
 @pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_checkpoints_have_residuals(gpu, comm, folder, name, placement):
@@ -415,21 +356,6 @@ def test_checkpoints_have_residuals(gpu, comm, folder, name, placement):
         assert_alike([kv, stores[1]], list(shapes))
     assert_alike([others[0], others[1]], list(shapes))
     close(*stores, *others)
-
-
-def test_what_is_said_of_it(gpu, comm):
-    with store_on(gpu, comm) as kv:
-        assert kv.is_capable("compression")
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.25})
-        assert isinstance(kv._exchange.compression.codec, FakeRanges)
-        assert repr(kv.compression) == "ErrorFeedback(TwoBit(threshold=0.25))"
-        with mpikv.create(comm=comm, compression=kv.compression) as host:
-            kv.set_gradient_compression(host.compression)
-            assert kv.compression is host.compression
-            for store in (kv, host):
-                store.init("w", np.ones(7, F32))
-                store.push("w", np.full(7, 0.3, F32))
-            assert_alike([kv, host], ["w"])
 
 
 def test_a_load_takes_no_memory_but_what_it_keeps(gpu, comm, folder, monkeypatch):

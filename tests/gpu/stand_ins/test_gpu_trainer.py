@@ -175,9 +175,9 @@ def test_clipping(gpu: FakeGpu, dtype: Any, max_norm: float) -> None:
     there = [gpu.upload(array) for array in arrays]
     mixed = [there[0], arrays[1].copy(), None, there[2], there[3][:, ::2], there[3][:, 1::2], there[0]]
     with gpu.stream() as side:
-        side.wait(gpu._streams[0].record())
+        side.wait(gpu.find_stream(0).record())
         found = clip_global_norm(mixed, max_norm)
-        gpu._streams[0].wait(side.record())
+        gpu.find_stream(0).wait(side.record())
     assert found == clip_global_norm([*arrays[:3], arrays[3][:, ::2], arrays[3][:, 1::2]], max_norm)
     for mine, expected in zip([there[0], mixed[1], there[3]], [arrays[0], arrays[1], arrays[3]], strict=True):
         np.testing.assert_array_equal(on_host(mine), expected)

@@ -169,19 +169,6 @@ def test_after_a_push_a_caller_may_change_what_he_pushed_and_waits_for_nothing_e
     job.end()
 
 
-@SEVERAL
-@pytest.mark.parametrize("options", [{"deterministic": True}, {"updater": False}, {"placement": "replicated"}], ids=str)
-def test_where_messages_take_turns(comm: Any, options: dict[str, Any]) -> None:
-    """Sums that NCCL does not add stay where the next ones come; what is replicated is not given to others."""
-    job = Job(comm, **options)
-    for count in range(1, 4):
-        job.pushpull()
-        for out in job.outs:
-            expected = job.kv.size * (-(1.0, 2.5, 4.25)[count - 1] if options.get("updater", True) else 1.0)
-            assert (on_host(out) == expected).all()
-    job.end()
-
-
 # --- What a caller may do with his arrays
 
 
@@ -207,21 +194,6 @@ def test_outputs_that_are_sources_of_other_keys_are_filled_when_these_were_read(
         kv.pushpull(["a", "b"], halves)
         kv.pushpull(["a", "b"], halves, out=[flat[8000:17000], gpu.empty((9000,), np.dtype(np.float32))])
         assert (on_host(flat[8000:17000]) == 3 * kv.size**2).all()
-    gpu.checker.assert_clean()
-
-
-@SEVERAL
-def test_buffers_that_are_filled(comm: Any) -> None:
-    gpu = FakeGpu(comm.rank)
-    with store_on(gpu, comm) as kv:
-        kv.init(["a", "b"], [np.zeros(9000, np.float32)] * 2)
-        buffers = kv.buffer(["a", "b"])
-        for outs in (buffers, buffers[::-1]):
-            for number, buffer in enumerate(buffers):
-                buffer.fill(number + 1)
-            kv.pushpull(["a", "b"], out=outs)
-            for number, out in enumerate(outs):
-                assert (on_host(out) == (number + 1) * kv.size).all()
     gpu.checker.assert_clean()
 
 
