@@ -209,18 +209,6 @@ def test_a_line_that_was_written_in_part_ends_the_trace(comm, folder, monkeypatc
 
 
 @pytest.mark.ranks(1)
-def test_an_updater_that_calls_another_store(folder):
-    with mpikv.create() as outer, mpikv.create() as inner:
-        inner.init("inner", np.zeros(1))
-        outer.init("outer", np.zeros(1000))
-        outer.set_updater(lambda key, received, stored: inner.push("inner", np.ones(1)))
-        outer.push("outer", np.ones(1000))
-    pushes = [one for several in spans(traced(None, folder)).values() for one in several if one[0] == "push"]
-    assert [(one[4]["keys"], one[4]["bytes"]) for one in pushes] == [("'outer'", 8000), ("'inner'", 8)]
-    assert all(one[4]["waited_us"] <= one[2] - one[1] for one in pushes)
-
-
-@pytest.mark.ranks(1)
 def test_mistakes_of_the_command(folder, capsys):
     assert main(["trace", str(folder / "missing")]) == 1
     assert "run the job with MPIKV_TRACE=" in capsys.readouterr().err

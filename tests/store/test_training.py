@@ -51,15 +51,6 @@ def test_digits_are_learnt(comm: Any, dtype: str) -> None:
         assert round(accuracy * len(digits.test_labels)) == 353  # on any number of ranks
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_digits_in_rounds_have_the_weights_of_one_process(comm: Any, optimizer: str) -> None:
-    settings = train_digits.Settings(optimizer, "float64", epochs=2, batch=64, seed=0)
-    digits = train_digits.load("float64", 0)
-    with mpikv.create("dist_async", comm=comm, staleness=0) as kv:
-        params = train_digits.train(kv, digits, settings, ignore)
-    assert furthest(params, train_digits.train_alone(digits, settings)) <= 1e-12
-
-
 @pytest.mark.ranks(2, 4)
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("staleness", [None, 4])
@@ -124,15 +115,6 @@ def test_error_feedback_is_what_makes_up_for_biased_codes(comm: Any, compression
     with_feedback = accuracy(comm, compression, "sgd", scale)
     without = accuracy(comm, {**compression, "error_feedback": False}, "sgd", scale)
     assert without < with_feedback - 0.02
-
-
-def test_more_ranks_than_images_in_a_batch(comm: Any) -> None:
-    digits = train_digits.load("float64", 0)
-    few = digits._replace(images=digits.images[:7], labels=digits.labels[:7])
-    settings = train_digits.Settings("adam", "float64", epochs=3, batch=3, seed=0)
-    with mpikv.create(comm=comm) as kv:
-        params = train_digits.train(kv, few, settings, ignore)
-    assert furthest(params, train_digits.train_alone(few, settings)) <= 1e-12
 
 
 @pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])

@@ -282,29 +282,6 @@ def test_a_store_comes_after_what_another_has_pending(gpu, comm, kv):
                 opening.join()
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, comm, kv):
-    """It makes the calls of those that still have work, in their order."""
-    with store_on(gpu, comm, timeout=20) as other:
-        other.init("w", full(gpu, 0))
-        slow, push, made = threading.Event(), other._exchange.pipeline.push, list[str]()
-
-        def late(*arguments: Any) -> None:
-            assert slow.wait(20)
-            push(*arguments)
-            made.append("pending")
-
-        other._exchange.pipeline.push, shadowed = late, kv._exchange.pipeline.push
-        kv._exchange.pipeline.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
-        work = other.push("w", full(gpu, 1), wait=False)
-        with kv.join():
-            threading.Timer(0.7 if kv.rank else 0.1, slow.set).start()
-            if kv.rank == 0:
-                kv.push("w", full(gpu, 1))
-        work.wait()
-        assert made == ["pending", "shadowed"]
-
-
 @ALL
 def test_arrays_of_other_libraries_are_in_order_already(gpu, kv, monkeypatch):
     """What their library has to do when the call is made came after it."""

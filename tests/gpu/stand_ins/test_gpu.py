@@ -914,34 +914,6 @@ def test_no_more_events_are_made_than_are_held_at_once(gpu, cupy):
     assert [what for what, _ in cupy.notes].count("event") == 200
 
 
-def test_threads_take_no_event_twice(gpu, cupy):
-    """While others give theirs back."""
-    together, failures = threading.Barrier(4), []
-    streams = [gpu.stream() for _ in range(4)]
-    cupy.present = 1
-    taken: set[int] = set()
-
-    def record(stream: Any) -> None:
-        together.wait(20)
-        for _ in range(500):
-            points = [stream.record() for _ in range(3)]
-            for point in points:
-                if id(point.beneath) in taken:
-                    failures.append(point)
-                taken.add(id(point.beneath))
-            for point in points:
-                taken.discard(id(point.beneath))
-            del point, points
-
-    threads = [threading.Thread(target=record, args=(stream,)) for stream in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    cupy.present = 0
-    assert not failures
-
-
 def test_to_order_streams_takes_few_python_calls(gpu, cupy):
     """Each call of a store makes five such steps or more."""
     stream, passed = gpu.stream(), list[str]()

@@ -398,25 +398,6 @@ def test_nobody_looks_where_nothing_is_in_flight(group, nccl):
     transport.close()
 
 
-@pytest.mark.ranks(1, 2)
-def test_one_thread_looks_after_calls_that_follow_one_another(group, nccl, monkeypatch):
-    """To start one takes longer than a call; and it must not end other threads' captures by its questions."""
-    monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 30.0)
-    transport = joined(group, nccl)
-    push(transport)
-    (first,), watchdog = watchdogs(), transport._watchdog
-    for _ in range(3):
-        wait_until(lambda: not watchdog._works)
-        push(transport)
-    assert watchdogs() == [first]
-    wait_until(lambda: not watchdog._works)
-    assert first.ident in nccl.gpu.watchers
-    monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 0.0)
-    watchdog.wake()
-    wait_until(lambda: not watchdogs())
-    transport.close()
-
-
 def watchdogs() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "mpikv-watchdog"]
 

@@ -382,26 +382,6 @@ def count_captures(both: Both) -> None:
 
 
 @SOME
-def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
-    both = Both(comm, 16, SHAPES)
-    both.set_optimizer(
-        lambda: optimizers.Adam(lr_scheduler=schedules.Polynomial(5, base_lr=0.5, pwr=1), lr_mult={"b": 2.0})
-    )
-    step = both.here.capture(both.keys, both.sent, both.outs)
-    count_captures(both)
-    for _ in range(8):
-        both.step(step)
-    assert order_of(both.here).stream.begun == 1
-    # Without multipliers one update is made for all keys again.
-    for kv in (both.here, both.there):
-        kv.optimizer.lr_mult = {}
-    for _ in range(3):
-        both.step(step)
-    assert order_of(both.here).stream.begun == 2
-    both.close()
-
-
-@SOME
 def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
     both = Both(comm, 7, SHAPES)
     both.set_optimizer(UPDATERS["momentum"])
