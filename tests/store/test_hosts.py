@@ -293,6 +293,7 @@ class Counting:
         return self._comm.Isend(message, rank, tag)
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_what_leaves_a_host(comm, per_host):
