@@ -4,9 +4,9 @@ As in MPI, messages from one rank to another with the same tag keep their order,
 that fits, of those that come for it; one without a source takes from any rank. A rank takes messages from another only
 while a receive may want one of them. Those that nobody has asked for yet wait in its memory.
 
-The ranks of one host write to rings in shared memory, one for each sender and receiver; others send by MPI. The caller
-moves what can be moved at once. The rest is done by one thread, which starts with the first call that needs it and
-sleeps while nothing is pending.
+The ranks of one host write to rings in shared memory, one for each sender and receiver, or read large messages in
+place; others send by MPI. The caller moves what can be moved at once, and more while it waits (:meth:`Mailbox.help`).
+The rest is done by one thread, which starts with the first call that needs it and sleeps while nothing is pending.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
-from ..cluster.shared_memory import memory_barrier
+from ..cluster.shared_memory import memory_barrier, sleep_on, wake_sleepers
 from ..errors import Closed, Stalled, TransportError, Unsupported, ValueMismatch
 from ..protocols import Array, Group
 
@@ -29,10 +29,19 @@ __all__ = ["Mailbox"]
 
 # Bytes of one ring, and of all rings of a host: with many ranks each has less.
 _RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
-# Words of a ring before its bytes: how many were written and how many read, in a pair of cache lines each.
-_READ, _HEAD = 16, 32
+# Words of a ring before its bytes, in a pair of cache lines for each side: the sender writes how many bytes it has
+# written and whether it has given up, the receiver how many it has read, and how many messages in place.
+_WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD, _LINE = 0, 1, 16, 17, 32, 128
+# Bytes from which on a message is read in place. Shorter ones fit in a ring, and their senders need not wait.
+_LARGE = 256 << 10
+# Seconds to sleep at once. Two ranks that ring at the same moment may make one sound.
+_NAP = 0.01
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
-# Seconds between two looks for ranks whose processes have ended.
+# Looks before a thread sleeps, if ranks have cores of their own: some 100 microseconds.
+_SPINS = 20
+# Naps before the thread sleeps until it is woken: in a dialogue it need not be woken for each call.
+_LINGERS = 100
+# Seconds between two looks for deadlines, and for ranks whose processes have ended.
 _PATIENCE = 0.25
 # Calls and messages that did not end well. They keep the memory alive: MPI may still read and write it.
 _abandoned: list[Any] = []
@@ -54,6 +63,8 @@ class _Call:
     due: float
     started: Any = None
     """What the carrier knows of a send."""
+    awaited: int = 0
+    """How many messages in place the receiver has counted when it has taken this one."""
     source: int = -1
     """The rank whose message a receive has got."""
 
@@ -79,6 +90,16 @@ class _Message:
     started: Any = None
 
 
+class Reader(Protocol):
+    """Reads the memory of other ranks of this host."""
+
+    def is_readable(self, array: Array) -> bool:
+        """Return whether others can read an array."""
+
+    def read(self, local_rank: int, address: int, into: Array) -> None:
+        """Fill an array from an address of another rank."""
+
+
 class _Carrier(Protocol):
     """How messages travel. All methods but the last are local, and move what can be moved now."""
 
@@ -94,6 +115,18 @@ class _Carrier(Protocol):
     def take(self, message: _Message) -> bool:
         """Return whether the bytes after the latest head from a rank have been received."""
 
+    def look(self) -> int:
+        """Return a number that changes when something may move."""
+
+    def sleep(self, seen: int) -> None:
+        """Return soon after the number has changed."""
+
+    def ring(self, rank: int | None) -> None:
+        """Wake a rank that sleeps; None: this one, in other threads."""
+
+    def give_up(self) -> None:
+        """Mark this rank's messages as lost."""
+
     def close(self) -> None:
         """Free what ranks share. Collective."""
 
@@ -104,8 +137,17 @@ class Mailbox:
     After a deadline, or the end of another rank's process during a call with it, all calls raise the same error.
     """
 
-    def __init__(self, group: Group, timeout: float, gone: Callable[[], Sequence[int]] = tuple) -> None:
-        """Collective. ``timeout`` is that of each call, in seconds. ``gone`` lists ranks whose processes have ended."""
+    def __init__(
+        self,
+        group: Group,
+        timeout: float,
+        gone: Callable[[], Sequence[int]] = tuple,
+        reader: Reader | None = None,
+    ) -> None:
+        """Collective. ``timeout`` is that of each call, in seconds. ``gone`` lists ranks whose processes have ended.
+
+        By ``reader``, equal on all ranks, receivers read large messages in place.
+        """
         self._timeout, self._gone, self._ranks = timeout, gone, range(group.size)
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
         self._others = {*self._ranks} - {group.rank}
@@ -117,7 +159,7 @@ class Mailbox:
                 why = "send and recv between hosts need MPI_THREAD_MULTIPLE, and MPI was initialized without it"
                 self._failure = Unsupported(why)
         else:
-            self._carrier = _Rings(group)
+            self._carrier = _Rings(group, reader)
         self._changed = present().condition()
         self._sends: list[deque[_Call]] = [deque() for _ in self._ranks]
         self._receives: list[_Call] = []
@@ -128,6 +170,8 @@ class Mailbox:
         """Messages without a receive, in the order of their arrival."""
         self._ended: list[tuple[_Call, BaseException | None]] = []
         self._thread: Any = None
+        self._helpers = 0
+        self._spins = min(_SPINS, present().polls) if group.size <= group.host_cores else 0
         self._looked = -math.inf
 
     def send(self, array: Array, to: int, tag: int, done: Callable[[BaseException | None], None]) -> None:
@@ -177,49 +221,69 @@ class Mailbox:
         bound = [message.receive for message in self._coming.values() if message.receive is not None]
         return [*self._receives, *bound, *(send for sends in self._sends for send in sends)]
 
+    def help(self, is_done: Callable[[], bool], seconds: float = math.inf) -> None:
+        """Move messages in this thread, which waits for a call, until it has ended or some seconds are over."""
+        due = present().now() + seconds
+        with self._changed:
+            self._helpers += 1
+        try:
+            self._drive(lambda: not is_done() and self._failure is None and present().now() < due, helping=True)
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                if self._pending():
+                    self._changed.notify_all()
+
     def _must_wake(self) -> bool:
-        return self._failure is not None or bool(self._pending())
+        return self._failure is not None or bool(self._pending() and not self._helpers)
 
     def _must_move(self) -> bool:
         with self._changed:
-            return bool(self._pending())
+            return self._failure is None and self._must_wake()
 
     def _work(self) -> None:
-        here = present()
+        here, idle = present(), 0
         while self._failure is None:
             with self._changed:
-                self._changed.wait_for(self._must_wake)
-            looks, last = 0, here.now()
-            while self._must_move():
-                looks += 1
-                if self._move():
-                    looks, last = 0, here.now()
-                if looks < here.polls or not looks:
-                    here.give_way()
-                else:
-                    seconds = min(max(_SHORTEST_NAP, (here.now() - last) / 32), _LONGEST_NAP)
-                    here.nap(seconds, here.now() + _PATIENCE)
+                if idle > _LINGERS:
+                    self._changed.wait_for(self._must_wake)
+            # A caller that waits for its call moves it faster than this thread, and has begun to by then.
+            here.nap(_LONGEST_NAP, here.now() + _LONGEST_NAP)
+            idle = 0 if self._must_move() else idle + 1
+            self._drive(self._must_move)
 
-    def _move(self) -> bool:
+    def _drive(self, goes_on: Callable[[], bool], helping: bool = False) -> None:
+        looks = 0
+        while goes_on():
+            seen, looks = self._carrier.look(), looks + 1
+            if self._move(helping):
+                looks = 0
+            elif looks >= self._spins:
+                self._carrier.sleep(seen)
+
+    def _move(self, helping: bool = False) -> bool:
         """Move what can be moved, and tell the callers that waited for it; return whether anything has moved."""
         with self._changed:
-            gone: Sequence[int] = ()
             before, now = self._carrier.moved, present().now()
-            if now >= self._looked + _PATIENCE:
-                # Looked up before the move: what a rank has sent before its end still arrives.
-                self._looked, gone = now, self._gone()
+            looks = now >= self._looked + _PATIENCE
+            # Looked up before the move: what a rank has sent before its end still arrives.
+            gone = self._gone() if looks else ()
             try:
                 if self._failure is None:
                     for sends in self._sends:
                         while sends and self._carrier.put(sends[0]):
                             self._ended.append((sends.popleft(), None))
-                    for source in self._ranks:
+                    for source in self._ranks if self._receives or self._coming else ():
                         self._receive(source)
-                    self._check(now, () if self._carrier.moved > before else gone)
+                    if looks:
+                        self._looked = now
+                        self._check(now, () if self._carrier.moved > before else gone)
             except Exception as error:
                 self._break(error)
-            moved = self._carrier.moved > before
+            moved = bool(self._ended) or self._carrier.moved > before
         self._tell()
+        if moved and self._helpers > helping:  # another thread may sleep, and wait for what has ended
+            self._carrier.ring(None)
         return moved
 
     def _tell(self) -> None:
@@ -291,6 +355,7 @@ class Mailbox:
     def _break(self, error: BaseException) -> None:
         """End all calls, present and later ones, with an error."""
         self._failure = self._failure or error
+        self._carrier.give_up()
         self._ended += [(call, self._failure) for call in self._pending()]
         _abandoned.append((self._coming.copy(), [list(sends) for sends in self._sends]))
         self._receives.clear()
@@ -310,12 +375,17 @@ class _Ring:
     """Bytes on their way from one rank to another, in shared memory."""
 
     def __init__(self, memory: Array, order: Callable[[], object]) -> None:
-        self._counts, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
+        self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
+
+    @property
+    def full(self) -> bool:
+        """Whether the sender may wait for the receiver."""
+        return self.words[_WRITTEN] - self.words[_READ] == self._bytes.size
 
     def write(self, data: Array) -> int:
         """Write as many bytes as there is room for; return their number. By the sender alone."""
-        size, written = self._bytes.size, self._counts[0]
-        count = min(data.size, size - (written - self._counts[_READ]))
+        size, written = self._bytes.size, self.words[_WRITTEN]
+        count = min(data.size, size - (written - self.words[_READ]))
         if count:
             self._order()  # not before the reader has read what was there
             at = written % size
@@ -323,13 +393,13 @@ class _Ring:
             self._bytes[at : at + first] = data[:first]
             self._bytes[: count - first] = data[first:count]
             self._order()  # the bytes before their number
-            self._counts[0] = written + count
+            self.words[_WRITTEN] = written + count
         return count
 
     def read(self, into: Array) -> int:
         """Read as many bytes as there are; return their number. By the receiver alone."""
-        size, read = self._bytes.size, self._counts[_READ]
-        count = min(into.size, self._counts[0] - read)
+        size, read = self._bytes.size, self.words[_READ]
+        count = min(into.size, self.words[_WRITTEN] - read)
         if count:
             self._order()
             at = read % size
@@ -337,55 +407,104 @@ class _Ring:
             into[:first] = self._bytes[at : at + first]
             into[first:count] = self._bytes[: count - first]
             self._order()
-            self._counts[_READ] = read + count
+            self.words[_READ] = read + count
         return count
 
 
 class _Rings:
-    """The :class:`_Carrier` of ranks that share memory."""
+    """The :class:`_Carrier` of ranks that share memory.
 
-    def __init__(self, group: Group) -> None:
+    A large message is not written to the ring if the receiver can read it in place. Its sender then waits until the
+    receiver has counted it.
+    """
+
+    def __init__(self, group: Group, reader: Reader | None) -> None:
         """Collective."""
-        rank, size = group.rank, group.size
+        self._rank, size, self._reader = group.rank, group.size, reader
         # Pages that are never written take no memory.
-        nbytes = size**2 * (8 * _HEAD + ring_bytes(size))
-        memory = group.allocate(nbytes, zeroed=False).reshape(size, size, -1)
-        order = memory_barrier() or (lambda: None)
-        self._to = [_Ring(part, order) for part in memory[rank]]
-        self._from = [_Ring(part, order) for part in memory[:, rank]]
-        # Tag and length, which may arrive in parts.
-        self._heads = [(np.zeros(16, np.uint8), [0]) for _ in range(size)]
+        memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), zeroed=False)
+        self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
+        """A word for each rank, which changes when there is something new for it."""
+        rings = memory[size * _LINE :].reshape(size, size, -1)
+        self._order = memory_barrier() or (lambda: None)
+        self._to = [_Ring(part, self._order) for part in rings[self._rank]]
+        self._from = [_Ring(part, self._order) for part in rings[:, self._rank]]
+        # Tag, length, and an address if the message is to be read in place. A head may arrive in parts.
+        self._heads = [(np.zeros(24, np.uint8), [0]) for _ in range(size)]
         self.moved = 0
 
     def put(self, send: _Call) -> bool:
+        ring, nbytes = self._to[send.peer or 0], send.bytes.nbytes
         if send.started is None:
-            send.started = [np.array([send.tag, send.bytes.nbytes]).view(np.uint8), send.bytes]
+            in_place = nbytes >= _LARGE and self._reader is not None and self._reader.is_readable(send.bytes)
+            head = np.array([send.tag, nbytes, send.bytes.ctypes.data if in_place else 0]).view(np.uint8)
+            send.started = [head] if in_place else [head, send.bytes]
+            send.awaited = ring.words[_TAKEN] + in_place
+        before = self.moved
         while send.started:
-            written = self._to[send.peer or 0].write(send.started[0])
+            written = ring.write(send.started[0])
             self.moved += written
             send.started[0] = send.started[0][written:]
             if send.started[0].size:
-                return False
+                break
             del send.started[0]
-        return True
+        if self.moved > before:
+            self.ring(send.peer)
+        return not send.started and ring.words[_TAKEN] >= send.awaited
 
     def head(self, source: int) -> tuple[int, int] | None:
         head, filled = self._heads[source]
-        read = self._from[source].read(head[filled[0] :])
-        self.moved += read
-        filled[0] += read
+        filled[0] += self._read(source, head[filled[0] :])
         if filled[0] < head.size:
             return None
         filled[0] = 0
-        tag, nbytes = head.view(np.int64).tolist()
+        tag, nbytes, _ = head.view(np.int64).tolist()
         return tag, nbytes
 
     def take(self, message: _Message) -> bool:
-        done = message.started or 0
-        read = self._from[message.source].read(message.bytes[done:])
+        address = int(self._heads[message.source][0].view(np.int64)[2])
+        if not address:
+            message.started = (message.started or 0) + self._read(message.source, message.bytes[message.started or 0 :])
+            return bool(message.started == message.bytes.size)
+        words = self._from[message.source].words
+        if self._reader is not None and not words[_GIVEN_UP]:
+            self._reader.read(message.source, address, message.bytes)
+            self._order()
+        if words[_GIVEN_UP]:  # its array may have changed meanwhile
+            raise TransportError(f"recv with tag {message.tag}: rank {message.source} has given up its send")
+        self._order()
+        words[_TAKEN] += 1
+        self.moved += 1
+        self.ring(message.source)
+        return True
+
+    def _read(self, source: int, into: Array) -> int:
+        full, read = self._from[source].full, self._from[source].read(into)
         self.moved += read
-        message.started = done + read
-        return bool(message.started == message.bytes.size)
+        if full:
+            self.ring(source)
+        return read
+
+    def ring(self, rank: int | None) -> None:
+        """Wake a rank that sleeps."""
+        rank = self._rank if rank is None else rank
+        self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
+        wake_sleepers(self._address + rank * _LINE)
+
+    def look(self) -> int:
+        return int(self._bells[self._rank])
+
+    def sleep(self, seen: int) -> None:
+        here = present()
+        if here.world is None:
+            sleep_on(self._address + self._rank * _LINE, seen, _NAP)
+        else:
+            here.nap(_NAP, here.now() + _PATIENCE, lambda: self.look() != seen)
+
+    def give_up(self) -> None:
+        for ring in self._to:
+            ring.words[_GIVEN_UP] = 1
+        self._order()
 
     def close(self) -> None:
         self._to, self._from = [], []
@@ -400,6 +519,7 @@ class _Messages:
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
         self._status, self._found, self.moved = group.mpi.Status(), dict[int, Any](), 0
+        self._nap = _SHORTEST_NAP
 
     def put(self, send: _Call) -> bool:
         with self._group.translated("send"):
@@ -422,6 +542,20 @@ class _Messages:
                 found = self._found.pop(message.source)
                 message.started = found.Irecv([message.bytes, message.bytes.nbytes, self._mpi.BYTE])
             return self._has_ended(message.started)
+
+    def look(self) -> int:
+        return self.moved
+
+    def sleep(self, seen: int) -> None:
+        here = present()
+        self._nap = _SHORTEST_NAP if self.moved != seen else min(1.03 * self._nap, _LONGEST_NAP)
+        here.nap(self._nap, here.now() + _PATIENCE)
+
+    def ring(self, rank: int | None) -> None:
+        pass  # threads look again soon
+
+    def give_up(self) -> None:
+        pass  # MPI has the bytes of what it sends
 
     def _has_ended(self, request: Any) -> bool:
         ended = bool(request.Test())

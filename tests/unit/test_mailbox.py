@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import defaultdict
 from typing import Any
@@ -18,7 +19,9 @@ from mpikv.errors import Closed, Stalled, TransportError, ValueMismatch
 from mpikv.testing import cluster
 
 RING = 1 << 12
-HOSTS = pytest.mark.parametrize("hosts", [1, 2], ids=["shared memory", "mpi"])
+WAYS = pytest.mark.parametrize(
+    ("hosts", "large"), [(1, 1 << 40), (1, 300), (2, 0)], ids=["ring", "in place", "mpi"], indirect=["large"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,12 +29,28 @@ def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boxes, "_RING", RING)
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(boxes, "_LARGE", request.param)
+
+
+class Process:
+    """Reads the memory of this process, in which all simulated ranks are."""
+
+    def is_readable(self, array: Any) -> bool:
+        return bool(array.size != 301)
+
+    def read(self, local_rank: int, address: int, into: Any) -> None:
+        present().sleep(1e-6)
+        ctypes.memmove(into.ctypes.data, address, into.nbytes)
+
+
 class Calls:
     """Issues calls on a mailbox, and keeps their ends."""
 
     def __init__(self, comm: Any, timeout: float = 20.0) -> None:
         self.group = ProcessGroup(comm)
-        self.box = Mailbox(self.group, timeout)
+        self.box = Mailbox(self.group, timeout, reader=Process())
         self.issued, self.ended = 0, 0
 
     def send(self, data: Any, to: int, tag: int = 0) -> list[Any]:
@@ -64,7 +83,8 @@ def content(number: int, nbytes: int) -> Any:
     return np.random.default_rng(number).integers(0, 256, nbytes, np.uint8)
 
 
-@HOSTS
+@pytest.mark.usefixtures("large")
+@WAYS
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_messages(hosts: int, size: int, seed: int) -> None:
@@ -75,7 +95,7 @@ def test_random_messages(hosts: int, size: int, seed: int) -> None:
         messages = defaultdict[tuple[int, int, int], list[tuple[int, int]]](list)
         for number in range(40):
             source, to, tag = (int(draw.integers(most)) for most in (size, size, 3))
-            nbytes = 100 if tag == 2 else int(draw.choice([0, 1, 300, RING - 16, RING, 5 * RING + 3]))
+            nbytes = 100 if tag == 2 else int(draw.choice([0, 1, 300, 301, RING - 16, RING, 5 * RING + 3]))
             messages[source, to, tag].append((number, nbytes))
         calls, own = Calls(comm), np.random.default_rng((seed, comm.rank))
         sends, receives, expected = [], [], []
@@ -122,7 +142,8 @@ def test_random_messages(hosts: int, size: int, seed: int) -> None:
     cluster(size, hosts=hosts, seed=seed).run(program)
 
 
-@HOSTS
+@pytest.mark.usefixtures("large")
+@WAYS
 def test_a_message_that_does_not_come(hosts: int) -> None:
     def program(comm: Any) -> None:
         calls, into = Calls(comm, timeout=2.0), np.zeros(3, np.float32)
@@ -154,6 +175,44 @@ def test_a_message_that_nobody_takes() -> None:
     cluster(2).run(program)
 
 
+def test_a_send_that_was_given_up_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its array may have changed."""
+    monkeypatch.setattr(boxes, "_LARGE", 1)
+
+    def program(comm: Any) -> None:
+        calls = Calls(comm)
+        if comm.rank == 1:
+            end = calls.send(np.ones(4), 0)
+            calls.box.abort("enough")
+            assert isinstance(end[0], Closed)
+        comm.Barrier()
+        if comm.rank == 0:
+            end = calls.receive(np.zeros(4), 1)
+            calls.wait()
+            assert str(end[0]) == "recv with tag 0: rank 1 has given up its send"
+        calls.close()
+
+    cluster(2).run(program)
+
+
+def test_a_caller_that_waits_moves_messages() -> None:
+    def program(comm: Any) -> None:
+        calls, into = Calls(comm), np.zeros(5 * RING)
+        end = calls.receive(into, 1 - comm.rank)
+        calls.send(np.ones(5 * RING), 1 - comm.rank)
+        calls.box.help(lambda: calls.ended == 2)
+        assert end == [None, 1 - comm.rank]
+        assert into.all()
+        before = present().now()
+        end = calls.receive(into, 1 - comm.rank)
+        calls.box.help(lambda: bool(end), 0.5)
+        assert not end
+        assert 0.5 <= present().now() - before < 1
+        calls.close()
+
+    cluster(2).run(program)
+
+
 def test_a_process_that_is_gone() -> None:
     """What it has sent before still arrives."""
 
@@ -175,7 +234,8 @@ def test_a_process_that_is_gone() -> None:
     cluster(2).run(program)
 
 
-@HOSTS
+@pytest.mark.usefixtures("large")
+@WAYS
 def test_a_closed_mailbox_ends_its_calls(hosts: int) -> None:
     def program(comm: Any) -> None:
         calls = Calls(comm)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpikv.cluster import shared_memory
@@ -157,6 +160,21 @@ def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
         assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
         assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
         assert about == "create: rank 1 has made no call yet and its process is gone"
+
+
+@pytest.mark.parametrize("machine", [platform.machine(), "unknown"])
+def test_a_sleeper_is_woken(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """And sleeps not at all if the word has changed already, and not beyond its time."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    word = np.zeros(1, np.int32)
+    waker = threading.Timer(0.1, lambda: (word.fill(1), shared_memory.wake_sleepers(word.ctypes.data)))
+    waker.start()
+    began = time.monotonic()
+    while not word[0]:
+        shared_memory.sleep_on(word.ctypes.data, 0, 30.0)
+    shared_memory.sleep_on(word.ctypes.data, 0, 30.0)
+    shared_memory.sleep_on(word.ctypes.data, 1, 0.01)
+    assert 0.1 <= time.monotonic() - began < 20
 
 
 def test_processors_that_reorder_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -350,7 +350,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._check_open(verb)
         check_movable(tensors)
         text = f"{verb}({self._label}{describe(tensors[0])} {way}, tag {tag})"
-        return Work(text, tensors, self._queue.check_progress, self._queue.saw)
+        work = Work(text, tensors, self._queue.check_progress, self._queue.saw)
+        work.help = partial(self._meeting.mailbox.help, work.is_completed)
+        return work
 
     # --- Mistakes that every rank can make, and common facts
 

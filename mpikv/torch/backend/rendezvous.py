@@ -27,6 +27,7 @@ from ...config import Config
 from ...errors import Stalled, TransportError, Unsupported, text_of
 from ...protocols import Group, Transport
 from ...transports import open_transport
+from ...transports.cma import attach
 from ...transports.meeting import HostGroup
 from ...transports.requests import AbortableWaiting
 
@@ -142,7 +143,9 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> M
     deadline.warn = board.warn
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
-    return Meeting(group, board, transport, agreement, Mailbox(group, timeout, board.gone), deadline)
+    reader = attach(group) if group.one_host and config.single_copy else None
+    mailbox = Mailbox(group, timeout, board.gone, reader)
+    return Meeting(group, board, transport, agreement, mailbox, deadline)
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:

@@ -6,6 +6,7 @@ a function that raises, hence the two futures below.
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,8 @@ class Work(dist.Work):  # type: ignore[misc]
         self.text, self.place = text, ""
         self.source = -1
         """The rank that sent what was received."""
+        self.help: Callable[[float], object] | None = None
+        """Has a thread that waits for so many seconds at most take part in the work."""
         self._result, self._check_progress, self._saw = result, check_progress, saw
         self._lock = threading.Lock()
         self._completed: threading.Event | None = None
@@ -72,6 +75,8 @@ class Work(dist.Work):  # type: ignore[misc]
 
     def _await(self, seconds: float) -> None:
         self._check_progress(self.text)
+        if self.help is not None:
+            self.help(seconds if seconds > 0 else math.inf)
         with self._lock:
             if self._done:
                 return
