@@ -5,7 +5,8 @@ rank copies its contribution there, and one barrier follows. Then each rank read
 in rank order, so the bits of a sum depend on the number of ranks alone.
 
 If the system lets ranks read each other's memory, a large private array is not copied to the halves. The other ranks
-copy their parts straight out of that array, into memory that stays in their caches.
+copy their parts straight out of that array, into memory that stays in their caches. A broadcast or an all_gather copies
+straight to its target, and ends with a second barrier.
 
 One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1. Every rank
 entered that barrier after it had finished reading exchange c - 2, the last user of this half.
@@ -122,7 +123,15 @@ class ShmTransport:
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        parts = np.split(buffer[: sum(counts)].view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
+        whole = buffer[: sum(counts)].view(np.uint8)
+        parts = np.split(whole, np.cumsum(counts[:-1]) * buffer.itemsize)
+        if (addresses := self._expose(whole)) is not None:
+            begin = 0
+            for rank, part in enumerate(parts):
+                self._fill(part, rank, addresses[rank] + begin)
+                begin += part.nbytes
+            self._arrive()  # no rank changes what others still read
+            return
         # All ranks make as many exchanges as the longest part needs, some of them with nothing to send.
         for begin in range(0, max(counts) * buffer.itemsize, self.limit):
             pieces = [part[begin : begin + self.limit] for part in parts]
@@ -133,6 +142,10 @@ class ShmTransport:
 
     def broadcast(self, buffer: Array, root: int) -> None:
         whole = buffer.view(np.uint8)
+        if (addresses := self._expose(whole)) is not None:
+            self._fill(whole, root, addresses[root])
+            self._arrive()
+            return
         for begin in range(0, whole.size, self.limit):
             part = whole[begin : begin + self.limit]
             half = self._halves[self._exchange(part if self.rank == root else part[:0])]
@@ -192,6 +205,25 @@ class ShmTransport:
             if address := self._flags[peer + _ADDRESS + half]:
                 terms[peer // _STRIDE] = self._read(peer // _STRIDE, address + low * send.itemsize, terms[self.rank])
         return terms
+
+    def _expose(self, whole: Array) -> list[int] | None:
+        """Return the addresses at which ranks have a large array; None if it is small, or one cannot be read.
+        Collective.
+        """
+        if self._attached is None or whole.size < self._large:
+            return None
+        address = whole.ctypes.data if self._attached.is_readable(whole) else 0
+        self._flags[self._mine + _ADDRESS + self.slot] = address
+        half = self._meet()
+        self._exposed = whole
+        addresses = [self._flags[rank * _STRIDE + _ADDRESS + half] for rank in range(self.size)]
+        return addresses if all(addresses) else None
+
+    def _fill(self, part: Array, rank: int, address: int) -> None:
+        """Read another rank's memory into an array. Local."""
+        if rank != self.rank and part.nbytes:
+            assert self._attached is not None
+            self._attached.read(rank, address, part)
 
     def _copy(self, send: Array, low: int, high: int) -> None:
         """Copy the elements that other ranks read, all but ``[low, high)``, to the send buffer. Local."""
