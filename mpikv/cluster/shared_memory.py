@@ -129,22 +129,24 @@ def wake_sleepers(address: int) -> None:
         system_function("syscall")(number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
-def memory_barrier() -> Callable[[], object] | None:
+def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | None:
     """Return a function that orders memory accesses on processors that reorder them, else None. Local.
 
     x86-64 keeps the order among stores and among loads; flags in shared memory need no more.
 
     Raises:
-        TransportError: neither this processor nor the system offers one.
+        TransportError: the system offers none for this processor.
     """
-    machine = platform.machine()
-    if machine in ("x86_64", "AMD64"):
-        return None
+    return None if machine in ("x86_64", "AMD64") else kernel_barrier(_MEMBARRIER.get(machine, 0), machine)
+
+
+def kernel_barrier(number: int, machine: str) -> Callable[[], object]:
+    """Return the function for the system's call with this number; 0: unknown. Local; raises TransportError."""
     call = system_function("syscall")
     # The kernel itself makes a full barrier in the caller, before and after it looks for processes that asked for one.
-    if machine not in _MEMBARRIER or call(_MEMBARRIER[machine], _GLOBAL_EXPEDITED, 0, 0) != 0:
+    if not number or call(number, _GLOBAL_EXPEDITED, 0, 0) != 0:
         raise TransportError(
             f"the system offers no memory barrier (membarrier) on {machine}, so ranks of a host cannot share memory; "
             "set MPIKV_TRANSPORT=mpi"
         )
-    return lambda: call(_MEMBARRIER[machine], _GLOBAL_EXPEDITED, 0, 0)
+    return lambda: call(number, _GLOBAL_EXPEDITED, 0, 0)

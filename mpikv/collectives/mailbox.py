@@ -367,7 +367,11 @@ class Mailbox:
 
 
 def ring_bytes(size: int) -> int:
-    """Return the bytes of each ring among so many ranks."""
+    """Return the bytes of each ring among so many ranks.
+
+    >>> [ring_bytes(size) for size in (2, 16, 100)]
+    [262144, 65536, 4096]
+    """
     return min(max(_ALL_RINGS // size**2 // 128 * 128, _LEAST_RING), _RING)
 
 

@@ -177,14 +177,12 @@ def test_a_sleeper_is_woken(monkeypatch: pytest.MonkeyPatch, machine: str) -> No
     assert 0.1 <= time.monotonic() - began < 20
 
 
-def test_processors_that_reorder_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's barrier works on this one too."""
-    numbers = {"x86_64": 324, **shared_memory._MEMBARRIER}
-    monkeypatch.setattr(shared_memory, "_MEMBARRIER", {"other": numbers[platform.machine()]})
-    monkeypatch.setattr(platform, "machine", lambda: "other")
-    barrier = shared_memory.memory_barrier()
-    assert barrier is not None
-    assert barrier() == 0
-    monkeypatch.setattr(platform, "machine", lambda: "unknown")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is that of x86-64")
+def test_the_kernels_barrier() -> None:
+    assert shared_memory.kernel_barrier(324, "x86_64")() == 0
+
+
+def test_processors_that_reorder_memory() -> None:
+    assert shared_memory.memory_barrier("x86_64") is None
     with pytest.raises(TransportError, match=r"no memory barrier \(membarrier\) on unknown"):
-        shared_memory.memory_barrier()
+        shared_memory.memory_barrier("unknown")
