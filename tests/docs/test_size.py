@@ -25,13 +25,13 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 19_250,
-    "lines of code in tests and scripts": 39_820,
+    "lines of code in tests and scripts": 40_250,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
-    "private names that tests read": 156,
-    "patches in tests": 161,
+    "private names that tests read": 160,
+    "patches in tests": 165,
 }
 """The most that each figure may be."""
 FEWEST_COMMENTS = 0.066
