@@ -11,40 +11,35 @@ array([1., 1., 1.])
 import importlib
 import typing
 
-from . import optimizers
-from .cluster.background import Work
-from .create import create
-from .errors import (
-    CheckpointError,
-    Closed,
-    ConfigError,
-    KeyAlreadyInitialized,
-    KeyNotInitialized,
-    MPIKVError,
-    NotFinite,
-    PeerFailed,
-    RankMismatch,
-    StaleGradient,
-    Stalled,
-    TransportError,
-    TransportUnavailable,
-    Unsupported,
-    ValueMismatch,
-)
-from .errors import (
-    no_attribute as _no_attribute,
-)
-from .memory.row_sparse import RowSparse
-from .store.allreduce_store import AllReduce
-from .store.kvstore import KVStore
-from .store.plugins import KVStoreBase
-from .store.scope import Scope
-
 if typing.TYPE_CHECKING:
-    from . import codecs, schedules
+    from . import codecs, optimizers, schedules
     from .async_store.async_kvstore import AsyncKVStore
     from .checkpoint import SaveWork
+    from .cluster.background import Work
+    from .creation import create
+    from .errors import (
+        CheckpointError,
+        Closed,
+        ConfigError,
+        KeyAlreadyInitialized,
+        KeyNotInitialized,
+        MPIKVError,
+        NotFinite,
+        PeerFailed,
+        RankMismatch,
+        StaleGradient,
+        Stalled,
+        TransportError,
+        TransportUnavailable,
+        Unsupported,
+        ValueMismatch,
+    )
+    from .memory.row_sparse import RowSparse
+    from .store.allreduce_store import AllReduce
     from .store.capture import CapturedStep
+    from .store.kvstore import KVStore
+    from .store.plugins import KVStoreBase
+    from .store.scope import Scope
     from .train.loss_scaling import LossScaler, clip_global_norm
     from .train.parameter import Parameter
     from .train.trainer import Trainer
@@ -86,25 +81,35 @@ __all__ = [
     "schedules",
 ]
 
-# Loaded at first use: few programs need them, and that saves a third of the import time beyond numpy's.
+# Loaded at first use: ``import torch`` asks this package for its entry point, and may not wait for numpy or a store.
 _PLACES = {
+    "AllReduce": "store.allreduce_store",
     "AsyncKVStore": "async_store.async_kvstore",
     "CapturedStep": "store.capture",
+    "KVStore": "store.kvstore",
+    "KVStoreBase": "store.plugins",
     "LossScaler": "train.loss_scaling",
     "Parameter": "train.parameter",
+    "RowSparse": "memory.row_sparse",
     "SaveWork": "checkpoint",
+    "Scope": "store.scope",
     "Trainer": "train.trainer",
+    "Work": "cluster.background",
     "clip_global_norm": "train.loss_scaling",
+    "create": "creation",
 }
+_MODULES = ("codecs", "optimizers", "schedules")
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name in ("codecs", "schedules"):
+    if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name not in _PLACES:
+    if name not in __all__:
+        from .errors import no_attribute
+
         hint = "see mpikv.schedules" if "scheduler" in name.lower() else ""
-        raise _no_attribute("name in mpikv", name, __all__, hint)
-    found = globals()[name] = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+        raise no_attribute("name in mpikv", name, __all__, hint)
+    found = globals()[name] = getattr(importlib.import_module(f".{_PLACES.get(name, 'errors')}", __name__), name)
     return found
 
 

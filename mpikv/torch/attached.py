@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..codecs import create as create_codec
-from ..create import create
+from ..creation import create
 from ..errors import ConfigError, MPIKVError, Unsupported, a_kind
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync

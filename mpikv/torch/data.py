@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from ..create import create
+from ..creation import create
 from ..store.kvstore import KVStore
 from .failures import raising_on_all
 from .tensors import tensors_of

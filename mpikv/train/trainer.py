@@ -14,7 +14,7 @@ from ..arrays.arrays import castable
 from ..checkpoint import is_dumpable, load_states, save_states
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..config import updates_on_kvstore
-from ..create import check_name, create
+from ..creation import check_name, create
 from ..engine.keys import flatten
 from ..errors import (
     Closed,

@@ -20,7 +20,7 @@ AREAS = {
         *(f"verbs/{name}.py" for name in ("comparison", "join", "operands", "push_pull", "settings", "values")),
     ),
     "placement": ("engine/placement.py", "train/array_location.py"),
-    "keys": ("engine/keys.py", "create.py"),
+    "keys": ("engine/keys.py", "creation.py"),
     "rows": ("sparse/*.py", "memory/row_sparse.py", "verbs/rows.py", "verbs/row_arguments.py"),
     "checkpoint": ("checkpoint/*.py",),
     "compression": ("engine/compression.py", "codecs/*.py", "compute/numba/codecs.py"),

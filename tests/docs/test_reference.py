@@ -66,7 +66,7 @@ def test_every_variable_is_there() -> None:
 
 def test_every_name_of_a_store_is_there() -> None:
     named = {name for row in rows("options.md") if len(row) == 2 for name in re.findall(r"`([a-z_0-9]+)`", row[0])}
-    assert named == set(import_module("mpikv.create")._NAMES)
+    assert named == set(import_module("mpikv.creation")._NAMES)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

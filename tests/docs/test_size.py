@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 19_250,
-    "lines of code in tests and scripts": 40_250,
+    "lines of code in the core": 19_810,
+    "lines of code in tests and scripts": 40_600,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, RankMismatch
+from mpikv import ConfigError, RankMismatch, creation
 from mpikv.testing import Recording
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -64,8 +64,7 @@ class Held(Recording):
 @pytest.fixture
 def make(comm, monkeypatch):
     """Return what makes a store with messages of 4096 bytes, and the transport that holds them."""
-    create = sys.modules["mpikv.create"]  # by this name the package has the function
-    opened = create.open_transport
+    opened = creation.open_transport
 
     def made(name="p3", **options):
         held = []
@@ -75,7 +74,7 @@ def make(comm, monkeypatch):
             return held[0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(create, "open_transport", wrapped)
+            patch.setattr(creation, "open_transport", wrapped)
             kv = mpikv.create(name, **{"comm": comm, "timeout": 20, "bucket_bytes": 4096, **options})
         return kv, held[0]
 

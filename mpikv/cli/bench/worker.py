@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ... import create
 from ...cluster.environment import visible_gpus
+from ...creation import create
 from ...errors import MPIKVError
 from ..gpus import survey
 from ..launchers import clean, environment

@@ -2,7 +2,7 @@
 
 ``group`` has the calls of a process group, ``work`` the handle of a call, and ``queue`` the thread that makes the calls
 for which nobody waits. ``tensors`` shows tensors as flat arrays. ``rendezvous`` finds the ranks of a group. The module
-``mpikv_torch_backend`` registers all this with PyTorch, and loads it at the first process group.
+``mpikv.torch_backend`` registers all this with PyTorch, and loads it at the first process group.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -261,8 +260,8 @@ def gpus(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise lacks
             return gpu
 
-        monkeypatch.setattr(sys.modules["mpikv.create"], "find_gpu", find)
-        monkeypatch.setattr(sys.modules["mpikv.create"], "find_nccl", lambda: FakeNccl(gpu, nccl))
+        monkeypatch.setattr("mpikv.creation.find_gpu", find)
+        monkeypatch.setattr("mpikv.creation.find_nccl", lambda: FakeNccl(gpu, nccl))
 
     give(None)
     return give
@@ -301,9 +300,7 @@ def test_who_expects_a_gpu_is_told_that_there_is_none(comm: Any, why: str, gpus:
     rank, size = (comm.rank, comm.size) if comm else (0, 1)
     if why == "a GPU of one rank" and rank:
         gpus(rank)
-    monkeypatch.setattr(
-        sys.modules["mpikv.create"], "has_cupy", lambda: why == "CuPy without a GPU" and rank == size - 1
-    )
+    monkeypatch.setattr("mpikv.creation.has_cupy", lambda: why == "CuPy without a GPU" and rank == size - 1)
     with caplog.at_level("INFO", logger="mpikv"), mpikv.create("device", comm=comm) as kv:
         assert not kv.is_capable("gpu")
     (said,) = [record for record in caplog.records if "store 'device'" in record.getMessage()]

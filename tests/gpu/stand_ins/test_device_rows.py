@@ -4,7 +4,6 @@ programs of all calls those of whole arrays in one process.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,7 +263,7 @@ def test_rows_of_a_gpu_and_a_store_on_the_host(
     filled: KVStore, gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are copied to it, and none are filled; an array of the GPU is."""
-    monkeypatch.setattr(sys.modules["mpikv.create"], "gpu_of", lambda value: gpu)
+    monkeypatch.setattr("mpikv.creation.gpu_of", lambda value: gpu)
     rows = RowSparse([1], gpu.upload(np.ones((1, 2))), (6, 2))
     with mpikv.create(comm=comm) as kv:
         kv.init("w", rows)

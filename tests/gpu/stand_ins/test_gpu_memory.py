@@ -5,7 +5,6 @@ For each kind of call each allocation of one rank fails in turn, on a stand-in f
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,7 +275,7 @@ def test_a_lack_of_memory_while_a_checkpoint_is_written_and_read(comm: Any, fold
 @pytest.mark.ranks(1, 2, 3)
 def test_a_lack_of_memory_for_arrays_in_a_store_of_the_host(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(gpu: FakeGpu, comm: Any) -> KVStore:
-        monkeypatch.setattr(sys.modules["mpikv.create"], "gpu_of", lambda value: gpu)
+        monkeypatch.setattr("mpikv.creation.gpu_of", lambda value: gpu)
         return mpikv.create("dist_sync", comm=comm, timeout=TIMEOUT)
 
     found = list(outcomes(comm, strided, {}, make))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ BOTH = pytest.mark.parametrize("on_store", [True, False])
 @pytest.fixture
 def gpu(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = FakeGpu(comm.rank if comm else 0)
-    for module in ("create", "train.array_location"):
-        monkeypatch.setattr(sys.modules[f"mpikv.{module}"], "gpu_of", lambda value: made)
+    for module in ("creation", "train.array_location"):
+        monkeypatch.setattr(f"mpikv.{module}.gpu_of", lambda value: made)
     yield made
     made.checker.assert_clean()
 

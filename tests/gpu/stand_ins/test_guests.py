@@ -30,7 +30,7 @@ def gpu(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert value.__dlpack_device__() == (2, made.ordinal)
         return made
 
-    monkeypatch.setattr(sys.modules["mpikv.create"], "gpu_of", find)
+    monkeypatch.setattr("mpikv.creation.gpu_of", find)
     yield made
     made.checker.assert_clean()
 

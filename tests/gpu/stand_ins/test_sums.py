@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -63,8 +62,8 @@ class Rank:
 def here(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     rank = Rank(comm)
     for name in ("gpu_of", "find_nccl"):
-        monkeypatch.setattr(sys.modules["mpikv.create"], name, getattr(rank, name))
-    monkeypatch.setattr(sys.modules["mpikv.create"], "has_cupy", lambda: True)
+        monkeypatch.setattr(f"mpikv.creation.{name}", getattr(rank, name))
+    monkeypatch.setattr("mpikv.creation.has_cupy", lambda: True)
     monkeypatch.setattr("mpikv.train.array_location.gpu_of", rank.gpu_of)
     yield rank
     gc.collect()
@@ -265,7 +264,7 @@ def test_ranks_that_share_a_gpu_tell_nccl_before_it_is_used(
     here: Rank, comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
-    monkeypatch.setattr(sys.modules["mpikv.create"], "share_gpus", told.append)
+    monkeypatch.setattr("mpikv.creation.share_gpus", told.append)
     for sharing in (False, True):
         monkeypatch.setenv("MPIKV_GPU_SHARING", str(int(sharing)))
         with mpikv.create("horovod", comm=comm) as kv:

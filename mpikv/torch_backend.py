@@ -1,12 +1,13 @@
 """The entry point by which PyTorch knows the backend ``mpikv``: ``import torch`` calls :func:`register`.
 
-It is apart from the package, since loading any module of a package loads the package first. So ``import torch`` loads
-neither mpikv nor numpy nor MPI; the first ``init_process_group("mpikv")`` does.
+It imports nothing else of the package, which loads its names at first use. So ``import torch`` loads neither a store
+nor MPI; the first ``init_process_group("mpikv")`` does.
 """
 
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 from typing import Any
 
 __all__ = ["register"]
@@ -28,6 +29,4 @@ def register() -> None:
 
 def _create(options: Any, of_backend: Any) -> Any:
     """Make a process group. Collective over its ranks."""
-    from mpikv.torch.backend import open_process_group
-
-    return open_process_group(options)
+    return import_module("mpikv.torch.backend").open_process_group(options)
