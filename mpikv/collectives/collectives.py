@@ -80,7 +80,7 @@ class Collectives:
         elif self.memory.is_host:
             self._reduce_each(pairs, op, staged)
         else:
-            self._sum_on_gpus(pairs)
+            self._sum_on_gpus(pairs, op)
 
     def reduce(self, array: Array, op: Op, root: int, staged: bool = False) -> None:
         """Reduce every rank's array, in place at the root. The others' stay as they are."""
@@ -98,7 +98,9 @@ class Collectives:
                 self._combine(terms, into, op)
                 if into is not part:
                     np.copyto(part, into)
-        self._release(array)
+        if self._transport.single_copy and array.nbytes > self._small:
+            # The root reads large arrays in place, and has read this one when it comes to the fence.
+            self._transport.fence()
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, op: Op, staged: bool = False) -> None:
         """Reduce every rank's r-th part into the ``out`` of rank r, which may be that part."""
@@ -224,9 +226,10 @@ class Collectives:
             out[...] = whole[begin:end]
             begin = end
 
-    def _sum_on_gpus(self, pairs: Sequence[Pair]) -> None:
+    def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
         """Sum arrays of GPUs: in place by one call where the library adds their dtype, else by messages. Collective."""
         transport = self._transport
+        assert op is Op.SUM
         assert isinstance(transport, SumsInPlace)
         exact = [pair for pair in pairs if transport.adds(pair[0].dtype)]
         if exact:
@@ -236,6 +239,7 @@ class Collectives:
             for low in range(0, 0 if transport.adds(send.dtype) else send.size, step):
                 message = send[low : low + step]
                 total = self._recv(message)
+                # The library's sum is in ``total``, unless it only carries.
                 terms = self._transport.allreduce(message, total)
                 if self._in_pairs:
                     add_in_pairs_over(self._rank, terms, 0, message.size, total)
@@ -254,11 +258,6 @@ class Collectives:
         """Return every rank's part for this one, or its whole message. Collective."""
         nbytes = None if counts is None else [count * send.itemsize for count in counts]
         return [row.view(send.dtype) for row in self._transport.all_to_all(send.view(_BYTES), nbytes)]
-
-    def _release(self, array: Array) -> None:
-        """Wait until no rank reads an array in place any more. Collective."""
-        if self._transport.single_copy and array.nbytes > self._small:
-            self._transport.fence()
 
     def _recv(self, send: Array) -> Array:
         """Return memory for the sum of a message, if the transport's library adds."""
