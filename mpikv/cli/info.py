@@ -180,10 +180,10 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
         origin = variable if usable and variable in environ else "default"
         values[field.name] = {"value": getattr(config, field.name), "origin": origin}
     try:
-        compiled = list(find_kernels(config.kernels).rules)
+        find_kernels(config.kernels)
     except MPIKVError as error:
-        compiled, problems = [], [*problems, str(error)]
-    return {"values": values, "problems": problems, "compiled": compiled}
+        problems = [*problems, str(error)]
+    return {"values": values, "problems": problems}
 
 
 def _settings() -> tuple[Config, list[str], bool]:
@@ -248,7 +248,6 @@ def _lines(report: Report) -> Iterator[str]:
         [(name, f"{setting['value']!s:<12} {setting['origin']}") for name, setting in values.items()], "  "
     )
     yield from (f"  problem: {text}" for text in report["settings"]["problems"])
-    yield from (f"  compiled: {', '.join(names)}" for names in [report["settings"]["compiled"]] if names)
     yield "\ntransports"
     transports = report["transports"].items()
     yield from _table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ __all__ = ["NumpyKernels", "find_codec", "find_kernels"]
 
 class NumpyKernels:
     """The rules of the optimizers in numpy."""
-
-    rules: Sequence[str] = ()
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         pass

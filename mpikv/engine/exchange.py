@@ -16,6 +16,7 @@ from ..arrays.arrays import storable, zeros
 from ..errors import Unsupported, brief
 from ..memory.host import private
 from ..optimizers import Optimizer
+from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
 from .calls import Steps
@@ -158,7 +159,7 @@ class Exchange:
             return "an updater function is Python, which runs on the host"
         if planner.whole:
             return f"{type(updater).__name__} updates whole values"
-        if isinstance(self._kernels, GpuKernels) and not (updater.assigns or self._kernels.has_rule(updater)):
+        if isinstance(self._kernels, GpuKernels) and not (updater.assigns or is_recordable(updater)):
             return f"{type(updater).__name__} is Python, which runs on the host"
         if planner.compressed:
             return "pushes are compressed"

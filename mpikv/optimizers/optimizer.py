@@ -359,7 +359,7 @@ class Optimizer:
             # Counts only rise, so old steps are seldom needed again; the bound keeps a long run from growing.
             if len(self._steps) >= 256:
                 self._steps.clear()
-            step = Step(self.rate(count) * lr_mult, self.wd * wd_mult, self.correction(count))
+            step = Step(self.rate(count) * lr_mult, self.wd * wd_mult, tuple(map(float, self.correction(count))))
             self._steps[count, lr_mult, wd_mult] = step
         return step
 

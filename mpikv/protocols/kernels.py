@@ -27,14 +27,13 @@ class Whole(NamedTuple):
 class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code with the same bits."""
 
-    @property
-    def rules(self) -> Sequence[str]:
-        """The names of the optimizers with compiled code. All others run in numpy."""
-
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         """Compile the code for the updater's present options and values of this dtype, unless it exists.
 
         With ``adding`` for :meth:`bind_adding`, otherwise for :meth:`bind`.
+
+        Raises:
+            Unsupported: an optimizer's rule cannot be compiled.
         """
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
@@ -93,9 +92,6 @@ class StepTable(Protocol):
 @runtime_checkable
 class GpuKernels(Kernels, Protocol):
     """Kernels of a GPU."""
-
-    def has_rule(self, updater: Updater) -> bool:
-        """Return whether an updater is an optimizer with compiled code. Others are Python."""
 
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..compute.cuda.codes import has_code
-from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
+from ..optimizers.recording import call_of, is_recordable, rule_of
 from ..protocols import ElementwiseCodec, Memory, Updater
 from .fakestreams import MisuseError
 
@@ -24,16 +24,12 @@ __all__ = ["FakeKernels", "FakeRanges", "FakeTable"]
 class FakeKernels:
     """The :class:`~mpikv.protocols.Kernels` of a :class:`FakeGpu`: the rules of updaters, in numpy, one launch each."""
 
-    rules: Sequence[str] = ()
-
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        pass
-
-    def has_rule(self, updater: Updater) -> bool:
-        return type(updater) in FORMS
+        if is_recordable(updater):
+            rule_of(updater)
 
     def bind(
         self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray]
@@ -132,30 +128,17 @@ class FakeRanges:
         self._gpu.compute("decode_add", [payload, total], [total], decode)
 
 
-class Form:
-    """The form of an optimizer's rule under its current options."""
-
-    def __init__(self, updater: Updater) -> None:
-        assert isinstance(updater, Optimizer)
-        self._optimizer = updater
-        self.name = call_of(updater, updater.step("", 1))[0]
-
-    def fits(self, step: Any) -> bool:
-        """Return whether the options still ask for the same form."""
-        return call_of(self._optimizer, step)[0] == self.name
-
-
 class Cell:
     """The content of a table's row. It owns no memory."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, table: FakeTable) -> None:
         self.step: Any = None
-        self._form = form
+        self._table = table
 
     def run(self, update: Callable[[Any], None]) -> None:
         """Update by the step."""
-        if self.step is None or not self._form.fits(self.step):
-            raise MisuseError(f"an update was queued as {self._form.name} and is run for {self.step}")
+        if self.step is None or not self._table.fits(self.step):
+            raise MisuseError(f"an update was queued as {self._table.rule.name} and is run for {self.step}")
         update(self.step)
 
 
@@ -167,17 +150,18 @@ class FakeRow(NamedTuple):
 
 
 class FakeTable:
-    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. Queueing an update fixes the form of its rule,
+    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. Queueing an update fixes the record of its rule,
     as a kernel's launch does.
     """
 
     def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:
-        self._gpu, self._form = gpu, Form(updater)
+        assert isinstance(updater, Optimizer)
+        self._gpu, self._optimizer, self.rule = gpu, updater, rule_of(updater)
         self._memory: Any = memory.zeros(count)
-        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self._form)) for row in range(count)]
+        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self)) for row in range(count)]
 
     def fits(self, step: Any) -> bool:
-        return self._form.fits(step)
+        return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Any]) -> None:
         cells = [row.cell for row in self.rows[: len(steps)]]

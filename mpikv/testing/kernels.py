@@ -84,10 +84,6 @@ class KernelsContract:
         """Return the kernels."""
         raise AssertionError("a subclass of KernelsContract defines make()")
 
-    def test_rules_are_names_of_optimizers(self) -> None:
-        for name in self.make().rules:
-            assert type(optimizers.create(name)).__name__.lower() == name
-
     @pytest.mark.parametrize("adding", [False, True])
     @pytest.mark.parametrize("updater", UPDATERS)
     def test_the_bits_are_those_of_the_updater(self, updater: Callable[[], Updater], adding: bool) -> None:

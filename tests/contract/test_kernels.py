@@ -10,6 +10,7 @@ import pytest
 
 import mpikv
 from mpikv.compute import numba
+from mpikv.optimizers.recording import rule_of
 
 if find_spec("numba") is None:
     pytest.skip("numba is not installed: pip install 'mpikv[numba]'", allow_module_level=True)
@@ -191,7 +192,7 @@ def test_the_last_addition_is_made_with_the_update(comm, deterministic):
         }
         together = kv.size == 2 or not deterministic
         # Nothing more was compiled than was prepared.
-        loop = compiled._compiled(compiled._adam, np.dtype(np.float64), together)
+        loop = compiled.loop_of(rule_of(kv.optimizer), np.dtype(np.float64), together)
         assert len(loop.signatures) == 1
 
 

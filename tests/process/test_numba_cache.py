@@ -33,7 +33,7 @@ def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
         assert done.returncode == 0, done.stderr
         kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
-    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["rules._momentum"] * 2
+    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["rules.sgd_rule"] * 2
     assert kept[0] == kept[1]
 
 

@@ -9,14 +9,20 @@ import re
 import shutil
 import subprocess
 import sys
+import zlib
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpikv import optimizers
 from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
+from mpikv.optimizers.recording import rule_of
+
+from .rules import RULES, plain
 
 __all__ = [
     "Launch",
@@ -27,7 +33,10 @@ __all__ = [
     "emulated",
     "expressions",
     "launched",
+    "on_demand",
+    "own_text",
     "run_program",
+    "texts",
 ]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -80,15 +89,23 @@ def expressions(name):
         elif parameters == "class From, class Sum":
             sums = {(a, "float32" if a.endswith("float16") else a) for a in DTYPES} | {(a, a) for a in DTYPES}
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a, b in sorted(sums)]
-        elif parameters == "class Term":
-            found += [f"{kernel}<{dtype}_kind>" for dtype in DTYPES]
         else:
-            rules = re.findall(r"struct (\w+_rule)", text)
-            counts = ("one", "many")
-            found += [
-                f"{kernel}<{rule}, {each}_kind, {count}>" for rule in rules for each in FLOATS for count in counts
-            ]
+            assert parameters == "class Term"
+            found += [f"{kernel}<{dtype}_kind>" for dtype in DTYPES]
     return found
+
+
+def updates_by(rule):
+    """Return the C++ names of all kernels of a rule."""
+    return [f"update<{rule}, {each}_kind, {count}>" for each in FLOATS for count in ("one", "many")]
+
+
+def texts(name):
+    """Return the text of a file, or one for each rule, and the C++ names of all kernels in it."""
+    if name != "rules.cu":
+        return [(loading.source(name), expressions(name))]
+    made = [optimizers.create(rule, clip_gradient=1.0, **options) for rule, options in map(plain, RULES)]
+    return [(loading.source(name, kernels.print_rule(rule)), updates_by(rule.name)) for rule in map(rule_of, made)]
 
 
 def compiler():
@@ -109,20 +126,34 @@ def doors(names):
 
 
 def emulated(name, folder):
-    """Return a dict of the kernels of a file, which run on the host."""
-    names = expressions(name)
-    path, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    path.write_text(loading.source(name) + LAUNCH + doors(names))
-    subprocess.run([compiler(), *FLAGS, "-shared", "-fPIC", "-o", library, path], check=True)
-    loaded = ctypes.CDLL(str(library))
-    return {each: partial(getattr(loaded, f"launch_{i}"), ctypes.c_uint(0)) for i, each in enumerate(names)}
+    """Return a dict of the kernels of a file, which run on the host; of rules.cu a function, see :func:`on_demand`."""
+
+    def build(text, names):
+        path = folder / f"{name}-{zlib.crc32(text.encode()):08x}.cpp"
+        path.write_text(text + LAUNCH + doors(names))
+        subprocess.run([compiler(), *FLAGS, "-shared", "-fPIC", "-o", path.with_suffix(".so"), path], check=True)
+        loaded = ctypes.CDLL(str(path.with_suffix(".so")))
+        return {each: partial(getattr(loaded, f"launch_{i}"), ctypes.c_uint(0)) for i, each in enumerate(names)}
+
+    return on_demand(build) if name == "rules.cu" else build(loading.source(name), expressions(name))
+
+
+def on_demand(build):
+    """Return a function that returns a kernel of a rule by its text and C++ name. ``build(text, names)`` compiles."""
+    build = cache(build)
+
+    def find(text, expression):
+        return build(text, tuple(updates_by(expression[len("update<") :].partition(",")[0])))[expression]
+
+    return find
 
 
 def run_program(name, lines, folder):
     """Return what C++ statements print that know a source."""
     path, program = folder / f"print-{name}.cpp", folder / f"print-{name}"
     body = "\n".join(lines)
-    path.write_text(f"#include <cstddef>\n#include <cstdio>\n{loading.source(name)}\nint main() {{\n{body}\n}}\n")
+    text = texts(name)[0][0]
+    path.write_text(f"#include <cstddef>\n#include <cstdio>\n{text}\nint main() {{\n{body}\n}}\n")
     subprocess.run([compiler(), "-std=c++17", "-Wno-invalid-offsetof", "-o", program, path], check=True)
     return subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
 
@@ -155,6 +186,13 @@ def structure(name, expression):
     }[name]
 
 
+def own_text(name):
+    return (Path(loading.__file__).parent / name).read_text()
+
+
+HEADER = own_text("numbers.h")
+
+
 class OnDevice(np.ndarray):
     """A numpy array that tells where it lies as CuPy's do."""
 
@@ -179,18 +217,19 @@ def cupy_on_host(programs, launches):
     def compile_using_nvrtc(code, options, *, name_expressions, cache_in_memory):
         assert options == ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
         assert cache_in_memory
-        (name,) = [name for name in programs if loading.source(name) == code]
+        (name,) = [name for name in programs if code.startswith(HEADER) and code.endswith(own_text(name))]
         (expression,) = name_expressions
-        assert expression in expressions(name)
-        return (name, expression), {expression: f"lowered {expression}"}
+        assert name == "rules.cu" or expression in expressions(name)
+        return (name, expression, code), {expression: f"lowered {expression}"}
 
     class Module:
         def load(self, image):
-            self._name, self._expression = image
+            self._name, self._expression, self._code = image
 
         def get_function(self, lowered):
             assert lowered == f"lowered {self._expression}"
-            expression, run = self._expression, programs[self._name].get(self._expression)
+            expression, program = self._expression, programs[self._name]
+            run = program(self._code, expression) if callable(program) else program.get(expression)
             dtype = structure(self._name, expression)
             assert dtype.itemsize <= 4096
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from mpikv.compute.cuda import loading
 
 from .emulation import FLAGS, LAUNCH, compiler, doors
 
@@ -102,12 +101,10 @@ class Watch(list["Uses"]):
     """How many blocks of a launch run, from the end; None for all."""
 
 
-def watched(name: str, names: list[str], folder: Path, watch: Watch) -> dict[str, Callable[..., None]]:
-    """Return a dict of some kernels of a file, which run on the host and append what they use."""
-    path, made, library = (folder / f"watched-{name}.{end}" for end in ("cpp", "o", "so"))
-    path.write_text(
-        f"{loading.source(name)}{CALLED}{LAUNCH.replace('static void', 'UNWATCHED static void')}{doors(names)}"
-    )
+def watched(name: str, text: str, names: Sequence[str], folder: Path, watch: Watch) -> dict[str, Callable[..., None]]:
+    """Return a dict of some kernels of a text, which run on the host and append what they use."""
+    path, made, library = (folder / f"watched-{name}-{zlib.crc32(text.encode())}.{end}" for end in ("cpp", "o", "so"))
+    path.write_text(f"{text}{CALLED}{LAUNCH.replace('static void', 'UNWATCHED static void')}{doors(names)}")
     # Structures move as wholes, as a GPU moves them.
     flags = [*FLAGS, "-fno-tree-sra", "-fsanitize=thread", "-fPIC", "-c"]
     subprocess.run([compiler(), *flags, "-o", made, path], check=True)

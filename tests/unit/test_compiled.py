@@ -1,4 +1,4 @@
-"""CapturedStep rules give the bits of the rules in numpy, for all numbers there are."""
+"""Compiled rules give the bits of the rules in numpy, for all numbers there are."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rules import RULES, bits, in_numpy, plain, run, training
+from support.rules import RULES, bits, in_numpy, run, training
 
 import mpikv
 from mpikv import optimizers
 from mpikv.compute.kernels import NumpyKernels
-from mpikv.optimizers.forms import call_of
-from mpikv.testing import KernelsContract, UpdaterContract
+from mpikv.optimizers.recording import rule_of
+from mpikv.testing import KernelsContract
 
 WHY = "numba is not installed: pip install 'mpikv[numba]'"
 numba = pytest.importorskip("numba", reason=WHY)
@@ -31,6 +31,7 @@ def with_the_sum_in_a_loop(optimizer, left, right, weight, state, step):
     compiled.bind_adding(optimizer, weight, state)(left, right, step)
 
 
+@pytest.mark.deadline(120)  # it compiles a loop for each choice of options
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=60)
@@ -39,42 +40,6 @@ def test_same_bits_as_numpy(rule, dtype, data):
     optimizer, arrays, state, updates = data.draw(training(rule, np.dtype(dtype)))
     found = run(data.draw(st.sampled_from([in_a_loop, with_the_sum_in_a_loop])), optimizer, arrays, state, updates)
     assert found == run(in_numpy, optimizer, arrays, state, updates)
-
-
-def test_every_loop_is_tested():
-    assert {name for name, _ in RULES.values()} == set(compiled.rules)
-
-
-class CapturedStep:
-    """An optimizer that updates as a store with compiled kernels has it do."""
-
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-
-    def __getattr__(self, name):
-        return getattr(self._optimizer, name)
-
-    def bind(self, total, value, state):
-        return compiled.bind(self._optimizer, total, value, state)
-
-    def update(self, step, total, value, state):
-        if not self.elementwise:
-            self._optimizer.update(step, total, value, state)
-            return
-        with np.errstate(all="ignore"):
-            self.bind(total, value, state)(step)
-
-
-class TestContract(UpdaterContract):
-    @pytest.fixture(autouse=True, params=[*RULES, "adam-master", "lamb"])
-    def settle(self, request):
-        self.name, self.options = plain(request.param)
-
-    def updater(self):
-        return CapturedStep(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))
-
-    def other(self):
-        return CapturedStep(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
 
 
 class TestKernels(KernelsContract):
@@ -107,14 +72,13 @@ class TestWhatIsCompiled:
         assert is_compiled(optimizers.SGD(), total, value, {})
         assert compiled.bind_adding(optimizers.SGD(), value, {}) is not None
 
-    def test_a_subclass_keeps_its_own_rule(self):
+    def test_a_subclass_with_a_rule_of_its_own(self):
         class Upwards(optimizers.SGD):
             def rule(self, step, block):
                 block.weight += step.rate * block.gradient
 
-        optimizer = Upwards(learning_rate=0.5)
         total, value = np.ones((2, 5))
-        compiled.bind(optimizer, total, value, {})(optimizer.step("key", 1))
+        assert is_compiled(Upwards(learning_rate=0.5), total, value, {})
         np.testing.assert_array_equal(value, np.full(5, 1.5))
 
     def test_half_precision_is_left_to_numpy(self):
@@ -163,14 +127,12 @@ def test_options_may_change_at_any_time():
 
 
 def signatures(optimizer, dtype):
-    form, _ = call_of(optimizer, optimizer.step("key", 1))
-    return compiled._compiled(compiled.LOOPS[form], np.dtype(dtype), False).signatures
+    return compiled.loop_of(rule_of(optimizer), np.dtype(dtype), False).signatures
 
 
 def start_anew(monkeypatch):
     """Forget, until the test ends, what was compiled in this process."""
-    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
-    monkeypatch.setattr(compiled, "compile_cached", compiled.compile_cached.__wrapped__)
+    monkeypatch.setattr(compiled, "loop_of", cache(compiled.loop_of.__wrapped__))
 
 
 def test_a_push_finds_everything_compiled(monkeypatch):

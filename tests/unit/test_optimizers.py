@@ -16,7 +16,7 @@ import pytest
 from mpikv import optimizers
 from mpikv.errors import ConfigError, Unsupported
 from mpikv.optimizers import Optimizer, create
-from mpikv.optimizers.forms import call_of
+from mpikv.optimizers.recording import call_of
 from mpikv.schedules import Cosine, Factor
 from mpikv.testing.updater import UpdaterContract
 
@@ -427,7 +427,7 @@ class TestOptions:
         assert optimizer.rescale == 0.5
         optimizer.sums_over(4)
         assert optimizer.rescale == 0.125
-        assert call_of(optimizer, optimizer.step("a", 1))[1][0] == 0.125  # what compiled code is given
+        assert call_of(optimizer, optimizer.step("a", 1))[1][1] == 0.125  # what compiled code is given
         with optimizer.having(rescale_grad=2.0):
             assert optimizer.rescale == 0.5
         assert optimizer.rescale == 0.125

@@ -6,30 +6,30 @@ it once. The bits are those of the rules in numpy; only sign and payload of a Na
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy as copy_of
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
+from textwrap import indent
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ...arrays.arrays import accumulator
-from ...errors import TransportError, Unsupported
-from ...optimizers.forms import FORMS, call_of
+from ...errors import Unsupported
 from ...optimizers.optimizer import Optimizer, Step
+from ...optimizers.recording import Rule, call_of, is_recordable, rule_of
 from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaCodec, has_code
 from .copies import copy, prepare
-from .loading import Kernel, address_of, kernel, pointer, zeros
+from .loading import Kernel, address_of, kernel, pointer
 from .steps import NUMBERS, Row, Table, rows_of
 
-__all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
+__all__ = ["MANY", "ONE", "CudaKernels", "print_rule", "update_of"]
 
-STATES = 3
+STATES = 8
 
 
 class Room(NamedTuple):
@@ -67,30 +67,24 @@ PART, THREADS = 1 << 12, 256
 
 
 class CudaKernels:
-    """CUDA kernels for the optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB. They take float32,
-    float64, float16 and bfloat16; the last two are computed in float32, with or without a master.
+    """CUDA kernels for all element-wise optimizers, and LARS and LAMB. They take float32, float64, float16 and
+    bfloat16; the last two are computed in float32, with or without a master.
 
-    Arrays are CuPy's, contiguous. Other updaters, and a user's optimizers, run as they are: they receive CuPy's arrays,
-    and numpy's functions call CuPy on these.
+    Arrays are CuPy's, contiguous. Other updaters, and a user's optimizers of whole values, run as they are: they
+    receive CuPy's arrays, and numpy's functions call CuPy on these.
 
     The GPU of the arrays must be the current one when an update is bound, and when it runs.
     """
-
-    rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
 
     def __init__(self, present: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """``present`` returns a context that makes the kernels' GPU the thread's current one."""
         self._present = present
 
-    def has_rule(self, updater: Updater) -> bool:
-        return type(updater) in FORMS or type(updater) in layerwise.KINDS
-
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile or load the kernels for the updater's current options and values of this dtype. Try a rule in Python
-        with one element. Local.
+        """Compile or load the kernels for the updater's current options and values of this dtype. Local.
 
         Raises:
-            Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
+            Unsupported: the optimizer cannot update values of this dtype, or its rule cannot be compiled.
             TransportUnavailable: the kernels cannot be compiled here.
         """
         with self._present():
@@ -101,12 +95,8 @@ class CudaKernels:
                 updater.slots(dtype)
                 if type(updater) in layerwise.KINDS:
                     layerwise.prepare(updater, dtype)
-                elif self.has_rule(updater):
-                    form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
-                    for room in (ONE, MANY):
-                        _kernel_of(form, dtype.name, room)
-                else:
-                    _check_runs(updater, dtype)
+                elif is_recordable(updater):
+                    _prepare(rule_of(updater), dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return a function that launches one update of these arrays; it keeps them alive.
@@ -116,11 +106,11 @@ class CudaKernels:
         """
         if updater.assigns:
             return _assignment(total, value)
-        if not isinstance(updater, Optimizer) or not self.has_rule(updater):
-            return updater.bind(total, value, state)
-        if type(updater) in layerwise.KINDS:
+        if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
+        if not is_recordable(updater):
+            return updater.bind(total, value, state)
         several = _Updates(updater, total, value, state, (value.size,), ONE)
         return lambda step: several((step,))
 
@@ -132,7 +122,7 @@ class CudaKernels:
 
         Raises: as :meth:`bind`.
         """
-        if isinstance(updater, Optimizer) and self.has_rule(updater):
+        if is_recordable(updater):
             return _Updates(updater, total, value, state, ends, MANY)
         parts = [slice(low, high) for low, high in pairwise((0, *ends))]
         updates = [
@@ -158,8 +148,7 @@ class CudaKernels:
         with self._present():
             table = Table(updater, memory, count)
             for dtype in dtypes:
-                for room in (ONE, MANY):
-                    _kernel_of(table.form, dtype.name, room)
+                _prepare(table.rule, dtype)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -171,31 +160,6 @@ class CudaKernels:
         """
         with self._present():
             return CudaCodec(codec) if has_code(codec) else codec
-
-
-_ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()
-"""For a user's optimizers, the dtypes that they have updated on a GPU."""
-
-
-def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
-    """Raise if an optimizer's own rule cannot update arrays of a GPU: in a push the error would come too late. A copy
-    of the optimizer runs once, since a rule may count its calls.
-    """
-    ran = _ran.setdefault(optimizer, set())
-    if dtype in ran or type(optimizer).step is not Optimizer.step or not optimizer.elementwise:
-        return  # such rules may depend on keys or shapes, so one element proves nothing
-    slots, wide = optimizer.slots(dtype), accumulator(dtype)
-    state = {name: zeros(1, each) for name, each in slots.items()}
-    try:
-        copy_of(optimizer).bind(zeros(1, wide), zeros(1, dtype), state)(Step(1.0, 0.0, optimizer.correction(1)))
-    except (MemoryError, TransportError):
-        raise
-    except Exception as error:
-        raise Unsupported(
-            f"{type(optimizer).__name__} cannot update arrays of a GPU ({type(error).__name__}: {error}); use "
-            "functions of numpy that CuPy has, too, on arrays that all lie on the GPU, or a store on the host"
-        ) from error
-    ran.add(dtype)
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
@@ -245,31 +209,30 @@ class _Updates:
         low = 0
         while low < len(steps):
             some = steps[low : low + self._room.ranges]
-            form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            rule, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
             # A step of all ranges uses the same cut each time: rewrite the argument only if it differs.
             if self._cut != (low, low + count):
                 self._take(low, low + count)
             if self._blocks:
-                _kernel_of(form, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
+                _kernel_of(rule, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
             low += count
 
-    def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
-        """Use rows of a table for the ranges. Return the form, and the number of ranges."""
+    def _point(self, steps: Sequence[Any]) -> tuple[Rule, int]:
+        """Use rows of a table for the ranges. Return the rule, and the number of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
-        return steps[0].form, len(steps)
+        return steps[0].rule, len(steps)
 
-    def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
-        """Use these steps for the ranges, as many as fit into the rows. Return the form, and the number of ranges."""
+    def _write(self, steps: Sequence[Any]) -> tuple[Rule, int]:
+        """Use these steps for the ranges, as many as fit into the rows. Return the rule, and the number of ranges."""
         rows, different = rows_of(steps, self._room.rows)
-        form = ""
         for row, step in enumerate(different):
             # Options may have changed since the last call.
-            form, numbers = call_of(self._optimizer, step)
+            rule, numbers = call_of(self._optimizer, step)
             self._numbers[row, : len(numbers)] = numbers
         self._given["table"] = 0
         self._rows[: len(rows)] = rows
-        return form, len(rows)
+        return rule, len(rows)
 
     def _take(self, low: int, high: int) -> None:
         """Choose the ranges of the next launch."""
@@ -279,5 +242,30 @@ class _Updates:
         self._cut, self._blocks = (low, high), -(-(end - begin) // PART)
 
 
-def _kernel_of(form: str, dtype: str, room: Room) -> Kernel:
-    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {room.name}>")
+def _prepare(rule: Rule, dtype: np.dtype[Any]) -> None:
+    """Compile or load the kernels for values of a dtype."""
+    if rule.numbers >= NUMBERS or len(rule.states) > STATES:
+        most = f"more than {NUMBERS - 1} different numbers or {STATES} states: compute some in correction()"
+        raise Unsupported(f"{rule.name} cannot be compiled for a GPU: it has {most}, or use a store on the host")
+    for room in (ONE, MANY):
+        _kernel_of(rule, dtype.name, room)
+
+
+def _kernel_of(rule: Rule, dtype: str, room: Room) -> Kernel:
+    return kernel("rules.cu", f"update<{rule.name}, {dtype}_kind, {room.name}>", print_rule(rule))
+
+
+@cache
+def print_rule(rule: Rule) -> str:
+    """Return a rule as a C++ type, of which rules.cu makes a kernel."""
+    lines = [f"T& state{place} = state[{place}];" for place in range(len(rule.states))]
+    lines += [f"T {name} = 0;" for name in sorted(set(re.findall(r"(?:spare|new)\d+", rule.code)))]
+    return f"""\
+template <class T> struct {rule.name} {{
+    enum {{ states = {len(rule.states)} }};
+    static INNER T update(T weight, T gradient, T*{" state" * bool(rule.states)}, int bits, const T* n) {{
+{indent(chr(10).join((*lines, rule.code)), "        ")}
+        return weight;
+    }}
+}};
+"""

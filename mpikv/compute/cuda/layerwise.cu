@@ -59,7 +59,9 @@ template <class Kind> struct Layer {
         for (int k = 0; k < GROUP; k++) weight.number[k] = Kind::widen(stored.number[k]);
         return weight;
     }
-    INNER T descent(T gradient, T weight) const { return decayed(clipped(gradient * scale, bound), weight, wd, decays); }
+    INNER T gradient_of(T total) const { return clipped(total * scale, -bound, bound); }
+    // Adding zero would make NaN of a weight that is inf.
+    INNER T decayed(T gradient, T weight) const { return decays ? gradient + weight * wd : gradient; }
     INNER void change(const Group<T>& weight, const Places& places) const {
         if (master) write(weight, master, places);
         Group<Stored> stored;
@@ -104,10 +106,10 @@ template <class Kind> __global__ void lamb_norms(const GRID_CONSTANT Layers give
         Group<T> totals = read(layer.total, places), means = read(layer.first, places);
         Group<T> variances = read(layer.second, places);
         for (int k = 0; k < GROUP; k++) {
-            const T weight = weights.number[k], gradient = clipped(totals.number[k] * layer.scale, layer.bound);
-            const T mean = averaged(means.number[k], gradient, kept, taken);
-            const T variance = averaged(variances.number[k], gradient * gradient, kept_squares, taken_squares);
-            const T direction = decayed(mean / (root(variance) + epsilon) * factor, weight, layer.wd, layer.decays);
+            const T weight = weights.number[k], gradient = layer.gradient_of(totals.number[k]);
+            const T mean = means.number[k] * kept + gradient * taken;
+            const T variance = variances.number[k] * kept_squares + gradient * gradient * taken_squares;
+            const T direction = layer.decayed(mean / (root(variance) + epsilon) * factor, weight);
             means.number[k] = mean;
             variances.number[k] = variance;
             totals.number[k] = direction;
@@ -186,7 +188,7 @@ template <class Kind> __global__ void lars_descent(const GRID_CONSTANT Layers gi
         const Group<T> total = read(layer.total, places);
         if (layer.first) velocity = read(layer.first, places);
         for (int k = 0; k < GROUP; k++) {
-            const T change = layer.descent(total.number[k], weight.number[k]) * rate;
+            const T change = layer.decayed(layer.gradient_of(total.number[k]), weight.number[k]) * rate;
             if (layer.first) {
                 velocity.number[k] = velocity.number[k] * momentum - change;
                 weight.number[k] = weight.number[k] + velocity.number[k];

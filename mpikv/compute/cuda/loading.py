@@ -27,15 +27,16 @@ HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h",)}
 """Headers put before a source, besides ``numbers.h``."""
 
 
-def source(name: str) -> str:
-    """Return the text to compile for a source of this package, with its headers."""
+def source(name: str, rule: str = "") -> str:
+    """Return the text to compile for a source of this package, with its headers and the rule that it runs."""
     folder = Path(__file__).parent
-    return "".join((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
+    *headers, own = ((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
+    return "".join((*headers, rule, own))
 
 
-def kernel(name: str, expression: str) -> Kernel:
+def kernel(name: str, expression: str, rule: str = "") -> Kernel:
     """Return a kernel of a source by its C++ name, such as ``cast<int32_kind, float32_kind>``, ready to run on the
-    current GPU. Local.
+    current GPU. ``rule``: as for :func:`source`. Local.
 
     Raises:
         TransportUnavailable: CuPy, its compiler or a GPU is missing.
@@ -43,7 +44,7 @@ def kernel(name: str, expression: str) -> Kernel:
     try:
         import cupy
 
-        return loaded(name, expression, cupy.cuda.runtime.getDevice())
+        return loaded(name, expression, rule, cupy.cuda.runtime.getDevice())
     except Exception as error:
         # NVRTC may be missing, of another version, or too new for the GPU: CuPy has an exception class for each.
         raise TransportUnavailable(
@@ -53,11 +54,11 @@ def kernel(name: str, expression: str) -> Kernel:
 
 
 @cache
-def loaded(name: str, expression: str, ordinal: int) -> Kernel:
+def loaded(name: str, expression: str, rule: str, ordinal: int) -> Kernel:
     """Return the kernel on a GPU; this GPU must be the current one."""
     import cupy
 
-    image = image_of(cupy, source(name), OPTIONS, expression)
+    image = image_of(cupy, source(name, rule), OPTIONS, expression)
     module = cupy.cuda.function.Module()
     module.load(image.code)
     # A function keeps its module.

@@ -229,15 +229,19 @@ template <class Visit> INNER void each_group(int count, bool aligned, const Visi
     }
 }
 
-// --- Parts of rules
+// --- Parts of rules, by the names in records (mpikv/optimizers/recording.py). A NaN stays.
 
-template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero
-    return number < -bound ? -bound : number > bound ? bound : number;
+template <class T> INNER T clipped(T number, T low, T high) {  // of two equal zeros the number
+    const T raised = number < low || low != low ? low : number;
+    return raised > high || high != high ? high : raised;
 }
 
-template <class T> INNER T decayed(T gradient, T weight, T wd, bool decays) {
-    // Adding zero would make NaN of a weight that is inf.
-    return decays ? gradient + weight * wd : gradient;
+template <class T> INNER T larger(T left, T right) {  // of two equal zeros the right one
+    return left <= right || right != right ? right : left;
 }
 
-template <class T> INNER T averaged(T mean, T sample, T kept, T taken) { return mean * kept + sample * taken; }
+template <class T> INNER T smaller(T left, T right) { return left >= right || right != right ? right : left; }
+
+template <class T> INNER T sign_of(T number) {  // which makes zero positive
+    return number > 0 ? (T)1 : number < 0 ? (T)-1 : number == 0 ? (T)0 : number;
+}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...optimizers.forms import call_of
 from ...optimizers.optimizer import Optimizer, Step
+from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Memory
 from .loading import kernel, pointer
 
@@ -52,7 +52,7 @@ def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
 class Row(NamedTuple):
     """A step whose numbers an update reads when it runs."""
 
-    form: str
+    rule: Rule
     table: int
     """Address of the table's first row."""
     row: int
@@ -63,16 +63,16 @@ class Table:
 
     def __init__(self, optimizer: Optimizer, memory: Memory, count: int) -> None:
         self._optimizer, self._memory = optimizer, memory.zeros(count * _WIDTH)
-        self.form = call_of(optimizer, optimizer.step("", 1))[0]
+        self.rule = rule_of(optimizer)
         self._address = pointer(self._memory)
-        self.rows: Sequence[Any] = [Row(self.form, self._address, row) for row in range(count)]
+        self.rows: Sequence[Any] = [Row(self.rule, self._address, row) for row in range(count)]
         # Rows of keys, and their numbers, for each launch of the last write: equal ones need no launch.
         self._last_written: list[tuple[list[int], list[tuple[float, ...]]]] = []
         self._arguments = np.zeros(1, WRITTEN)
         kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:
-        return call_of(self._optimizer, step)[0] == self.form
+        return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:
         batches, low = [], 0

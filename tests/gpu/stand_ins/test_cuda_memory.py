@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.emulation import OnDevice, cupy_on_host
+from support.emulation import OnDevice, cupy_on_host, on_demand
 from support.watching import Watch, watched
 
 from mpikv import codecs, optimizers
@@ -28,10 +28,6 @@ RULES = {
 CODES = {"2bit": "two_bits", "1bit": "one_bit", "fp16": "float16_code", "bf16": "bfloat16_code"}
 CASTS = [("float32", "float16"), ("float16", "float32"), ("float64", "int8"), ("complex64", "complex128")]
 NAMES = {
-    "rules.cu": [
-        *(f"update<{rule}_rule, float32_kind, {count}>" for rule in RULES for count in ("one", "many")),
-        *(f"update<adam_rule, {dtype}_kind, one>" for dtype in ("float16", "bfloat16", "float64")),
-    ],
     "copies.cu": [
         "copy_bytes",
         *(f"cast<{source}_kind, {target}_kind>" for source, target in CASTS),
@@ -69,7 +65,8 @@ pytestmark = pytest.mark.deadline(120)
 def uses(tmp_path_factory):
     """Launches run on the host; they are listed, and what they use."""
     folder, uses = tmp_path_factory.mktemp("watched"), Watch()
-    programs = {name: watched(name, names, folder, uses) for name, names in NAMES.items()}
+    programs = {name: watched(name, loading.source(name), names, folder, uses) for name, names in NAMES.items()}
+    programs["rules.cu"] = on_demand(lambda text, names: watched("rules.cu", text, names, folder, uses))
     with pytest.MonkeyPatch.context() as patch:
         loading.loaded.cache_clear()
         patch.delitem(sys.modules, "cupyx", raising=False)

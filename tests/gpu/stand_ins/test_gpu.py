@@ -551,7 +551,7 @@ def test_kernels_are_compiled_for_its_gpu(gpu, cupy, monkeypatch):
     """When they are prepared, though the thread's present GPU is another one. Each GPU has its own."""
     noted = []
 
-    def kernel(name: str, expression: str) -> Callable[..., None]:
+    def kernel(name: str, expression: str, rule: str = "") -> Callable[..., None]:
         noted.append((expression.partition("<")[0], cupy.present))
         return lambda *launch: None
 

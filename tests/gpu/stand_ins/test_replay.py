@@ -391,7 +391,7 @@ def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
         for kv in (both.here, both.there):
             kv.set_learning_rate(1 / number)
             kv.optimizer.rescale_grad = 0.5**number
-            kv.optimizer.clip_gradient = None if number % 3 else 0.25
+            kv.optimizer.clip_gradient = 0.5 if number % 3 else 0.25
             kv.optimizer.wd = 0.125 * (number % 2)
         both.step(step)
     assert step.captured

@@ -1,0 +1,279 @@
+"""Records an optimizer's rule as the operations on one element, in numpy's order. Compiled kernels are printed from it.
+
+``prepare`` and ``rule`` run on arrays and numbers that have names only; what they ask of numpy is the record. So a rule
+has one definition. Compiled code rounds numbers to the arrays' dtype before it uses them, as numpy does.
+
+Where a rule asks about its options, the record holds for optimizers with the same answers. Where it asks about a number
+of the step, it runs both ways, and the record has both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from textwrap import indent
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from ..errors import Unsupported
+from .optimizer import Block, Optimizer, Step
+
+__all__ = ["Rule", "call_of", "is_recordable", "rule_of"]
+
+OPERATIONS: dict[Any, str] = {np.add: "{} + {}", np.subtract: "{} - {}", np.multiply: "{} * {}", np.divide: "{} / {}"}
+"""The operations that have the same bits in numpy, in numba's loops and on GPUs."""
+OPERATIONS |= {np.negative: "-{}", np.square: "{0} * {0}", np.sqrt: "root({})", np.absolute: "magnitude_of({})"}
+OPERATIONS |= {np.sign: "sign_of({})", np.maximum: "larger({}, {})", np.minimum: "smaller({}, {})"}
+OPERATIONS |= {np.clip: "clipped({}, {}, {})"}
+
+_QUESTIONS = 4
+"""The most questions about a step on one way through a rule."""
+_NAMES = {"inf": math.inf, "nan": math.nan}
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """The record of a rule; equal records are one object."""
+
+    name: str
+    states: tuple[str, ...]
+    code: str
+    """C++ statements. They assign to ``weight``, ``gradient``, ``state0`` …, ``spare0`` … and ``new0`` …"""
+    numbers: int
+    """How many numbers the code takes from a call, as ``n[0]`` …; ``bits`` are the answers about the step."""
+
+
+_rules: dict[str, Rule] = {}
+_records: defaultdict[type[Optimizer], list[tuple[Rule, Any]]] = defaultdict(list)
+"""For each class its rules, and functions that return the answers about a step, as bits, and the numbers of a call.
+These return None for an optimizer whose options ask for another record.
+"""
+
+
+def is_recordable(updater: object) -> TypeGuard[Optimizer]:
+    """Return whether an updater is an optimizer that does nothing but its rule, element by element."""
+    kind: Any = type(updater)
+    own = isinstance(updater, Optimizer) and (kind.update, kind.bind) != (Optimizer.update, Optimizer.bind)
+    return isinstance(updater, Optimizer) and updater.elementwise and not own
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """Return the rule for the optimizer's present options. Raises as :func:`call_of`."""
+    return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))))[0]
+
+
+def call_of(optimizer: Optimizer, step: Step) -> tuple[Rule, tuple[float, ...]]:
+    """Return the rule for the optimizer's present options, and for the step the bits and the numbers.
+
+    Raises:
+        Unsupported: the rule cannot be recorded.
+    """
+    known = _records[type(optimizer)]
+    for rule, call in known:
+        found = call(optimizer, step)
+        if found is not None:
+            return rule, found
+    known.insert(0, _record(optimizer, len(step.correction)))
+    return call_of(optimizer, step)
+
+
+def _record(optimizer: Optimizer, corrections: int) -> tuple[Rule, Any]:
+    recorder = _Recorder(optimizer, corrections)
+    try:
+        code, _ = recorder.follow({}, 0)
+        again, call = recorder.follow({}, 0)
+        if code != again:
+            raise _Refusal("it does something else when it runs again")
+    except Exception as error:
+        why = str(error) if isinstance(error, _Refusal) else f"{type(error).__name__}: {error}"
+        raise Unsupported(
+            f"the rule of {type(optimizer).__name__} cannot be compiled: {why}; write it with copyto, "
+            f"{', '.join(each.__name__ for each in OPERATIONS)} of numpy on whole arrays of its block, compute numbers "
+            "with operators or in correction(), or use a store on the host with kernels='numpy'"
+        ) from error
+    name = re.sub(r"\W", "_", f"{type(optimizer).__name__.lower()}_rule", flags=re.ASCII)
+    rule = Rule(name, recorder.states, "\n".join(code), len(recorder.numbers))
+    # The text is of attributes, numbers and operators only.
+    call = eval(f"lambda o, s: {call} if {' and '.join(recorder.guards)} else None", _NAMES)
+    return _rules.setdefault(repr(rule), rule), call
+
+
+class _Refusal(Exception):
+    """Says what in a rule cannot be recorded."""
+
+
+class _Question(BaseException):
+    """A rule asks about the step. No ``except Exception`` of a rule may catch it."""
+
+
+class _Recorder:
+    """Runs an optimizer's rule along all of its ways."""
+
+    def __init__(self, optimizer: Optimizer, corrections: int) -> None:
+        self._optimizer, self._corrections = optimizer, corrections
+        self.guards = {f"len(s.correction) == {corrections}": None}
+        self.numbers, self._bits = dict[str, int](), dict[str, int]()
+
+    def follow(self, answers: Mapping[str, bool], begin: int) -> tuple[tuple[str, ...], str]:
+        """Return the statements from one on, and an expression for the call. It must not compute numbers of other ways:
+        zeros stand for these.
+        """
+        self._answers, self._lines, self._used = answers, list[str](), set[str]()
+        try:
+            self._run()
+        except _Question as asked:
+            (question,) = asked.args
+        else:
+            bits = sum(answer << self._bits[each] for each, answer in answers.items())
+            numbers = "".join(f"{each if each in self._used else 0.0}, " for each in self.numbers)
+            return tuple(self._lines[begin:]), f"({bits}, {numbers})"
+        if len(answers) == _QUESTIONS:
+            raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {question}")
+        lines, bit = tuple(self._lines), 1 << self._bits.setdefault(question, len(self._bits))
+        (yes, first), (no, second) = (self.follow({**answers, question: each}, len(lines)) for each in (True, False))
+        # Most ways meet again, as where only a weight decay is added.
+        same = len([*takewhile(lambda ends: ends[0] == ends[1], zip(reversed(yes), reversed(no), strict=False))])
+        parts = ((test, part[: len(part) - same]) for test, part in ((f"bits & {bit}", yes), (f"~bits & {bit}", no)))
+        ways = (f"if ({test}) {{\n{indent(chr(10).join(part), '    ')}\n}}" for test, part in parts if part)
+        return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
+
+    def _run(self) -> None:
+        options = vars(self._optimizer)
+
+        def get(trial: Any, name: str) -> Any:
+            value = object.__getattribute__(trial, name)
+            return self._option(name, value) if name in options else value
+
+        def refuse(trial: Any, name: str, value: Any) -> None:
+            raise _Refusal(f"it sets {name}")
+
+        kind: Any = type(self._optimizer)
+        trial: Any = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": refuse}))
+        object.__getattribute__(trial, "__dict__").update(options)
+        self.states = trial.states
+        array: Any = partial(_Array, self)  # in the places of numpy's arrays, and numbers in those of Python's
+        number: Any = partial(_Number, self)
+        states = [array(f"state{place}") for place in range(len(self.states))]
+        spares = [array(f"spare{place}") for place in range(trial.spares)]
+        self._written = {"weight", "gradient", *(each.text for each in states)}
+        correction = tuple(number(f"s.correction[{place}]") for place in range(self._corrections))
+        step = Step(number("s.rate"), number("s.wd"), correction)
+        block = Block(array("gradient"), array("weight"), states, spares, None, False)
+        trial.prepare(step, block)
+        trial.rule(step, block)
+
+    def _option(self, name: str, value: Any) -> Any:
+        """Return what a rule reads as an option."""
+        if type(value) in (int, float):
+            self.guards[f"o.{name} is not None"] = None
+            return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
+        if type(value) not in (bool, str, tuple, type(None)):
+            raise _Refusal(f"it reads {name}, which is a {type(value).__name__}")
+        self.guards[f"o.{name} == {value!r}"] = None
+        return value
+
+    def answer(self, text: str) -> bool:
+        """Return whether a number is true."""
+        # The factor of the sum changes with batches and ranks: it counts as a number of the step.
+        if re.search(r"\bs\.|\bo\.rescale\b", text):
+            if text not in self._answers:
+                raise _Question(text)
+            return self._answers[text]
+        answer = bool(eval(text, _NAMES, {"o": self._optimizer}))
+        self.guards[text if answer else f"not {text}"] = None
+        return answer
+
+    def operate(self, operation: Any, inputs: Any, out: Any = None, **options: Any) -> _Array:
+        """Add the operation to the record. Return the array of its result."""
+        arrays = [type(each) is _Array for each in inputs]
+        if operation not in OPERATIONS or options or not any(arrays):
+            raise _Refusal(f"it uses {operation.__name__}{''.join(f' with {name}=' for name in options)}")
+        if operation is np.clip and any(arrays[1:]):
+            raise _Refusal("it clips by arrays")  # numpy then treats zeros at a bound in another way
+        return self.assign(out, OPERATIONS[operation].format(*map(self.operand, inputs)))
+
+    def assign(self, target: Any, text: str) -> _Array:
+        target = _Array(self, f"new{len(self._lines)}") if target is None else target
+        if not isinstance(target, _Array):
+            raise _Refusal("it writes to an array that is not of its block")
+        self._lines.append(f"{target.text} = {text};")
+        self._written.add(target.text)
+        return target
+
+    def operand(self, operand: Any) -> str:
+        if isinstance(operand, _Array):
+            if operand.text not in self._written:
+                raise _Refusal(f"it reads {operand.text} before it writes it")
+            return operand.text
+        if not isinstance(operand, _Number) and type(operand) not in (int, float):
+            raise _Refusal(f"it computes with a {type(operand).__name__}")
+        text = operand.text if isinstance(operand, _Number) else repr(float(operand))
+        number = text.removeprefix("-")  # a number and its opposite are one number of the call
+        self._used.add(number)
+        place = self.numbers.setdefault(number, len(self.numbers))
+        return f"n[{place}]" if number == text else f"(-n[{place}])"
+
+
+class _Symbol:
+    """An array or a number while a rule is recorded; numpy's functions report here."""
+
+    def __init__(self, recorder: _Recorder, text: str) -> None:
+        self.recorder, self.text = recorder, text
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (None,), **options: Any) -> Any:
+        if method != "__call__":
+            raise _Refusal(f"it uses {ufunc.__name__}.{method}")
+        return self.recorder.operate(ufunc, inputs, out[0], **options)
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        if function is np.copyto and len(arguments) == 2 and not options:
+            return self.recorder.assign(arguments[0], self.recorder.operand(arguments[1]))
+        return self.recorder.operate(function, arguments, **options)
+
+
+class _Array(_Symbol, NDArrayOperatorsMixin):
+    """An array of a block."""
+
+    def __pow__(self, exponent: Any) -> Any:
+        operation, *more = (np.square,) if exponent == 2 else (np.power, exponent)
+        return self.recorder.operate(operation, (self, *more))
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        if place not in (..., slice(None)):
+            raise _Refusal(f"it writes to a part of {self.text}")
+        self.recorder.assign(self, self.recorder.operand(value))
+
+    def __bool__(self) -> bool:
+        raise _Refusal(f"it asks about elements of {self.text}")
+
+
+class _Number(_Symbol):
+    """A number of the optimizer, of the step, or computed of those."""
+
+    def __bool__(self) -> bool:
+        return self.recorder.answer(self.text)
+
+    def __neg__(self) -> Any:
+        return _Number(self.recorder, f"-{self.text}")
+
+    def compute(self, symbol: str, other: Any, turned: bool = False) -> Any:
+        if type(other) not in (int, float, _Number):
+            return NotImplemented
+        left, right = self.text, other.text if isinstance(other, _Number) else repr(other)
+        return _Number(
+            self.recorder, "(({}) {} ({}))".format(*((right, symbol, left) if turned else (left, symbol, right)))
+        )
+
+
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
+_OPERATORS |= {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+for _name, _symbol in _OPERATORS.items():
+    setattr(_Number, f"__{_name}__", lambda own, other, symbol=_symbol: own.compute(symbol, other))
+    setattr(_Number, f"__r{_name}__", lambda own, other, symbol=_symbol: own.compute(symbol, other, True))
