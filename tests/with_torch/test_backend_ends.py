@@ -42,7 +42,8 @@ dist.destroy_process_group()
     [
         (
             "if rank == 1: time.sleep(6)",
-            r"rank 0: Stalled: .*waited 3.* s for ranks \[1\].*program\.py:\d+[\s\S]*rank 0 again: S",
+            r"rank 0: Stalled: all_reduce: waited 3\.\d s for ranks \[1\], in call #2 all_reduce\(sum, float32\[2\]\): "
+            r"rank 1 began call #1 .*program\.py:\d+[\s\S]*rank 0 again: Stalled",
         ),
         ("if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
         ("if rank == 1: sys.exit()", "rank 0: RankMismatch: .*rank 1 has reached the end of its program"),

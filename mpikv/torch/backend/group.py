@@ -80,7 +80,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         super().__init__(self._rank, self._size)
         self._name, self._timeout = given.group_id, given.timeout
         ranks = list(given.global_ranks_in_group)
-        self._label = f"ranks {ranks}: " if ranks else ""
+        self._label = (f"ranks {ranks}",) if ranks else ()
         seconds = given.timeout.total_seconds()
         meeting = self._meeting = open_group(given.store, self._rank, self._size, seconds, given.group_id)
         self._communicator = Communicator(meeting.transport, meeting.agreement)
@@ -103,9 +103,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         mistake: Exception | None = None
         try:
             compared, run, result, message = plan(self, *operands, options)
-            call = _describe_call(verb, self._label, compared)
+            call = _describe_call(verb, *self._label, *compared)
         except Exception as error:
-            result, call, mistake = None, Call(verb, 0, self._label), error
+            result, call, mistake = None, Call(verb, 0, *self._label), error
         timeout = getattr(options, "timeout", None)
         # PyTorch's options say "no timeout of my own" by one below 0.
         seconds = (timeout if timeout and timeout > timedelta(0) else self._timeout).total_seconds()
@@ -349,7 +349,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
         self._check_open(verb)
         check_movable(tensors)
-        text = f"{verb}({self._label}{describe(tensors[0])} {way}, tag {tag})"
+        text = f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
         work = Work(text, tensors, self._queue.check_progress, self._queue.saw)
         work.help = partial(self._meeting.mailbox.help, work.is_completed)
         return work
@@ -442,10 +442,11 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 
 @lru_cache(maxsize=4096)
-def _describe_call(verb: str, label: str, compared: tuple[Any, ...]) -> Call:
+def _describe_call(verb: str, *facts: object) -> Call:
     """Return a call for ranks to compare."""
-    text = label + ", ".join(map(str, compared))
-    return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: [str(fact) for fact in compared])
+    texts = list(map(str, facts))
+    text = ", ".join(texts)
+    return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: texts)
 
 
 def _open_groups() -> list[MpikvProcessGroup]:
