@@ -23,6 +23,7 @@ SUITES = {
     "sets": ("resnet50", "bert-base", "many"),
     "files": ("large-file", "many-file"),
     "torch": ("resnet18", "bert-small", "muon"),
+    "c10d": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
 }
 GROUPS = tuple(name for suite in SUITES.values() for name in suite)
 GPU_SUITES = {"latency": ("sizes", "kernels"), "sets": ("resnet50", "bert-base", "small", "many")}
@@ -35,7 +36,8 @@ every result; print the ratios first. All cases are timed in turns within one ru
 most differences: compare ratios, and times within one run only."""
 
 EPILOG = """\
-what is measured (--suite latency is the first three, sets the next three, files the next two, torch the last three):
+what is measured (--suite latency is the first three, sets the next three, files the next two, torch the next three,
+c10d the last four):
   push-pull  a single key of 64 B and a list of 100, SGD-momentum, beside Comm.Allreduce and an update per key
   allreduce  the sum of one array of 64 MB, beside one Comm.Allreduce
   sizes      push, pull, both in turns, and pushpull of 64 B to 64 MB without an updater, beside Comm.Allreduce
@@ -49,9 +51,12 @@ memory of each rank.
              returns, beside a copy in memory of what a rank owns; load, beside plain reads
   many-file  the same of 10,000 arrays of 1 to 100 floats
 Files are in the folder for temporary files (TMPDIR), and are read from the page cache.
-  resnet18   a training step of a ResNet-18 in PyTorch (45 MB): alone, with mpikv.torch, and with DDP over gloo
+  resnet18   a training step of a ResNet-18 in PyTorch (45 MB): alone, with mpikv.torch, and with DDP over mpikv's
+             backend and over gloo
   bert-small the same of a transformer with six layers (90 MB)
   muon       an update by PyTorch's Muon: of all matrices, and shared out among ranks
+  all-reduce, all-gather, reduce-scatter, broadcast
+             calls of torch.distributed on 64 B to 64 MB of float32 and bfloat16, over mpikv's backend and over gloo
 One thread computes on each rank. What mpikv.torch adds to a step is compared with what DDP adds.
 
 On GPUs (--device gpu), one rank for each, arrays stay there, and times are those of the GPU's clock, with the host's

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from .c10d import collectives
 from .cases import Group
 from .files import one_file
 from .options import SUITES, Options
@@ -30,6 +31,8 @@ def groups(comm: Any, options: Options) -> Iterator[Group]:
             yield one_file(comm, options, name)
         elif name in SUITES["torch"]:
             yield training_steps(comm, options, name)
+        elif name in SUITES["c10d"]:
+            yield from collectives(comm, options, name)
         else:
             for optimizer in options.optimizers:
                 yield whole_set(comm, options, name, RULES[optimizer])

@@ -19,7 +19,7 @@ from ...protocols import Array
 from .gpus import RankGpu
 from .rules import Rule
 
-__all__ = ["TorchBuckets", "connect_torch", "gloo_problem", "torch_problem"]
+__all__ = ["TorchBuckets", "close_group", "gloo_problem", "open_group", "torch_problem"]
 
 # DDP's defaults, in bytes: a small bucket first, so that the first exchange begins early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
@@ -84,6 +84,25 @@ def connect_torch(comm: Any, library: str) -> Any:
         library, store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
     )
     return distributed
+
+
+_open: list[Any] = []
+
+
+def open_group(comm: Any, library: str) -> Any:
+    """Return a process group of PyTorch by one of its libraries, beside others that are open. Collective."""
+    import_module("mpikv.torch_backend").register()
+    if not _open:
+        connect_torch(comm, "gloo")
+    _open.append(import_module("torch.distributed").new_group(backend=library))
+    return _open[-1]
+
+
+def close_group(group: Any) -> None:
+    """Close a process group of :func:`open_group`. Collective."""
+    _open.remove(group)
+    distributed = import_module("torch.distributed")
+    distributed.destroy_process_group(*([group] if _open else []))
 
 
 class TorchBuckets:

@@ -16,7 +16,7 @@ from ...protocols import Array
 from .cases import Comparison, Factory, Group, Skipped, unless
 from .keysets import KeySet
 from .options import Options
-from .torch_peer import connect_torch, gloo_problem
+from .torch_peer import close_group, gloo_problem, open_group
 
 __all__ = ["training_steps"]
 
@@ -58,11 +58,16 @@ def _step_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[
         "alone": case(lambda model, optimizer: None),
         "attach": case(_attach("local")),
         "attach, store": case(_attach("store")),
-        "torch DDP": case(partial(_DDP, comm)),
+        "DDP, mpikv": case(partial(_DDP, comm, "mpikv")),
+        "torch DDP": case(partial(_DDP, comm, "gloo")),
     }
     bound = 0.5 if comm.size == 2 and not options.quick else None
     goal = f"{title}: added to a step by attach / by PyTorch DDP, gloo"
-    return cases, [Comparison(goal, "attach", "torch DDP", bound, beyond="alone")]
+    backend = f"{title}: added to a step by DDP over mpikv / over gloo"
+    return cases, [
+        Comparison(goal, "attach", "torch DDP", bound, beyond="alone"),
+        Comparison(backend, "DDP, mpikv", "torch DDP", beyond="alone"),
+    ]
 
 
 def _update_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[dict[str, Factory], list[Comparison]]:
@@ -85,14 +90,15 @@ def _attach(update: str) -> Callable[[Any, Any], Any]:
 
 
 class _DDP:
-    """A model in PyTorch's DistributedDataParallel over gloo."""
+    """A model in PyTorch's DistributedDataParallel over a library."""
 
-    def __init__(self, comm: Any, model: Any, optimizer: Any) -> None:
-        self._distributed = connect_torch(comm, "gloo")
-        self.model = import_module("torch.nn.parallel").DistributedDataParallel(model)
+    def __init__(self, comm: Any, library: str, model: Any, optimizer: Any) -> None:
+        self._group = open_group(comm, library)
+        wrap = import_module("torch.nn.parallel").DistributedDataParallel
+        self.model = wrap(model, process_group=self._group)
 
     def detach(self) -> None:
-        self._distributed.destroy_process_group()
+        close_group(self._group)
 
 
 class _TrainingStep:
