@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..engine.spans import cut
 from ..errors import CheckpointError, brief
 from ..protocols import Array
 from .ahead import Ahead
@@ -54,19 +55,10 @@ class Piece(NamedTuple):
         return self.offset + self.memory.nbytes
 
 
-def cut(begin: int, nbytes: int) -> Iterator[slice]:
-    """Yield a range of ``nbytes`` cut at chunk boundaries, as slices from its first byte."""
-    low = 0
-    while low < nbytes:
-        high = min(low + CHUNK - (begin + low) % CHUNK, nbytes)
-        yield slice(low, high)
-        low = high
-
-
 def cut_array(begin: int, array: Array) -> list[Piece]:
     """Return the pieces of a contiguous array; ``begin`` is the offset of its first byte."""
     memory = array.reshape(-1).view(np.uint8).data
-    return [Piece(begin + part.start, memory[part]) for part in cut(begin, memory.nbytes)]
+    return [Piece(low, memory[low - begin : high - begin]) for low, high in cut(begin, begin + memory.nbytes, CHUNK)]
 
 
 def write_arrays(

@@ -14,8 +14,9 @@ from ..cluster.printing import log
 from ..engine.alltoallv import gather
 from ..engine.compression import ensure_residuals
 from ..engine.keys import Entry
+from ..engine.spans import cut
 from ..protocols import Array
-from .chunks import Piece, cut, cut_array
+from .chunks import Piece, cut_array
 from .header import CHUNK, CodecArray, Column, Header, Kind, number_alike, parse_dtype
 from .saving import Span
 
@@ -136,9 +137,9 @@ def _cut_unused(column: Column) -> Iterator[Piece]:
     """Yield the pieces of unused arrays. All chunks share one buffer; pieces of one chunk do not overlap in it."""
     begin, end = column.edges[[0, -1]].tolist()
     memory = np.empty(CHUNK, np.uint8).data
-    for part in cut(begin, end - begin):
-        at = (begin + part.start) % CHUNK
-        yield Piece(begin + part.start, memory[at : at + part.stop - part.start])
+    for low, high in cut(begin, end, CHUNK):
+        at = low % CHUNK
+        yield Piece(low, memory[at : at + high - low])
 
 
 def _pair(exchange: Exchange, header: Header) -> list[tuple[Kind, Entry]]:

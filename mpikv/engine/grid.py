@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..protocols import Placement, Shard
-from .spans import Spans
+from .spans import Spans, cut
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,7 @@ class Grid:
 
     def cut(self, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield the parts of ``[low, high)`` that lie in one cell each."""
-        while low < high:
-            end = min(self.cell(low)[1], high)
-            yield low, end
-            low = end
+        return cut(low, high, self.cell_size)
 
     def shard(self, placement: Placement, low: int, high: int) -> Shard:
         """Return the owners of ``[low, high)``, all in one cell."""

@@ -10,6 +10,18 @@ from itertools import accumulate
 from operator import itemgetter
 
 
+def cut(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of ``[low, high)`` between multiples of a step.
+
+    >>> list(cut(3, 9, 4))
+    [(3, 4), (4, 8), (8, 9)]
+    """
+    while low < high:
+        end = min((low // step + 1) * step, high)
+        yield low, end
+        low = end
+
+
 @dataclass(frozen=True)
 class Spans:
     """Elements of an array, as ranges ``[low, high)`` in ascending order that do not touch."""

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv import CheckpointError, Unsupported, schedules
 from mpikv.checkpoint import inspect
-from mpikv.checkpoint.chunks import cut, shift_crcs
+from mpikv.checkpoint.chunks import shift_crcs
 from mpikv.checkpoint.header import CHUNK
 
 Tree = dict[str, Any]
@@ -411,13 +411,6 @@ def test_a_damaged_chunk_names_what_lies_in_it(tmp_path: Path) -> None:
         place = len(raw) - len(arrays) + offset
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
         assert f", of {names}, does not match" in complaint(path)
-
-
-@hypothesis.given(st.integers(0, 3 * CHUNK), st.integers(0, 4 * CHUNK))
-def test_a_range_is_cut_at_the_chunks_of_the_file(begin: int, nbytes: int) -> None:
-    parts = list(cut(begin, nbytes))
-    assert [0, *(part.stop for part in parts)] == [*(part.start for part in parts), nbytes]
-    assert all((begin + part.start) // CHUNK == (begin + part.stop - 1) // CHUNK for part in parts)
 
 
 def test_many_small_keys_are_few_calls_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

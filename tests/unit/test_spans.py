@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.engine.spans import Spans
+from mpikv.engine.spans import Spans, cut
 
 EDGES = st.lists(st.integers(0, 40), min_size=2, max_size=12).map(sorted)
 SPANS = EDGES.map(lambda edges: Spans.join(zip(edges[::2], edges[1::2], strict=False)))
@@ -46,3 +46,11 @@ def test_a_part_of_them(spans: Spans, part: list[int]) -> None:
     else:
         with pytest.raises(AssertionError):
             spans.locate(low, high)
+
+
+@given(RANGES, st.integers(1, 9))
+def test_a_range_is_cut_at_the_multiples_of_a_step(bounds: list[int], step: int) -> None:
+    low, high = bounds
+    parts = list(cut(low, high, step))
+    assert [element for begin, end in parts for element in range(begin, end)] == list(range(low, high))
+    assert all(begin < end and begin // step == (end - 1) // step for begin, end in parts)
