@@ -10,6 +10,7 @@ import numpy as np
 
 from ..engine.keys import leaves
 from ..errors import ConfigError
+from ..options import check_number
 from ..protocols import Array, Gpu
 from .array_location import readable, writable
 from .parameter import Parameter
@@ -54,8 +55,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
         >>> gradients[0].round(6), gradients[1].round(6)
         (array([0.6, 0. ]), array([[0.8]]))
     """
-    if not 0 < max_norm < math.inf:
-        raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
+    check_number("max_norm", max_norm, "(0, inf)")
     # By their places: of an array that is there twice the squares would count twice.
     given = map(writable, (array for array in arrays if array is not None))
     there = _by_gpu((gpu, array) for array, gpu in {each.extent: each for each in given}.values())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
-
-import numpy as np
 
 from ..arrays.arrays import castable
 from ..checkpoint import is_dumpable, load_states, save_states
@@ -27,7 +24,7 @@ from ..errors import (
     known_names,
 )
 from ..optimizers import Optimizer
-from ..options import check_switch, naming_arguments
+from ..options import check_number, check_switch, naming_arguments
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
@@ -540,8 +537,8 @@ class Trainer:
 
     def _fresh(self) -> dict[str, Parameter]:
         """Return the parameters with a new gradient."""
-        fresh = {name: one for name, one in self._own.items() if one.fresh and one.grad is not None}
-        return {name: one for name, one in fresh.items() if one.grad_req != "null"}
+        trained = ((name, one) for name, one in self._own.items() if one.grad_req != "null")
+        return {name: one for name, one in trained if one.fresh and one.grad is not None}
 
     def _check_usable(self) -> None:
         if self._broken:
@@ -580,13 +577,8 @@ class Trainer:
                 )
 
     def _scale(self, batch_size: Any) -> float:
-        real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
-        if not real or not 0 < batch_size < math.inf:
-            raise ConfigError(f"batch_size={batch_size!r} is not a number above 0")
-        scale = self.scale / float(batch_size)
-        if self._scaler is not None:
-            scale /= self._scaler.loss_scale
-        return scale
+        scale = self.scale / check_number("batch_size", batch_size, "(0, inf)")
+        return scale if self._scaler is None else scale / self._scaler.loss_scale
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return options that let the parameters' own factors override the optimizer's."""
