@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sqlite3
+import subprocess
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,12 +18,20 @@ from .trees import Tree, python_of
 
 FAST = ("--simulate", "--ranks=1,2,3")
 FOLDERS = ("tests/unit", "tests/docs", "tests/simulation", "tests/store", "tests/contract")
-# Which scripts/test leaves to --all.
-LATER = tuple(f"--ignore=tests/store/test_{name}.py" for name in ("training", "words", "scale"))
-GPU = "device device_rows device_work gpu_compression gpu_memory gpu_trainer guests layout overlap replay sums"
+
+
+def _listed(name: str) -> list[str]:
+    """Return the files in a list of scripts/test."""
+    (assignment,) = re.findall(
+        rf"^{name}=\([^)]*\)", Path(__file__).parents[1].joinpath("test").read_text(), re.MULTILINE
+    )
+    command = ["bash", "-c", f'{assignment}; echo "${{{name}[@]}}"']
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
 SESSIONS = (
-    (*FAST, *LATER, *FOLDERS),
-    ("--ranks=1", *(f"tests/gpu/stand_ins/test_{name}.py" for name in GPU.split())),
+    (*FAST, *(f"--ignore={file}" for file in _listed("long")), *FOLDERS),
+    ("--ranks=1", *_listed("stand_ins")),
 )
 """What the fast tier runs on one MPI library."""
 HOURS = 3600.0
