@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
@@ -57,12 +58,26 @@ def _issued(verb: str) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
 
         @wraps(plan)
         def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
+            _keep_dynamo_out()
             options = given[operands] if len(given) > operands else next(iter(named.values()), None)
             return group._issue(verb, plan, given[:operands], options)
 
         return issue
 
     return decorate
+
+
+_kept_out = False
+
+
+def _keep_dynamo_out() -> None:
+    """Have torch.compile pass over this package. Without, it compiles the calls of a compiled DDP's hooks, and fails at
+    the group's attributes. Loading ``torch._dynamo`` takes a second, so wait until the program does.
+    """
+    global _kept_out
+    if not _kept_out and "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].trace_rules.add("mpikv")
+        _kept_out = True
 
 
 class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]

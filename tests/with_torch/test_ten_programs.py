@@ -1,0 +1,51 @@
+"""Programs of PyTorch's users have gloo's losses on mpikv, with one word changed, however they are started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mpikv.cli.launchers import clean
+
+pytestmark = [pytest.mark.processes, pytest.mark.deadline(240)]
+
+PROGRAM = Path(__file__).with_name("ten_programs.py")
+NAMES = ["ddp", "accumulation", "amp", "fsdp2", "zero", "dtensor", "checkpoint", "compiled", "accelerate", "lightning"]
+STARTS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
+    "mpikv run": ["mpikv", "run", "-n", "2"],
+}
+
+
+def losses(folder: Path, start: str, backend: str) -> dict[str, list[float]]:
+    installed = [name for name in NAMES if name not in ("accelerate", "lightning") or find_spec(name)]
+    written = folder / "losses.json"
+    ran = subprocess.run(
+        [sys.executable, "-m", *STARTS[start], str(PROGRAM), backend, str(written), *installed],
+        env={**clean(os.environ), "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[float]] = json.loads(written.read_text())
+    assert [*found] == installed
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_gloo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    return losses(tmp_path_factory.mktemp("gloo"), "torchrun", "gloo")
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_losses_are_those_of_gloo(start: str, of_gloo: dict[str, list[float]], tmp_path: Path) -> None:
+    found = losses(tmp_path, start, "mpikv")
+    for name, expected in of_gloo.items():
+        assert found[name] == pytest.approx(expected, rel=1e-12, abs=1e-12), name
