@@ -53,9 +53,33 @@ dist.destroy_process_group()
     ids=["late", "killed", "left", "aborted", "raises"],
 )
 def test_a_rank_that_does_not_come(fault: str, words: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.replace("FAULT", fault))
+    done = run(PROGRAM.replace("FAULT", fault), tmp_path)
+    assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
+
+
+EARLY = """
+import time
+import torch.distributed as dist
+from mpikv.torch.backend import group
+group._PATIENCE = 0.2
+dist.init_process_group("mpikv")
+if dist.get_rank() == 0:
+    time.sleep(3)
+    print("rank 0 has worked on", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.deadline(60)
+def test_a_rank_that_ends_early_lets_the_others_work_on(tmp_path: Path) -> None:
+    done = run(EARLY, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "rank 0 has worked on\n"), done
+
+
+def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks."""
+    program = folder / "program.py"
+    program.write_text(text)
     environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mpikv", "run", "-n", "2", str(program)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50)
-    assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50)

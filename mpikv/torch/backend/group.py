@@ -452,6 +452,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _give_up(self, why: str) -> None:
         self._meeting.abort(why)
+        # At its end this rank waits for the others, which may work on for as long as a call may take.
+        self._meeting.deadline.timeout = self._timeout.total_seconds()
         lost_stores().append(self._meeting)
         _open_groups().remove(self)
 
