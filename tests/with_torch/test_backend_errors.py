@@ -65,6 +65,24 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
         PeerFailed,
         r"float32\[3\] is not this rank's part",
     ),
+    "gather": (
+        lambda odd: dist.gather(torch.ones(3), *([[torch.ones(3)]] if odd else [None]), dist.get_world_size() - 1),
+        ValueMismatch,
+        PeerFailed,
+        r"a list of 1 tensors for \d ranks",
+    ),
+    "scatter": (
+        lambda odd: dist.scatter(torch.ones(3), *([[torch.ones(3)]] if odd else [None]), dist.get_world_size() - 1),
+        ValueMismatch,
+        PeerFailed,
+        r"a list of 1 tensors for \d ranks",
+    ),
+    "lists": (
+        lambda odd: dist.all_to_all(*([[torch.ones(3)] * (dist.get_world_size() + odd)] * 2)),
+        ValueMismatch,
+        PeerFailed,
+        r"a list of \d tensors for \d ranks",
+    ),
     "rows": (
         lambda odd: dist.all_to_all_single(torch.ones(2), torch.ones(2), *(([1], [2]) if odd else ([], []))),
         ValueMismatch,
@@ -73,6 +91,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
     ),
 }
 """A call with a mistake on the last rank, what it raises there and elsewhere, and the words of both."""
+VERBS = ("all_reduce", "broadcast", "barrier", "all_gather", "gather", "scatter", "all_to_all", "all_to_all_single")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -80,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
 def test_a_mistake_of_one_rank(group: Any, name: str, asynchronous: bool, monkeypatch: Any) -> None:
     call, here, elsewhere, words = MISTAKES[name]
     if asynchronous:
-        for verb in ("all_reduce", "broadcast", "barrier", "all_gather", "all_to_all_single"):
+        for verb in VERBS:
             plain = getattr(dist, verb)
             monkeypatch.setattr(dist, verb, lambda *given, plain=plain: plain(*given, async_op=True).wait())
     is_odd = group.rank() == group.size() - 1

@@ -273,7 +273,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy every rank's tensor to the root."""
         root = self._root(options)
-        tensors = outs[0] if self._rank == root else []
+        tensors = self._one_each(outs[0]) if self._rank == root else []
         check_movable([*ins, *tensors])
         arrays, put_back = in_place(tensors)
 
@@ -287,7 +287,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy the root's r-th tensor to rank r."""
         root = self._root(options)
-        tensors = ins[0] if self._rank == root else []
+        tensors = self._one_each(ins[0]) if self._rank == root else []
         check_movable([*outs, *tensors])
         (array,), put_back = in_place(outs)
 
@@ -300,9 +300,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_issued("all_to_all")
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy this rank's r-th tensor to rank r, for every r."""
-        check_movable([*outs, *ins])
-        if not len(outs) == len(ins) == self._size:
-            raise ValueMismatch(f"{len(ins)} inputs and {len(outs)} outputs for {self._size} ranks")
+        check_movable([*self._one_each(outs), *self._one_each(ins)])
         arrays, put_back = in_place(outs)
 
         def run(_: bool) -> None:
@@ -383,6 +381,12 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             text = describe(whole) if isinstance(whole, torch.Tensor) else ", ".join(map(describe, whole))
             raise ValueMismatch(f"{describe(part)} is not this rank's part, of {self._size}, of {text}")
         return f"{str(part.dtype)[6:]}{sizes if len(set(sizes)) > 1 else f'[{sizes[0]}] each'}"
+
+    def _one_each(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Return a list of tensors, one for each rank."""
+        if len(tensors) != self._size:
+            raise ValueMismatch(f"a list of {len(tensors)} tensors for {self._size} ranks; pass one for each rank")
+        return tensors
 
     def _root(self, options: Any) -> int:
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
