@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +273,32 @@ def test_calls_are_made_in_the_order_of_issue(group: Any) -> None:
     futures = [work.get_future().then(again) for work in works]
     assert [future.wait() for future in futures] == [0] * 4
     assert seen == [group.size() ** 2.0] * 4
+
+
+def test_a_function_of_a_future_waits_for_a_message(group: Any) -> None:
+    """Also in the thread that makes the queued calls: a message is in no queue."""
+    right, left = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+
+    def receive(_: Any) -> Any:
+        work = group.recv([into := torch.zeros(1)], left)
+        threading.Timer(0.2, group.send, ([torch.full((1,), float(group.rank()))], right)).start()
+        return work.wait() and into.item()
+
+    works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(2)]
+    assert works[1].get_future().then(receive).wait() == left
+
+
+def test_a_message_that_has_ended_keeps_no_tensor(group: Any) -> None:
+    gc.disable()
+    try:
+        kept = weakref.ref(tensor := torch.zeros(3))
+        works = [group.recv([tensor], group.rank(), 0), group.send([torch.ones(3)], group.rank(), 0)]
+        while works:
+            works.pop().wait()
+        del tensor
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def loss_of(model: Any, rank: int, size: int) -> Any:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -364,7 +364,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         check_movable(tensors)
         text = f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
         work = Work(text, tensors, self._queue.check_progress, self._queue.saw)
-        work.help = partial(self._meeting.mailbox.help, work.is_completed)
+        work.help = self._meeting.mailbox.help
         return work
 
     # --- Mistakes that every rank can make, and common facts

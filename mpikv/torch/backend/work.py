@@ -31,8 +31,8 @@ class Work(dist.Work):  # type: ignore[misc]
         self.text, self.place = text, ""
         self.source = -1
         """The rank that sent what was received."""
-        self.help: Callable[[float], object] | None = None
-        """Has a thread that waits for so many seconds at most take part in the work."""
+        self.help: Callable[[Callable[[], bool], float], object] | None = None
+        """Has a thread that waits take part in the work, until it is done or so many seconds are over."""
         self._result, self._check_progress, self._saw = result, check_progress, saw
         self._lock = threading.Lock()
         self._completed: threading.Event | None = None
@@ -74,9 +74,10 @@ class Work(dist.Work):  # type: ignore[misc]
     synchronize = wait
 
     def _await(self, seconds: float) -> None:
-        self._check_progress(self.text)
-        if self.help is not None:
-            self.help(seconds if seconds > 0 else math.inf)
+        if self.help is None:
+            self._check_progress(self.text)
+        else:
+            self.help(self.is_completed, seconds if seconds > 0 else math.inf)
         with self._lock:
             if self._done:
                 return
