@@ -40,7 +40,7 @@ from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
 from .store.kvstore import KVStore, let_gpus_queue
 from .store.plugins import KVStoreBase, plugin
-from .store.tracing import Tracer, find_tracer, traced
+from .store.tracing import Tracer, open_tracer, traced
 from .transports import open_gpu_transport, open_transport
 from .transports.requests import AbortableWaiting
 
@@ -248,7 +248,7 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
     if sliced and given["bucket_bytes"] is None:
         given["bucket_bytes"] = slice_bytes()
     request.settings = settings = Config.read(**given)
-    request.tracer = find_tracer(settings.trace) if settings.trace else None
+    request.tracer = open_tracer(settings.trace) if settings.trace else None
     if kind.memory == "device" and settings.kernels != Config.kernels:
         asked = f"kernels={given['kernels']!r}" if given["kernels"] else f"MPIKV_KERNELS={settings.kernels}"
         raise Unsupported(f"{asked} is for stores on the host; on GPUs rules are always compiled: leave it out")

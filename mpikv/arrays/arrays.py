@@ -300,6 +300,7 @@ def _sum_over(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
 
 
 def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Add up arrays as a binary tree. A single term of this dtype is returned itself: do not write to the result."""
     if len(terms) == 1:
         if terms[0].dtype == dtype:
             return terms[0]

@@ -251,8 +251,9 @@ class Checkpoints:
             yield Piece(begin, memory[: header.nbytes - begin])
 
     def _read(self, call: Call, reader: Reader, checks: bool) -> None:
-        """Read this rank's elements into the store, and give the values to all ranks. Collective. With ``checks``,
-        compare checksums; without, only check that the file is the one verified before.
+        """Overwrite this rank's values, state and residuals from the file; then share the values. Collective.
+
+        With ``checks``, compare checksums; without, only check that the file is the one verified before.
         """
         self._run_parts(call, self._read_parts(reader, checks))
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))

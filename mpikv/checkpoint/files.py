@@ -145,7 +145,7 @@ class Draft:
         return os.path.join(folder, name)
 
     def _remove_leftovers(self) -> None:
-        """Remove the drafts of killed jobs.
+        """Remove drafts that killed jobs left of this checkpoint; raise CheckpointError if a live job holds one.
 
         Raises:
             CheckpointError: the job of one of them is alive.

@@ -227,7 +227,7 @@ class Pending:
                 self._look()
 
     def check_progress(self, work: Work) -> None:
-        """Raise if a call can never complete while this thread waits."""
+        """Raise if waiting for a call here would never end: in an updater it comes after, or in a forked child."""
         if work.done:
             return
         if self.runs_here():

@@ -94,7 +94,7 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
 
 
 def name_rank(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set PyTorch's variables of a rank, but for those that are set, so that ``init_process_group`` needs no others.
+    """Set RANK, WORLD_SIZE, LOCAL_* and MASTER_* of PyTorch in ``environ``, where they are missing.
 
     ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
 

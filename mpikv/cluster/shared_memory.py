@@ -141,7 +141,10 @@ def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | 
 
 
 def kernel_barrier(number: int, machine: str) -> Callable[[], object]:
-    """Return the function for the system's call with this number; 0: unknown. Local; raises TransportError."""
+    """Return a function that orders this thread's memory accesses, by the system call membarrier. Local.
+
+    Raises TransportError if ``number`` is 0 or the call fails; ``machine`` is for its text.
+    """
     call = system_function("syscall")
     # The kernel itself makes a full barrier in the caller, before and after it looks for processes that asked for one.
     if not number or call(number, _GLOBAL_EXPEDITED, 0, 0) != 0:

@@ -80,7 +80,7 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
 
 
 def complete(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait for an operation of all ranks of a communicator, for at most ``timeout`` seconds. Collective.
+    """Wait at most ``timeout`` seconds for an MPI request of all ranks of ``comm``, else abandon it. Collective.
 
     ``ranks`` are their numbers in the store.
 

@@ -93,7 +93,7 @@ class TopK:
 
 
 def largest(values: Array, count: int) -> Array:
-    """Return the places of the elements of the largest magnitude in rising order; of equal ones, the first.
+    """Return the indices of the ``count`` largest magnitudes, rising; of equal ones the first. No NaN may be inside.
 
     >>> import numpy as np
     >>> largest(np.array([1, -2, 2, 2], np.float32), 2)

@@ -46,7 +46,7 @@ def find_kernels(name: str) -> Kernels:
 
 
 def find_codec(codec: Codec, kernels: str) -> Codec:
-    """Return a codec's compiled form, or the codec itself; ``kernels`` has passed :func:`find_kernels`. Local."""
+    """Return the codec compiled by numba, or the codec itself if numba has no loop or is not asked for. Local."""
     if kernels == "numpy":
         return codec
     from .numba import codecs as compiled

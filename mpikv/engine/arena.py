@@ -253,7 +253,7 @@ class Arena:
         Collective: it may allocate. On GPUs the requests at the positions ``alone`` get a block for themselves.
         """
         self.release(leaving)
-        groups = self._groups(requests, alone)
+        groups = self._plan_new_blocks(requests, alone)
         coming = sum(map(self._nbytes_of, groups))
         listed: dict[int, Place] = {}
         for group in groups:
@@ -319,8 +319,8 @@ class Arena:
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
-    def _groups(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Return the values that get new blocks; all others share blocks."""
+    def _plan_new_blocks(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
+        """Decide which requests get a new block, each alone or several in one; the others go into shared blocks."""
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):

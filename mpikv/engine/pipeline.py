@@ -311,7 +311,7 @@ class Pipeline:
             self._add(addends, low, high, update.total)
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        """Run an updater of whole values on those that this rank owns, in the order of the call.
+        """Run an updater on whole values of this rank; with ``confirm``, on copies until no rank failed. Collective.
 
         A Python updater changes copies. They are stored once every rank knows that none raised: so a failed push
         changes nothing.

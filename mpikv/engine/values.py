@@ -75,7 +75,9 @@ class Values:
         return {block.values.dtype for block in self.blocks}
 
     def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
-        """Give keys memory for values like the arrays. Known keys start anew; those in ``sparse`` are row-sparse.
+        """Allocate memory for keys; it may hold old data, so write it next. Known keys are replaced. Collective.
+
+        Values have the shapes and dtypes of the arrays; those in ``sparse`` are row-sparse.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.

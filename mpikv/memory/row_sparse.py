@@ -196,7 +196,7 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return the nonempty rows of a sparse COO tensor of torch.
+        """Return a torch sparse COO tensor's nonempty rows; shares its memory if it is coalesced, sparse in rows only.
 
         Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
         and is not copied if it is coalesced. All other tensors must be on the host.
@@ -284,7 +284,7 @@ def merged_rows(
     empty: Callable[[Any, Any], Array] = np.empty,
     tables: Workspace = HOST,
 ) -> tuple[Array, Array]:
-    """Return the sum of row-sparse arrays, as rising row numbers and rows. Local.
+    """Add up row-sparse arrays by ``tables``, the workspace of their memory; return new numbers and rows. Local.
 
     Each addend is a pair of rising numbers and rows of ``tables``. ``empty`` returns memory for the sum, in ``dtype``.
     Addends are added from first to last; with ``in_pairs``, as a binary tree, like the dense sum of the same ranks.

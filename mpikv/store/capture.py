@@ -165,7 +165,7 @@ class CapturedStep:
         if memory is None or self._door.state is State.JOINING:
             return self._plainly(_PLAIN)
         # Bound anew after anything that moves values: the graph has their addresses.
-        known = self._known or self._bound(memory)
+        known = self._known or self._bind_anew(memory)
         if known.lack or not known.agreed:
             call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
@@ -203,7 +203,8 @@ class CapturedStep:
             self._described = call, how, described
         return described
 
-    def _bound(self, memory: DeviceMemory) -> _Known:
+    def _bind_anew(self, memory: DeviceMemory) -> _Known:
+        """Parse the step's arrays again; return the plan and arrays to record, or why plain calls must run. Local."""
         plan, sources, targets, result = _bind(self._verbs, self._given)
         # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
@@ -261,7 +262,7 @@ class CapturedStep:
         return partial(memory.order.queue, f"pushpull({known.plan.label})", partial(self._run, known))
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Queue the work, or launch the graph, with the present steps."""
+        """Write the present steps, queue the work or launch its graph; return the result, filled later."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)

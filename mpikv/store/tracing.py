@@ -29,8 +29,8 @@ SUFFIX = ".mpikv-trace"
 """Ends the name of a rank's file."""
 
 
-def find_tracer(directory: str) -> Tracer:
-    """Return the tracer of this process for a directory. Local.
+def open_tracer(directory: str) -> Tracer:
+    """Return this process's tracer for a directory; the first call makes the directory and a file there. Local.
 
     Raises:
         ConfigError: no file can be made there.

@@ -133,7 +133,7 @@ class ShardedStep:
             self.optimizer.step = self._wrapped
         self._released = True
         try:
-            self.optimizer.state = self._gathered()
+            self.optimizer.state = self._gather_whole_state()
         finally:
             self._parts.clear()
 
@@ -249,13 +249,13 @@ class ShardedStep:
                 state[part.shard] = {name: _cut(part, name, value) for name, value in whole.items()}
 
     def _gather_state(self, optimizer: Any) -> None:
-        self._full_state, optimizer.state = optimizer.state, self._gathered()
+        self._full_state, optimizer.state = optimizer.state, self._gather_whole_state()
 
     def _drop_state(self, optimizer: Any, _: Any) -> None:
         optimizer.state, self._full_state = self._full_state, None
 
-    def _gathered(self) -> Any:
-        """Return the state of whole parameters, joined from all ranks' parts. Collective."""
+    def _gather_whole_state(self) -> Any:
+        """Make the pass's remaining calls, then return the whole parameters' state on every rank. Collective."""
         kv, state = self._kv, self.optimizer.state
         self._settle()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}

@@ -217,12 +217,11 @@ class Trainer:
     # --- Collective
 
     def start(self) -> None:
-        """Make the store, and give every rank the root's weights. Without this call the first step does it, after each
-        rank has computed gradients from its own weights.
+        """Make the store if none was given; give every rank the root's weights, or with ``resume`` the store's.
 
-        Collective. A second call has no effect. With ``resume=True`` every rank receives the store's weights. A store
-        with an optimizer does not keep frozen parameters of integers, since no optimizer updates them: no checkpoint
-        has them, and a load leaves them as they are.
+        Without this call the first step does it, after each rank has computed gradients from its own weights.
+        Collective. A second call has no effect. A store with an optimizer does not keep frozen parameters of integers,
+        since no optimizer updates them: no checkpoint has them, and a load leaves them as they are.
 
         Raises:
             ConfigError: the store cannot update, but was asked to; it has an updater already; or, with ``resume``, it

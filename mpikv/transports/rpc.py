@@ -112,9 +112,9 @@ class Endpoint:
         return self._thread.is_alive()
 
     def discard(self) -> list[int]:
-        """Receive all arriving messages, so no rank waits for this one at its end. Call it when the thread has ended.
+        """Receive and drop what has arrived, without waiting; return the ranks with a message still on its way.
 
-        Returns the ranks with a message still on its way from or to this one.
+        Call it when the thread has ended, until no rank is returned: no other waits for this one then.
         """
         while self._asked.take() or self._replies.take():
             pass

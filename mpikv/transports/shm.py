@@ -157,6 +157,7 @@ class ShmTransport:
         self._send_ready = send_ready
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return whether all ranks passed the same token; wait for all of them. Keeps ``send_ready`` if they agree."""
         # Tokens alternate between two words: a rank already in the next barrier must not overwrite this one's token.
         # Two suffice, since no rank is two barriers ahead. The token is written before the arrival that announces it.
         flags, word = self._flags, 1 + (self._arrivals & 1)

@@ -51,6 +51,7 @@ class PushPull:
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
+        """Check and describe a pushpull; its run fills ``out``, or if None, ``value``. Packs the first message now."""
         plan, arrays = self._operands.sources(key, value, out is None)
         if type(arrays) is Brought:
             return self._rows.pushpull(plan, arrays.rows, key, given_to_fill(key, value, out), priority)

@@ -144,7 +144,7 @@ def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _mapped(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in a dict like another: a copy of it keeps its order and its default factory."""
+    """Return a mapping of like's type with the items; of a dict, a copy, so order and default factory stay."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]
     new = copy(like)

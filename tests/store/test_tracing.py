@@ -11,7 +11,7 @@ import pytest
 import mpikv
 from mpikv import ConfigError, KeyNotInitialized, PeerFailed
 from mpikv.__main__ import main
-from mpikv.store.tracing import SUFFIX, find_tracer
+from mpikv.store.tracing import SUFFIX, open_tracer
 
 # A process has one file for each folder.
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.processes]
@@ -191,15 +191,15 @@ def test_a_process_that_made_no_store(folder, capsys):
 def test_a_line_that_was_written_in_part_ends_the_trace(comm, folder, monkeypatch, caplog):
     """What comes after it, when the disk has space again, would be on the same line."""
     with mpikv.create(comm=comm, timeout=10) as kv:
-        file = find_tracer(str(folder))._file
+        file = open_tracer(str(folder))._file
 
         class Narrow:
             def write(self, line):
                 return file.write(line[:9])
 
-        monkeypatch.setattr(find_tracer(str(folder)), "_file", Narrow())
+        monkeypatch.setattr(open_tracer(str(folder)), "_file", Narrow())
         kv.barrier()
-        monkeypatch.setattr(find_tracer(str(folder)), "_file", file)
+        monkeypatch.setattr(open_tracer(str(folder)), "_file", file)
         kv.barrier()
         size = kv.size
     assert [one.getMessage() for one in caplog.records if "tracing of calls has stopped" in one.getMessage()] == [

@@ -282,6 +282,7 @@ class CupyGpu:
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
+        """Make this thread's current GPU this one, and let it query events while another thread captures a graph."""
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
@@ -600,7 +601,7 @@ class CupyEvent:
 
     @property
     def done(self) -> bool:
-        """Raises TransportError if CUDA failed, on this GPU and before."""
+        """Return whether the GPU has passed the event; raise TransportError if CUDA failed. Never waits."""
         runtime = self._gpu.cuda.runtime
         status = runtime.eventQuery(self.beneath.ptr)
         if status not in (0, _NOT_READY):

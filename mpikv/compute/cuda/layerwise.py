@@ -101,7 +101,7 @@ class _Batch:
 
 
 def _point(given: Any, number: int, optimizer: Optimizer, whole: Whole) -> None:
-    """Write the addresses of a value's arrays into the argument."""
+    """Write a value's size and addresses of arrays into place ``number`` of a kernel's argument; check them."""
     total, value, state = whole
     slots, size = optimizer.slots(value.dtype), value.size
     wide = accumulator(value.dtype)

@@ -115,7 +115,7 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
 
 
 def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
-    """Copy arrays of ``nbytes`` bytes each. Return False at the first pair that differs or has gaps."""
+    """Copy arrays in turn; return False at the first pair not alike. Arguments: addresses of numpy objects."""
     for i in range(nbytes.size):
         target, source = _word(targets + 8 * i), _word(sources + 8 * i)
         # Check both directions again: another thread may have changed an array since ``fits``.

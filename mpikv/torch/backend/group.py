@@ -210,7 +210,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             outs, ins = [outs], [ins]
         op, factor = _reduction(options)
         Reduction(op).check([*outs, *_flattened(ins)])
-        kinds = [self._compare(one, out) for one, out in zip(ins, outs, strict=True)]
+        kinds = [self._check_part(one, out) for one, out in zip(ins, outs, strict=True)]
         parts = [read_parts(one, self._size, factor) for one in ins]
         arrays, put_back = in_place(outs)
 
@@ -247,7 +247,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
         check_movable([*_flattened(outs), *ins])
-        kinds = [self._compare(out, tensor) for out, tensor in zip(outs, ins, strict=True)]
+        kinds = [self._check_part(out, tensor) for out, tensor in zip(outs, ins, strict=True)]
         targets = [join_parts(out, self._size) for out in outs]
         sends = [read(tensor) for tensor in ins]
 
@@ -369,8 +369,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- Mistakes that every rank can make, and common facts
 
-    def _compare(self, whole: Any, part: Any) -> str:
-        """Return the kind of an operand with a part for each rank, once this rank's part fits it."""
+    def _check_part(self, whole: Any, part: Any) -> str:
+        """Check that ``part`` fits ``whole``, a tensor in equal parts or a list with any; return their kind. Local."""
         if isinstance(whole, torch.Tensor):
             sizes, kinds = [whole.numel() // self._size] * self._size, {whole.dtype}
             fits = whole.numel() == part.numel() * self._size
