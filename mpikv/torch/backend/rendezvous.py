@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import itertools
 import json
 import zlib
 from collections.abc import Callable, Sequence
@@ -100,7 +99,6 @@ class StoreWords:
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         """``timeout`` is in seconds."""
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._turn = itertools.count()
 
     def allgather(self, word: bytes) -> list[bytes]:
         """Return the words of all ranks, in rank order. Collective.
@@ -109,9 +107,11 @@ class StoreWords:
             Stalled: not all ranks have come.
             TransportError: the store does not answer any more.
         """
-        turn = next(self._turn)
-        keys = [f"mpikv/{turn}/{other}" for other in range(self._size)]
+        keys: list[str] = []
         try:
+            # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its words.
+            turn = self._store.add(f"mpikv/turn/{self._rank}", 1)
+            keys = [f"mpikv/{turn}/{other}" for other in range(self._size)]
             self._store.set(keys[self._rank], word)
             self._store.wait(keys, timedelta(seconds=self._timeout))
             return [self._store.get(key) for key in keys]
