@@ -9,8 +9,8 @@ from ..arrays.arrays import quiet
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames
-from ..errors import Closed, TransportError, ValueMismatch, is_settled, text_of
-from ..protocols import Array, Transport
+from ..errors import Closed, Stalled, TransportError, ValueMismatch, is_settled, text_of
+from ..protocols import Array, Group, Transport
 from .collectives import Collectives
 
 __tracebackhide__ = hidden_from_pytest
@@ -24,9 +24,9 @@ class Communicator:
     call raises it anew.
     """
 
-    def __init__(self, transport: Transport, agreement: Agreement) -> None:
+    def __init__(self, transport: Transport, agreement: Agreement, group: Group) -> None:
         self.collectives = Collectives(transport)
-        self._agreement, self._quietly = agreement, quiet()
+        self._agreement, self._group, self._quietly = agreement, group, quiet()
         self._failure: Exception | None = None
 
     def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
@@ -74,4 +74,6 @@ class Communicator:
             self._agreement.complete(verb, error)
             ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
             self._failure = error if isinstance(error, TransportError) else Closed(ended)
+            if not isinstance(error, Stalled):  # the others have the same deadline
+                self._group.announce_end(ended)
         hide_frames(error)

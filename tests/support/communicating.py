@@ -40,7 +40,8 @@ class Ranks:
         self.board = StatusBoard(self.group)
         config = Config(transport=transport, bucket_bytes=LIMIT, timeout=timeout)
         self.transport = open_transport(self.group, config, self.board.warn)
-        self.communicator = Communicator(self.transport, Agreement(self.transport, self.group, self.board, True))
+        agreement = Agreement(self.transport, self.group, self.board, True)
+        self.communicator = Communicator(self.transport, agreement, self.group)
         self.rank, self.size = self.group.rank, self.group.size
 
     def close(self) -> None:

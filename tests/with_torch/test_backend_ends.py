@@ -49,8 +49,14 @@ dist.destroy_process_group()
         ("if rank == 1: sys.exit()", "rank 0: RankMismatch: .*rank 1 has reached the end of its program"),
         ("if rank == 1: dist.distributed_c10d._abort_process_group()", "rank 0: TransportError: .*rank 1 has left"),
         ("if rank == 1: raise KeyError('mine')", "KeyError: 'mine'"),
+        (
+            "if rank == 1: dist.group.WORLD._collectives.all_reduce = None\n"
+            "try: dist.all_reduce(torch.ones(2))\n"
+            "except TypeError: time.sleep(6)",
+            "rank 0: TransportError: .*rank 1 has left: all_reduce failed on this rank alone .TypeError",
+        ),
     ],
-    ids=["late", "killed", "left", "aborted", "raises"],
+    ids=["late", "killed", "left", "aborted", "raises", "catches"],
 )
 def test_a_rank_that_does_not_come(fault: str, words: str, tmp_path: Path) -> None:
     done = run(PROGRAM.replace("FAULT", fault), tmp_path)

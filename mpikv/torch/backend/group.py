@@ -98,7 +98,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._label = (f"ranks {ranks}",) if ranks else ()
         seconds = given.timeout.total_seconds()
         meeting = self._meeting = open_group(given.store, self._rank, self._size, seconds, given.group_id)
-        self._communicator = Communicator(meeting.transport, meeting.agreement)
+        self._communicator = Communicator(meeting.transport, meeting.agreement, meeting.group)
         self._collectives = self._communicator.collectives
         self._queue = Queue(f"mpikv {given.group_id}", meeting.group.threads)
         meeting.agreement.place = self._queue.place
