@@ -338,15 +338,12 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish)
         return work
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
-        """Receive a tensor from one rank. Local."""
-        return self._receive(tensors, source, tag)
-
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive a tensor from any rank. Local."""
-        return self._receive(tensors, None, tag)
+        return self.recv(tensors, None, tag)
 
-    def _receive(self, tensors: Any, source: int | None, tag: int) -> Work:
+    def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
+        """Receive a tensor from one rank; None: from any. Local."""
         work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
         (array,), put_back = in_place(tensors)
 
