@@ -127,6 +127,9 @@ class _Carrier(Protocol):
     def give_up(self) -> None:
         """Mark this rank's messages as lost."""
 
+    def find_lost(self) -> Sequence[int]:
+        """Return the ranks that have given up, as far as it is known here."""
+
     def close(self) -> None:
         """Free what ranks share. Collective."""
 
@@ -134,7 +137,7 @@ class _Carrier(Protocol):
 class Mailbox:
     """Sends and receives of one rank. All methods but the constructor and :meth:`close` are local.
 
-    After a deadline, or the end of another rank's process during a call with it, all calls raise the same error.
+    After a deadline, or once another rank has ended or given up during a call with it, all calls raise the same error.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Mailbox:
 
         By ``reader``, equal on all ranks, receivers read large messages in place.
         """
-        self._timeout, self._gone, self._ranks = timeout, gone, range(group.size)
+        self._group, self._timeout, self._gone, self._ranks = group, timeout, gone, range(group.size)
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
         self._others = {*self._ranks} - {group.rank}
         self._carrier: _Carrier
@@ -168,7 +171,7 @@ class Mailbox:
         """The message from each rank whose bytes arrive now."""
         self._kept: list[_Message] = []
         """Messages without a receive, in the order of their arrival."""
-        self._ended: list[tuple[_Call, BaseException | None]] = []
+        self._ended: deque[tuple[_Call, BaseException | None]] = deque()
         self._thread: Any = None
         self._helpers = 0
         self._spins = min(_SPINS, present().polls) if group.size <= group.host_cores else 0
@@ -178,7 +181,7 @@ class Mailbox:
         """Send a contiguous array to a rank.
 
         ``done`` is called with None when the caller may change the array, else with an error: in this thread before the
-        return, or in the mailbox's own.
+        return, or in the mailbox's own. If it raises with None, it is called again with what it has raised.
         """
         self._add("send", array, to, tag, lambda error, _: done(error))
 
@@ -267,7 +270,7 @@ class Mailbox:
             before, now = self._carrier.moved, present().now()
             looks = now >= self._looked + _PATIENCE
             # Looked up before the move: what a rank has sent before its end still arrives.
-            gone = self._gone() if looks else ()
+            lost = self._find_lost() if looks else {}
             try:
                 if self._failure is None:
                     for sends in self._sends:
@@ -277,7 +280,7 @@ class Mailbox:
                         self._receive(source)
                     if looks:
                         self._looked = now
-                        self._check(now, () if self._carrier.moved > before else gone)
+                        self._check(now, {} if self._carrier.moved > before else lost)
             except Exception as error:
                 self._break(error)
             moved = bool(self._ended) or self._carrier.moved > before
@@ -287,12 +290,18 @@ class Mailbox:
         return moved
 
     def _tell(self) -> None:
-        """Tell callers of the ends of their calls. Without the lock, since they may call again."""
-        while self._ended:
+        """Tell callers of the ends of their calls. Without the lock, since they may call again, and wait for others."""
+        while True:
             with self._changed:
-                ended, self._ended = self._ended, []
-            for call, error in ended:
+                if not self._ended:
+                    return
+                call, error = self._ended.popleft()
+            try:
                 call.done(error, call.source)
+            except Exception as fault:
+                if error is not None:
+                    raise
+                self._ended.append((call, fault))
 
     def _receive(self, source: int) -> None:
         """Take the messages of a rank, as long as a call may want one of them."""
@@ -343,21 +352,28 @@ class Mailbox:
             call.bytes[:] = data
         self._ended.append((call, error))
 
-    def _check(self, now: float, gone: Sequence[int]) -> None:
-        """Raise if a call has waited for too long, or for a process that has ended."""
+    def _find_lost(self) -> dict[int, str]:
+        """Return the ranks that move no more messages, and why."""
+        lost = {rank: f"rank {rank} has given up its messages" for rank in self._carrier.find_lost()}
+        lost |= dict.fromkeys(self._gone(), "the other process is gone")
+        end = self._group.find_end()
+        return lost | {rank: end for rank in self._others if end.startswith(f"rank {rank} has left")}
+
+    def _check(self, now: float, lost: dict[int, str]) -> None:
+        """Raise if a call has waited for too long, or for a rank that is lost."""
         for call in self._pending():
             peers = self._others if call.peer is None else {call.peer}
             if now >= call.due:
                 raise Stalled(f"{call}: waited {self._timeout:.1f} s{self._where}", peers)
-            if gone and peers <= {*gone}:
-                raise TransportError(f"{call}: the other process is gone{self._where}")
+            if lost and peers <= lost.keys():
+                raise TransportError(f"{call}: {lost[min(peers)]}{self._where}")
 
     def _break(self, error: BaseException) -> None:
         """End all calls, present and later ones, with an error."""
         self._failure = self._failure or error
         self._carrier.give_up()
         self._ended += [(call, self._failure) for call in self._pending()]
-        _abandoned.append((self._coming.copy(), [list(sends) for sends in self._sends]))
+        _abandoned.extend([*self._coming.values(), *(send for sends in self._sends for send in sends)])
         self._receives.clear()
         self._coming.clear()
         self._kept.clear()
@@ -381,11 +397,6 @@ class _Ring:
     def __init__(self, memory: Array, order: Callable[[], object]) -> None:
         self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
 
-    @property
-    def full(self) -> bool:
-        """Whether the sender may wait for the receiver."""
-        return self.words[_WRITTEN] - self.words[_READ] == self._bytes.size
-
     def write(self, data: Array) -> int:
         """Write as many bytes as there is room for; return their number. By the sender alone."""
         size, written = self._bytes.size, self.words[_WRITTEN]
@@ -400,8 +411,10 @@ class _Ring:
             self.words[_WRITTEN] = written + count
         return count
 
-    def read(self, into: Array) -> int:
-        """Read as many bytes as there are; return their number. By the receiver alone."""
+    def read(self, into: Array) -> tuple[int, bool]:
+        """Read as many bytes as there are; return their number, and whether the sender may wait for their room. By the
+        receiver alone.
+        """
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -412,7 +425,8 @@ class _Ring:
             into[first:count] = self._bytes[: count - first]
             self._order()
             self.words[_READ] = read + count
-        return count
+            self._order()  # it may have filled the ring meanwhile, and seen no room
+        return count, count > 0 and self.words[_WRITTEN] - read == size
 
 
 class _Rings:
@@ -483,14 +497,15 @@ class _Rings:
         return True
 
     def _read(self, source: int, into: Array) -> int:
-        full, read = self._from[source].full, self._from[source].read(into)
+        read, was_full = self._from[source].read(into)
         self.moved += read
-        if full:
+        if was_full:
             self.ring(source)
         return read
 
     def ring(self, rank: int | None) -> None:
         """Wake a rank that sleeps."""
+        self._order()  # what it is woken for comes before the bell
         rank = self._rank if rank is None else rank
         self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
         wake_sleepers(self._address + rank * _LINE)
@@ -509,6 +524,11 @@ class _Rings:
         for ring in self._to:
             ring.words[_GIVEN_UP] = 1
         self._order()
+
+    def find_lost(self) -> list[int]:
+        lost = [rank for rank, ring in enumerate(self._from) if ring.words[_GIVEN_UP]]
+        self._order()  # what they have sent before is read afterwards
+        return lost
 
     def close(self) -> None:
         self._to, self._from = [], []
@@ -560,6 +580,9 @@ class _Messages:
 
     def give_up(self) -> None:
         pass  # MPI has the bytes of what it sends
+
+    def find_lost(self) -> tuple[()]:
+        return ()  # the group knows
 
     def _has_ended(self, request: Any) -> bool:
         ended = bool(request.Test())

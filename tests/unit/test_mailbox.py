@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -196,6 +197,58 @@ def test_a_send_that_was_given_up_is_not_read() -> None:
     cluster(2).run(program)
 
 
+@pytest.mark.usefixtures("large")
+@WAYS
+def test_a_rank_that_has_given_up(hosts: int) -> None:
+    """Calls with it end long before their deadline; what it has sent before still arrives."""
+
+    def program(comm: Any) -> None:
+        calls, into = Calls(comm), np.zeros(20)
+        if comm.rank == 1:
+            calls.send(np.ones(20), 0, tag=1)
+            comm.Barrier()
+            calls.box.abort("enough")
+            calls.group.announce_end("enough")
+        else:
+            there = calls.receive(into, 1, tag=1)
+            comm.Barrier()
+            missing = [calls.receive(np.zeros(4), 1), calls.receive(np.zeros(4), None), calls.send(np.zeros(RING), 1)]
+            before = present().now()
+            calls.wait()
+            assert present().now() - before < 2
+            assert there == [None, 1]
+            assert into.all()
+            words = (
+                r"recv of 32 bytes with tag 0 from rank 1: rank 1 has (given up its messages|left: enough) \[rank 0/2\]"
+            )
+            assert re.fullmatch(words, str(missing[0][0]))
+            assert isinstance(missing[0][0], TransportError)
+        calls.close()
+
+    cluster(2, hosts=hosts).run(program)
+
+
+def test_an_end_that_fails_is_told_and_hides_no_other() -> None:
+    def program(comm: Any) -> None:
+        calls, told = Calls(comm), list[Any]()
+
+        def fail(error: Any, _: int) -> None:
+            told.append(error)
+            if error is None:
+                raise RuntimeError("a fault")
+
+        calls.box.receive(np.zeros(1), comm.rank, 1, fail)
+        end = calls.receive(np.zeros(1), comm.rank, 2)
+        for tag in (1, 2):
+            calls.send(np.zeros(1), comm.rank, tag)
+        calls.wait()
+        assert end == [None, comm.rank]
+        assert list(map(str, told)) == ["None", "a fault"]
+        calls.close()
+
+    cluster(2).run(program)
+
+
 def test_a_caller_that_waits_moves_messages() -> None:
     def program(comm: Any) -> None:
         calls, into = Calls(comm), np.zeros(5 * RING)
@@ -240,6 +293,7 @@ def test_a_closed_mailbox_ends_its_calls(hosts: int) -> None:
     def program(comm: Any) -> None:
         calls = Calls(comm)
         ends = [calls.receive(np.zeros(2), 1 - comm.rank)]
+        comm.Barrier()
         calls.box.abort("enough")
         ends += [calls.receive(np.zeros(2), None), calls.send(np.zeros(2), 0)]
         for end in ends:
