@@ -114,4 +114,4 @@ time.sleep(0.5 * (rank == 0))  # the others come first, to torchrun's store with
 dist.init_process_group("mpikv")
 collectives()
 dist.destroy_process_group()
-print(f"rank {rank}: all is well, MPI loaded {loaded}", flush=True)
+print(f"rank {rank}: all is well, MPI loaded {loaded}\n", end="", flush=True)  # in one write, as -u makes two
