@@ -93,7 +93,7 @@ def _is_dense(tensor: Any) -> bool:
 def _dense(tensor: Any, factor: Any) -> Any:
     """Return a tensor itself, or a dense copy of it, times a factor if there is one."""
     if factor is not None:
-        tensor = tensor * factor
+        tensor = (tensor * factor).to(tensor.dtype)  # a factor with more bits would change it
     return tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
