@@ -82,6 +82,25 @@ def test_a_rank_that_ends_early_lets_the_others_work_on(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "rank 0 has worked on\n"), done
 
 
+SETTINGS = """
+import os
+import torch.distributed as dist
+if os.environ["RANK"] == "1":
+    os.environ["MPIKV_SINGLE_COPY"] = "0"
+try:
+    dist.init_process_group("mpikv")
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.mark.deadline(60)
+def test_different_settings_are_named(tmp_path: Path) -> None:
+    done = run(SETTINGS, tmp_path)
+    text = "RankMismatch: init_process_group: ranks disagree: single_copy True on rank 0, False on rank 1"
+    assert sorted(done.stdout.splitlines()) == [f"{text} [rank 0/2]", f"{text} [rank 1/2]"], done
+
+
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program on two ranks."""
     program = folder / "program.py"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +22,8 @@ from ...cluster.process_group import ProcessGroup
 from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting, Warn
 from ...collectives.mailbox import Mailbox
-from ...config import Config
-from ...errors import Stalled, TransportError, Unsupported, text_of
+from ...config import OWN_AFFAIRS, Config
+from ...errors import RankMismatch, Stalled, TransportError, Unsupported, text_of
 from ...protocols import Group, Transport
 from ...transports import open_transport
 from ...transports.cma import attach
@@ -134,17 +134,37 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> M
 
     Raises:
         Unsupported: nothing can join these ranks.
+        RankMismatch: ranks have different settings.
         Stalled: not all ranks have come.
     """
     config = Config.read(timeout=timeout)
-    deadline = Deadline(timeout, config.warn_after)
     group = _join(StoreWords(store, rank, size, timeout), rank, size, config, name)
+    try:
+        return _open_meeting(group, config)
+    except Stalled:  # of ranks that would not come to a close either
+        raise
+    except Exception:
+        group.close()
+        raise
+
+
+def _open_meeting(group: Group, config: Config) -> Meeting:
+    # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
+    settings = {key: value for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
+    first, *others = map(json.loads, group.gather(json.dumps(settings)))
+    for other, found in enumerate(others, 1):
+        if unlike := [
+            f"{key} {first[key]} on rank 0, {found[key]} on rank {other}" for key in first if first[key] != found[key]
+        ]:
+            where = f"[rank {group.rank}/{group.size}]"
+            raise RankMismatch(f"init_process_group: ranks disagree: {'; '.join(unlike)} {where}")
+    deadline = Deadline(config.timeout, config.warn_after)
     board = StatusBoard(group)
     deadline.warn = board.warn
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     reader = attach(group) if group.one_host and config.single_copy else None
-    mailbox = Mailbox(group, timeout, board.gone, reader)
+    mailbox = Mailbox(group, config.timeout, board.gone, reader)
     return Meeting(group, board, transport, agreement, mailbox, deadline)
 
 
