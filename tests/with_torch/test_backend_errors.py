@@ -53,6 +53,12 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
         PeerFailed,
         r"on meta.*dist\.new_group\(backend='nccl'\)",
     ),
+    "expanded": (
+        lambda odd: dist.all_reduce(torch.ones(1).expand(3) if odd else torch.ones(3)),
+        Unsupported,
+        PeerFailed,
+        r"float32\[3\] is expanded",
+    ),
     "mean": (
         lambda odd: dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
         Unsupported,

@@ -86,6 +86,16 @@ def check_movable(tensors: Iterable[Any]) -> None:
             raise Unsupported(f"{tensor.layout} tensors have all_reduce with SUM alone here; use tensor.to_dense()")
 
 
+def _check_writable(tensors: Iterable[Any]) -> None:
+    """Raise Unsupported unless every element of tensors that are filled has a place of its own."""
+    for tensor in tensors:
+        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise Unsupported(
+                f"{describe(tensor)} is expanded: several of its elements lie in one place, so it cannot be filled; "
+                "pass tensor.contiguous()"
+            )
+
+
 def _is_dense(tensor: Any) -> bool:
     return bool(tensor.is_contiguous()) and not (tensor.is_conj() or tensor.is_neg())
 
@@ -118,6 +128,7 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
     """Return flat arrays to change, and a function that then copies those back that are copies."""
+    _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
     copied = [(tensor, one) for tensor, one in zip(own, dense, strict=True) if one is not tensor]
@@ -153,6 +164,7 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
     if isinstance(operand, torch.Tensor):
         (array,), put_back = in_place([operand])
         return array, [array.size // size] * size, put_back
+    _check_writable(operand)
     numbers = [tensor.numel() for tensor in operand]
     whole = operand[0].detach().new_empty(sum(numbers))
     array = flat(whole)
