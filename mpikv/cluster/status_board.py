@@ -70,13 +70,14 @@ class StatusBoard:
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._inquiry = Inquiry(group, lambda: self._look(()), lambda: self.number[0])
-        numbers = [(name, "i8") for name in ("call", "pid", "thread", "answers", "over", "length")]
+        numbers = [(name, "i8") for name in ("call", "pid", "space", "thread", "answers", "over", "length")]
         slot = np.dtype([*numbers, ("text", "u1", TEXT_BYTES)])
         board = group.allocate(slot.itemsize * len(self._ranks))
         self._look_at(board.view(slot))
         mine = self._slots[group.local_rank]
         # The main thread of a process has the number of the process.
         mine["pid"] = mine["thread"] = present().process
+        mine["space"] = _pid_space()
         if group.size > 1:
             mine["answers"] = _answer_questions() if present().world is None else -1  # simulated ranks get no signal
         self.current = self.previous = b""
@@ -160,7 +161,7 @@ class StatusBoard:
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
         slots = zip(self._ranks, self._slots, strict=True)
-        return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
+        return tuple(rank for rank, slot in slots if _state(slot) in ("gone", "dead"))
 
     def close(self) -> None:
         """Replace the shared memory by a copy: a rank that still waits can report it."""
@@ -213,7 +214,7 @@ def _is_in_use(number: int) -> bool:
 def _whereabouts(slot: Any) -> str:
     """Ask a process of this host where its code is."""
     pid = int(slot["pid"])
-    state = _state(pid)
+    state = _state(slot)
     if state in ("gone", "dead"):
         return "its process is gone"
     # It could not answer: the question would wait as long as the process.
@@ -236,12 +237,20 @@ def _waits(slot: Any) -> bool:
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
     telling = [file for file in files if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)]
-    return _state(int(slot["pid"])) == "running" and (not telling or telling[0].startswith(_PACKAGE))
+    return _state(slot) == "running" and (not telling or telling[0].startswith(_PACKAGE))
 
 
-def _state(pid: int) -> str:
+def _pid_space() -> int:
+    """Return which numbers of processes this one sees. Containers may share memory, and not these."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _state(slot: Any) -> str:
+    pid = int(slot["pid"])
     if (peer := present().peer(pid)) is not None:
         return peer.state()
+    if slot["space"] != _pid_space():
+        return "running"  # as far as this process can see
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -257,7 +266,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
     pid, answers = int(slot["pid"]), int(slot["answers"])
     if (peer := present().peer(pid)) is not None:
         return peer.frames(int(slot["thread"]))
-    if answers < 0:
+    if answers < 0 or slot["space"] != _pid_space():
         return []
     try:
         path = f"/proc/{pid}/fd/{answers}"

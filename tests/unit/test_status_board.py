@@ -52,8 +52,8 @@ def test_what_says_nothing() -> None:
 
 def test_only_the_thread_that_makes_the_calls_answers() -> None:
     """The frames of one that goes on meanwhile may be gone before they are read, which kills the process."""
-    told = np.zeros(1, [("pid", "i8"), ("thread", "i8"), ("answers", "i8")])[0]
-    told["pid"], told["answers"] = os.getpid(), _answer_questions()
+    told = np.zeros(1, [(name, "i8") for name in ("pid", "space", "thread", "answers")])[0]
+    told["pid"], told["space"], told["answers"] = os.getpid(), board._pid_space(), _answer_questions()
     ready, over = threading.Event(), threading.Event()
 
     def busy() -> None:
@@ -79,6 +79,16 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
     assert _ask(told) == []  # that thread is no more
     told["thread"] = os.getpid()
     assert "test_only_the_thread_that_makes_the_calls_answers" in [function for _, _, function in _ask(told)]
+
+
+def test_a_process_of_another_container_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may mean another process here, or none."""
+    ended = SimpleNamespace(process=1 << 22, peer=lambda _: None)  # above every number of the system
+    monkeypatch.setattr(board, "present", lambda: ended)
+    shown = StatusBoard(ProcessGroup())
+    assert shown.gone() == (0,)
+    monkeypatch.setattr(board, "_pid_space", lambda: 1)
+    assert shown.gone() == ()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGWINCH, signal.SIGXFSZ, signal.SIGRTMAX])
