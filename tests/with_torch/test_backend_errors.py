@@ -124,6 +124,13 @@ def test_an_error_that_a_hook_hides_is_raised_by_the_next_call(group: Any) -> No
     dist.barrier()
 
 
+def test_the_end_logs_an_error_that_nobody_has_seen(group: Any, caplog: Any) -> None:
+    part = dist.new_group(list(range(group.size())))
+    dist.all_reduce(torch.ones(2 + (group.rank() == 1)), group=part, async_op=True)
+    dist.destroy_process_group(part)
+    assert "RankMismatch: all_reduce: ranks disagree" in caplog.text
+
+
 def test_a_failed_future_says_why(group: Any) -> None:
     work = dist.all_reduce(torch.ones(2 + (group.rank() == 1)), async_op=True)
     with pytest.raises(RuntimeError, match="RankMismatch: all_reduce: ranks disagree"):

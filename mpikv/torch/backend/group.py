@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ...cluster.calls import Call
+from ...cluster.printing import log
 from ...cluster.runtime import owned
 from ...collectives.communicator import Communicator
 from ...engine.plan import digest
-from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, text_of
+from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, notes, text_of
 from ...protocols import Array
 from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
@@ -444,6 +446,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._give_up(f"it left the process group ({text_of(error)})")
         else:
             _open_groups().remove(self)
+        if (unseen := self._queue.take_failure()) is not None:
+            # Not raised: PyTorch would keep the group, and its other groups, open.
+            log("%s: %s", type(unseen).__name__, "; ".join([text_of(unseen), *notes(unseen)]), level=logging.ERROR)
 
     def abort(self) -> None:
         """End the group on this rank alone, and make a call that waits raise. Local."""
