@@ -106,7 +106,10 @@ def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
 
 
 def _free_bytes() -> int:
-    space = os.statvfs(SHARED)
+    try:
+        space = os.statvfs(SHARED)
+    except OSError:  # there is none; all ranks of the host learn it
+        return 0
     return space.f_bavail * space.f_frsize
 
 

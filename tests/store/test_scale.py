@@ -218,6 +218,13 @@ def test_a_closed_store_can_be_collected():
 
 
 @pytest.mark.ranks(2, 4)
+def test_a_host_without_shared_memory_says_so_on_all_ranks(comm, monkeypatch):
+    monkeypatch.setattr("mpikv.cluster.shared_memory.SHARED", "/missing")
+    with pytest.raises(MemoryError, match="of shared memory are needed and /missing has 0 free"):
+        mpikv.create(comm=comm, transport="shm", timeout=5)
+
+
+@pytest.mark.ranks(2, 4)
 def test_shared_memory_is_not_promised_twice(comm, monkeypatch):
     """The system makes the pages of staging memory, and takes them from what is free, when they are first used."""
     staging = 2 * comm.size * (1 << 20)
