@@ -10,8 +10,6 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Make ``torch.distributed.init_process_group("mpikv")`` possible. Local; idempotent.

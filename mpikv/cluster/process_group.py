@@ -25,8 +25,6 @@ from .shared_memory import allocate_shared
 from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
 
-__all__ = ["ANSWERS", "ASKS", "GONE", "ProcessGroup", "boot_id", "warn_once"]
-
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
 # answers of hosts.
 GONE, ENDED, ASKS, ANSWERS = _TAGS = (1, 32102, 32103, 32104)

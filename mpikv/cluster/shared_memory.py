@@ -25,8 +25,6 @@ from ..errors import TransportError, settled
 from ..protocols import Array, Group
 from .runtime import owned, system_function
 
-__all__ = ["SHARED", "allocate_shared", "memory_barrier", "sleep_on", "wake_sleepers"]
-
 SHARED = "/dev/shm"
 # Two cache lines: processors fetch lines in pairs, so flags of two ranks in one pair would slow each other down.
 _ALIGNMENT = 128

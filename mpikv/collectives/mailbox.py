@@ -25,8 +25,6 @@ from ..cluster.shared_memory import memory_barrier, sleep_on, wake_sleepers
 from ..errors import Closed, Stalled, TransportError, Unsupported, ValueMismatch
 from ..protocols import Array, Group
 
-__all__ = ["Mailbox"]
-
 # Bytes of one ring, and of all rings of a host: with many ranks each has less.
 _RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
 # Words of a ring before its bytes, in a pair of cache lines for each side: the sender writes how many bytes it has

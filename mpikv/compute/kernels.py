@@ -10,8 +10,6 @@ import numpy as np
 from ..errors import TransportUnavailable
 from ..protocols import Array, Codec, Kernels, Updater
 
-__all__ = ["NumpyKernels", "find_codec", "find_kernels"]
-
 
 class NumpyKernels:
     """The rules of the optimizers in numpy."""

@@ -11,8 +11,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import average_squares, descend
 
-__all__ = ["AdaDelta"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AdaDelta(Optimizer):

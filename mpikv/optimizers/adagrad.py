@@ -11,8 +11,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import descend
 
-__all__ = ["AdaGrad"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AdaGrad(Optimizer):

@@ -13,8 +13,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import average, average_squares, descend
 
-__all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Moments(Optimizer):

@@ -10,8 +10,6 @@ from ..options import number
 from .optimizer import Block, Optimizer, Step
 from .options import rate
 
-__all__ = ["FTRL"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FTRL(Optimizer):

@@ -18,8 +18,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate, suffixes
 from .parts import descend, descend_with_momentum, sum_of_squares
 
-__all__ = ["LAMB", "LARS"]
-
 WIDE = np.dtype(np.float64)
 
 

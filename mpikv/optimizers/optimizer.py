@@ -20,8 +20,6 @@ from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
 
-__all__ = ["BLOCK", "Block", "Optimizer", "Step"]
-
 Made = TypeVar("Made", bound="Optimizer")
 
 BLOCK = 1 << 16

@@ -17,17 +17,6 @@ from typing import Any, TypeAlias
 from ..errors import ConfigError, known_names
 from ..options import check_number, number
 
-__all__ = [
-    "MULTIPLIERS",
-    "SCHEDULER",
-    "Multipliers",
-    "describe",
-    "in_order",
-    "rate",
-    "suffixes",
-    "unknown_option",
-]
-
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
 

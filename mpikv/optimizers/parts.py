@@ -6,8 +6,6 @@ import numpy as np
 
 from ..protocols import Array
 
-__all__ = ["average", "average_squares", "descend", "descend_with_momentum", "sum_of_squares"]
-
 
 def average(mean: Array, sample: Array, decay: float, spare: Array) -> None:
     """``mean = decay * mean + (1 - decay) * sample``."""

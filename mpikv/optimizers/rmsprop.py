@@ -11,8 +11,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import average, average_squares, descend, descend_with_momentum
 
-__all__ = ["RMSProp"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RMSProp(Optimizer):

@@ -11,8 +11,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import descend, descend_with_momentum
 
-__all__ = ["SGD", "Test"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SGD(Optimizer):

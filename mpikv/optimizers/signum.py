@@ -11,8 +11,6 @@ from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import average, descend
 
-__all__ = ["Signum"]
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Signum(Optimizer):

@@ -16,8 +16,6 @@ from ..errors import ConfigError, Unsupported, ValueMismatch
 from ..memory.row_sparse import RowSparse
 from ..protocols import Array, Key, Slots, Updater
 
-__all__ = ["UPDATING", "Assign", "CallableUpdater", "check_outside", "check_state"]
-
 _outline = attrgetter("dtype", "shape", "strides")
 
 UPDATING: set[int] = set()

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Key", "Slots"]
-
 Array: TypeAlias = "npt.NDArray[Any]"
 """A numpy array. In a store with the :class:`Memory` of a GPU, an array of that GPU, as CuPy's."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 if TYPE_CHECKING:
     from .arrays import Array
 
-__all__ = ["LARGEST", "Codec", "ElementwiseCodec", "Gather", "Rounds", "Sum", "TensorCodec"]
-
 LARGEST = 2.0**100
 """The largest magnitude of an element that may be compressed, about 1e30. A residual stays finite even after a hundred
 million of them."""

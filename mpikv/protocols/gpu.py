@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .arrays import Array
     from .kernels import GpuKernels
 
-__all__ = ["Event", "Gpu", "Graph", "Stream"]
-
 
 class Event(Protocol):
     """A point in the work of a stream."""

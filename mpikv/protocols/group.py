@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from .arrays import Array
 
-__all__ = ["Group"]
-
 
 class Group(Protocol):
     """The ranks of a store or of a communicator, as one of them sees them."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from .memory import Memory
     from .updater import Updater
 
-__all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Whole"]
-
 
 class Whole(NamedTuple):
     """A whole value for one update: its arrays are flat, or have its shape."""

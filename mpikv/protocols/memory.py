@@ -11,8 +11,6 @@ import numpy as np
 if TYPE_CHECKING:
     from .arrays import Array
 
-__all__ = ["Issue", "Memory", "StreamOrder", "Workspace"]
-
 
 class Workspace(Protocol):
     """Moves rows of arrays, by their numbers: on the host by numpy, on a GPU on the thread's current stream.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Placement", "Shard"]
-
 
 class Shard(NamedTuple):
     """This rank's elements of a contiguous range, and the number of elements of every rank."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from .arrays import Array
     from .memory import Memory
 
-__all__ = ["SumsInPlace", "Transport"]
-
 
 class Transport(Protocol):
     """Moves bytes between ranks.

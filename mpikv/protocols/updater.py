@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from .arrays import Array, Key, Slots
 
-__all__ = ["Updater"]
-
 
 class Updater(Protocol):
     """Changes a stored value by the sum of a push.

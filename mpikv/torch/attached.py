@@ -27,8 +27,6 @@ from .sharded import ShardedStep
 from .tensors import tensors_of
 from .weights import Weights, fill_from_root
 
-__all__ = ["Attached", "attach"]
-
 _known: WeakSet[Any] = WeakSet()
 """The attached optimizers, and the unattached ones already warned of."""
 

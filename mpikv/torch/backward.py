@@ -31,8 +31,6 @@ from .model_buffers import ModelBuffers
 from .tensors import row_of
 from .weights import Weights
 
-__all__ = ["BackwardSync"]
-
 # Bytes of the first bucket: small, so that its exchange begins early. DDP uses the same.
 _FIRST_BUCKET = 1 << 20
 

@@ -13,8 +13,6 @@ from ..store.kvstore import KVStore
 from .sharded import check_shardable
 from .tensors import check_dense, tensors_of
 
-__all__ = ["OWNER", "check_model", "check_options", "check_parameter"]
-
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 OWNER = "_mpikv_attached"

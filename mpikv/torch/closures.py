@@ -10,8 +10,6 @@ import torch
 
 from ..store.kvstore import KVStore
 
-__all__ = ["MeanLoss"]
-
 
 class MeanLoss:
     """The mean of losses over ranks, as one process with the whole batch would have it."""

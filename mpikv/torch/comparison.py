@@ -14,8 +14,6 @@ from .tensors import tensors_of
 if TYPE_CHECKING:
     from ..store.kvstore import KVStore
 
-__all__ = ["check_equal", "outline", "plain", "settings_of"]
-
 
 def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
     """Raise RankMismatch on all ranks, with advice before the difference, unless all give one text. Collective."""

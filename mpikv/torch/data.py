@@ -13,8 +13,6 @@ from .failures import raising_on_all
 from .tensors import tensors_of
 from .weights import fill_from_root
 
-__all__ = ["broadcast", "sampler"]
-
 
 def sampler(
     dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False

@@ -11,8 +11,6 @@ from ..errors import TransportError, is_settled
 if TYPE_CHECKING:
     from ..store.kvstore import KVStore
 
-__all__ = ["raising_on_all"]
-
 
 @contextmanager
 def raising_on_all(kv: KVStore, verb: str) -> Iterator[None]:

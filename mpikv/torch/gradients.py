@@ -11,8 +11,6 @@ from ..errors import Unsupported
 from ..protocols import Array
 from .tensors import tensor_over
 
-__all__ = ["Bucket", "Gradient", "fill_buckets"]
-
 
 class Gradient:
     """A parameter's gradient. After the first pass ``parameter.grad`` is the store's buffer."""

@@ -10,8 +10,6 @@ import torch
 
 from ..store.kvstore import KVStore
 
-__all__ = ["copy_from"]
-
 
 def copy_from(
     kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]

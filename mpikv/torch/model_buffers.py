@@ -9,8 +9,6 @@ import torch
 from ..errors import Unsupported
 from ..store.kvstore import KVStore
 
-__all__ = ["ModelBuffers"]
-
 
 class ModelBuffers:
     """Copies the root's buffers by a sum with zeros from all other ranks: one row for each dtype."""

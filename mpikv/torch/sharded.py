@@ -23,8 +23,6 @@ from ..store.kvstore import KVStore
 from .failures import raising_on_all
 from .tensors import row_of, tensor_over
 
-__all__ = ["ShardedStep", "check_shardable"]
-
 _ELEMENTWISE = (
     "ASGD",
     "Adadelta",

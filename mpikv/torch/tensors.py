@@ -10,8 +10,6 @@ import torch
 from ..errors import Unsupported
 from ..protocols import Array
 
-__all__ = ["check_dense", "row_of", "tensor_over", "tensors_of"]
-
 
 def tensors_of(model: Any) -> dict[str, Any]:
     """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``."""

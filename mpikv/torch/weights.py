@@ -18,8 +18,6 @@ import torch
 from ..store.kvstore import KVStore
 from .comparison import check_equal
 
-__all__ = ["Weights", "fill_from_root"]
-
 _version_of = attrgetter("_version")
 
 # Least number of passes between comparisons after changes: a program may change weights in each pass.

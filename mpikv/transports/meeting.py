@@ -24,8 +24,6 @@ from ..errors import Closed, Unsupported
 from ..protocols import Array
 from .shm import ShmTransport
 
-__all__ = ["HostGroup", "Words"]
-
 # Bytes of a rank's text per exchange; longer ones take several.
 _PIECE = 4096
 # Bytes of a rank's reason to end, with its length.

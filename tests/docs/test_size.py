@@ -24,17 +24,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 19_810,
-    "lines of code in tests and scripts": 40_600,
+    "lines of code in the core": 19_800,
+    "lines of code in tests and scripts": 40_660,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
-    "private names that tests read": 160,
-    "patches in tests": 165,
+    "private names that tests read": 155,
+    "patches in tests": 163,
 }
 """The most that each figure may be."""
-FEWEST_COMMENTS = 0.066
+FEWEST_COMMENTS = 0.070
 """Comments per line of code in the core. Where a reader stops to think, one gives the reason or the danger."""
 
 

@@ -16,8 +16,6 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import kernel, pointer
 
-__all__ = ["CODES", "CudaCodec", "has_code"]
-
 CODES = np.dtype(
     [
         ("gradient", np.uintp),

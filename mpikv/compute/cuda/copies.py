@@ -13,8 +13,6 @@ import numpy as np
 from ...protocols import Array
 from .loading import kernel
 
-__all__ = ["PAIRS", "copy", "exceeding", "prepare"]
-
 MOST = 127
 PAIRS = np.dtype(
     [

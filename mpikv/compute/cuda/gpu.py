@@ -33,8 +33,6 @@ from . import copies, norms
 from . import rows as cuda_rows
 from .sharing import share_gpus
 
-__all__ = ["CupyGpu", "Staging", "choose_gpu", "count_gpus", "find_cupy", "find_gpu", "find_nccl", "gpu_of", "has_cupy"]
-
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged (memory that migrates to its user).
 _DEVICE, _MANAGED = 2, 13

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from ...cluster.printing import log
 
-__all__ = ["Image", "cached_image", "image_of"]
-
 _SEAL = sha256().digest_size
 
 

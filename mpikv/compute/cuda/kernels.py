@@ -27,8 +27,6 @@ from .copies import copy, prepare
 from .loading import Kernel, address_of, kernel, pointer
 from .steps import NUMBERS, Row, Table, rows_of
 
-__all__ = ["MANY", "ONE", "CudaKernels", "print_rule", "update_of"]
-
 STATES = 8
 
 

@@ -16,8 +16,6 @@ from ...protocols import Whole
 from .loading import address_of, kernel, room
 from .norms import CELL, PIECES, THREADS, cells_of
 
-__all__ = ["KINDS", "LAYERS", "bind", "prepare"]
-
 MOST, NUMBERS, DESCENT_PART = 44, 8, 1 << 12
 LAYERS = np.dtype(
     [

@@ -13,8 +13,6 @@ from ...errors import TransportError, TransportUnavailable, ValueMismatch
 from ...protocols import Array
 from .images import image_of
 
-__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "loaded", "pointer", "room", "source", "zeros"]
-
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the current stream. The argument is a numpy array of one
 element; the launch copies its bytes before it returns."""

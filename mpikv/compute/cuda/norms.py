@@ -12,8 +12,6 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import address_of, kernel, room
 
-__all__ = ["ARRAYS", "CELL", "FLOATS", "PIECES", "cells_of", "joined", "measure", "scale"]
-
 MOST = 160
 ARRAYS = np.dtype(
     [

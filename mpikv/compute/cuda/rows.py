@@ -16,8 +16,6 @@ from ...protocols import Array
 from .copies import prepare as prepare_copies
 from .loading import kernel, pointer
 
-__all__ = ["ROWS", "add", "prepare", "put", "sum_runs", "take"]
-
 ROWS = np.dtype(
     [
         ("source", np.uintp),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-__all__ = ["share_gpus", "sharing"]
-
 # If one of these is set, the user has chosen how ranks share a GPU.
 _CHOSEN = ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE")
 

@@ -14,8 +14,6 @@ from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Memory
 from .loading import kernel, pointer
 
-__all__ = ["NUMBERS", "WRITTEN", "Row", "Table", "rows_of"]
-
 NUMBERS = 12
 """Numbers per row, as in ``Update`` of rules.cu."""
 

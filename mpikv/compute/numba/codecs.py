@@ -21,8 +21,6 @@ from ...codecs.options import SamePayloads
 from ...protocols import Array, Codec, ElementwiseCodec
 from .compiling import compile_cached
 
-__all__ = ["CompiledRanges", "compiled"]
-
 _SINGLE, _BYTE = numba.types.float32, numba.types.uint8
 _READ_SINGLES, _READ_BYTES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_SINGLE, _BYTE))
 _ENCODE = numba.void(_READ_SINGLES, _BYTE[::1], _SINGLE[::1], _SINGLE)

@@ -11,8 +11,6 @@ from typing import Any, TypeVar, cast
 import llvmlite.binding as llvm
 import numba
 
-__all__ = ["compile_cached", "inner"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -20,8 +20,6 @@ from ...optimizers.optimizer import BLOCK
 from ...protocols import Array
 from .compiling import compile_cached, inner
 
-__all__ = ["adding", "is_half", "rounding"]
-
 _HALF, _SINGLE = numba.types.uint16, numba.types.float32
 _READ_HALVES, _READ_SINGLES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_HALF, _SINGLE))
 _ROUND = numba.void(_READ_SINGLES, _HALF[::1])

@@ -25,8 +25,6 @@ from numba.extending import intrinsic
 from ...protocols import Array
 from .compiling import compile_cached, inner
 
-__all__ = ["bind_list"]
-
 # With fewer arrays, starting a loop takes as long as numpy's calls.
 _FEW = 16
 # Byte offsets of the fields in an object; the type is the last word of the object's head.

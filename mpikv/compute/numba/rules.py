@@ -33,9 +33,7 @@ from ...protocols import Array, Updater
 from .compiling import compile_cached, inner
 from .half_rules import adding as adding_halves
 from .half_rules import is_half, rounding
-from .lists import bind_list
-
-__all__ = ["bind", "bind_adding", "bind_list", "loop_of", "prepare", "print_loop"]
+from .lists import bind_list as bind_list
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
