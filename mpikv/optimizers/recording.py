@@ -25,8 +25,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from ..errors import Unsupported
 from .optimizer import Block, Optimizer, Step
 
-__all__ = ["Rule", "call_of", "is_recordable", "rule_of"]
-
 OPERATIONS: dict[Any, str] = {np.add: "{} + {}", np.subtract: "{} - {}", np.multiply: "{} * {}", np.divide: "{} / {}"}
 """The operations that have the same bits in numpy, in numba's loops and on GPUs."""
 OPERATIONS |= {np.negative: "-{}", np.square: "{0} * {0}", np.sqrt: "root({})", np.absolute: "magnitude_of({})"}
@@ -175,7 +173,7 @@ class _Recorder:
             self.guards[f"o.{name} is not None"] = None
             return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
         if type(value) not in (bool, str, tuple, type(None)):
-            raise _Refusal(f"it reads {name}, which is a {type(value).__name__}")
+            raise _Refusal(f"it reads {name}, of type {type(value).__name__}")
         self.guards[f"o.{name} == {value!r}"] = None
         return value
 
@@ -213,7 +211,7 @@ class _Recorder:
                 raise _Refusal(f"it reads {operand.text} before it writes it")
             return operand.text
         if not isinstance(operand, _Number) and type(operand) not in (int, float):
-            raise _Refusal(f"it computes with a {type(operand).__name__}")
+            raise _Refusal(f"it computes with an operand of type {type(operand).__name__}")
         text = operand.text if isinstance(operand, _Number) else repr(float(operand))
         number = text.removeprefix("-")  # a number and its opposite are one number of the call
         self._used.add(number)

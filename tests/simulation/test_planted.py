@@ -166,4 +166,8 @@ def test_a_planted_fault_is_found_and_found_again(
     cluster, error = found
     again = explore(program, [cluster.seed], ranks=(2, 6), hosts=(1, 3))
     assert again is not None
-    assert (type(again[1]), str(again[1])) == (type(error), str(error))
+    texts = [str(one) for one in (again[1], error)]
+    if plant is no_fence_between_hosts:  # it reads memory that nobody has written: the first run's zeros, or old values
+        texts = [text.partition(":")[0] for text in texts]
+    assert type(again[1]) is type(error)
+    assert texts[0] == texts[1]

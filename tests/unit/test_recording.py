@@ -44,14 +44,17 @@ class TestRefusals:
             (lambda self, step, block: block.weight.any(), "AttributeError: '_Array' object has no attribute 'any'"),
             (lambda self, step, block: 1 if block.weight else 2, "it asks about elements of weight"),
             (lambda self, step, block: block.weight.__setitem__(0, 1.0), "it writes to a part of weight"),
-            (lambda self, step, block: np.add(block.weight, np.float64(1)), "it computes with a float64"),
+            (
+                lambda self, step, block: np.add(block.weight, np.float64(1)),
+                "it computes with an operand of type float64",
+            ),
             (lambda self, step, block: np.add(block.weight, block.spare[1]), "it reads spare1 before it writes it"),
             (
                 lambda self, step, block: np.add(block.weight, 1, out=np.zeros(3)),
                 "it writes to an array that is not of",
             ),
             (lambda self, step, block: setattr(self, "_calls", 1), "it sets _calls"),
-            (lambda self, step, block: self.lr_mult, "it reads lr_mult, which is a mappingproxy"),
+            (lambda self, step, block: self.lr_mult, "it reads lr_mult, of type mappingproxy"),
             (lambda self, step, block: math.sqrt(step.rate), "TypeError: must be real number, not _Number"),
             (
                 lambda self, step, block: block.weight.__imul__(random.random()),

@@ -57,9 +57,9 @@ def test_items_are_made_before_they_are_asked_for() -> None:
         last.set()
 
     ahead = Ahead[int]()
-    assert not ahead.has_work
+    assert ahead.source is None
     taken = ahead.prepare(items())
-    assert ahead.has_work
+    assert ahead.source is not None
     assert made == []
     ahead.start()
     assert last.wait(10)
