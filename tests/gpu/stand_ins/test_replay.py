@@ -174,16 +174,7 @@ def double(key: Any, received: Any, stored: Any) -> None:
     stored += 2 * received
 
 
-class Upwards(optimizers.SGD):
-    """No optimizer that there is a kernel for."""
-
-
 LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
-    "own optimizer": (
-        "Upwards is Python",
-        {},
-        lambda both: both.set_optimizer(lambda: Upwards(learning_rate=0.5, momentum=0.5, lr_mult={"b": 2.0})),
-    ),
     "updater": ("function is Python", {}, lambda both: [kv.set_updater(double) for kv in (both.here, both.there)]),
     "compression": (
         "pushes are compressed",
@@ -228,7 +219,7 @@ def test_what_cannot_be_recorded_is_pushed_plainly(comm: Any, lack: str) -> None
         step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(4):
         version = both.here.version("w")
-        if lack in ("own optimizer", "updater", "order", "compression"):
+        if lack in ("updater", "order", "compression"):
             both.step(step)
         else:
             step()
