@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..cluster.calls import PreparedCall
-from ..engine.calls import Contribution
+from ..cluster.calls import Call, PreparedCall
+from ..engine.calls import Confirm, Contribution, Steps
 from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, are_plain
 from ..engine.plan import Plan
@@ -81,13 +81,24 @@ class PushPull:
 
     # --- Call and run
 
+    def _update_call(
+        self, verb: str, plan: Plan, priority: Any, contribution: Contribution
+    ) -> tuple[Call, Steps, Confirm | None]:
+        known = plan.update_calls.get((verb, contribution))
+        # The hot path: training repeats a call, and nothing about it has changed. It saves a call into Comparison.
+        if known is not None and priority == 0:
+            call, steps, confirm, revision = known
+            if steps is not None and confirm is None and revision == self._exchange.updater.revision:
+                return call, steps, None
+        return self._comparison.update_call(verb, plan, priority, contribution)
+
     def push_arrays(
         self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> PreparedCall:
         """Prepare a push of checked arrays; None stands for the buffers."""
         if sources is None:
             contribution = Contribution.BUFFERS
-        call, steps, confirm = self._comparison.update_call("push", plan, priority, contribution)
+        call, steps, confirm = self._update_call("push", plan, priority, contribution)
         return call, partial(self._exchange.pipeline.push, plan, sources, steps, confirm)
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
@@ -106,6 +117,6 @@ class PushPull:
     ) -> PreparedCall:
         if sources is None:
             contribution = Contribution.BUFFERS
-        call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
+        call, steps, confirm = self._update_call("pushpull", plan, priority, contribution)
         run = partial(self._exchange.pipeline.pushpull, plan, sources, steps, targets, confirm, result)
         return call, run if type(result) not in Filled else lambda: answer(run())
