@@ -287,7 +287,7 @@ def test_a_table_is_read_when_an_update_runs(gpu):
     sgd.nesterov = True
     with stream:
         table.write([sgd.step("w", 2)])
-        with pytest.raises(MisuseError, match="was queued as sgd_rule and is run for Step"):
+        with pytest.raises(MisuseError, match="was queued as sgd_rule and is run for learning rate"):
             graph.launch()
 
 
