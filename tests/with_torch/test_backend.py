@@ -269,8 +269,9 @@ def test_calls_are_made_in_the_order_of_issue(group: Any) -> None:
         seen.append(inner.item())
         return 0
 
-    works = [dist.all_reduce(torch.full((100_000,), 1.0), async_op=True) for _ in range(4)]
-    futures = [work.get_future().then(again) for work in works]
+    # The function is given before the next call is issued, as DDP does: given later, it may run after that call.
+    calls = (dist.all_reduce(torch.full((100_000,), 1.0), async_op=True) for _ in range(4))
+    futures = [call.get_future().then(again) for call in calls]
     assert [future.wait() for future in futures] == [0] * 4
     assert seen == [group.size() ** 2.0] * 4
 

@@ -4,8 +4,9 @@ Calls are made in the order of issue, the same on every rank, so ranks need not 
 the caller's thread if the caller waits and no other call is pending.
 
 A function that was given to a future runs in the thread that completes the call. Its own calls are made there at once,
-before the next of the queue: it may wait for them, as PowerSGD's does. The order is the same on every rank even so,
-since the next call of the queue waits for that function on every rank.
+before the next of the queue: it may wait for them, as PowerSGD's does. The order is the same on every rank if the
+function is given before the next call is issued, as DDP gives it: that call waits for it. Given later, it runs before
+the next call or after it, by the time, and ranks may disagree.
 """
 
 from __future__ import annotations
