@@ -72,6 +72,7 @@ def _print_errors_only(prefix: str, rank: int) -> None:
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         print_last(error.with_traceback(trace), prefix, rank)
 
+    # The store sets no hook of its own over one with this mark.
     show.ends_the_job = True  # type: ignore[attr-defined]
     sys.excepthook = show
 

@@ -109,6 +109,7 @@ class Tracer:
 def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
     """Return a subclass of a kind of stores that traces its calls, and how long each waits for the other ranks."""
 
+    # The kind is known at run time alone, and mypy wants a base that it can read.
     class Traced(kind):  # type: ignore[misc, valid-type]
         def __init__(self, *parts: Any, **options: Any) -> None:
             super().__init__(*parts, **options)

@@ -399,6 +399,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Return the name of the backend."""
         return "mpikv"
 
+    # PyTorch, and its C++, look these up by names of their own.
     getBackendName = _get_backend_name = name  # noqa: N815
 
     # By these two C++ knows the group, and the property group_name.
