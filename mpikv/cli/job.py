@@ -148,7 +148,7 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -
 def _recorded(directory: Path) -> dict[int, Death]:
     """Return the ends recorded by the ranks themselves."""
     files = [path for path in directory.iterdir() if path.name.isdigit()]
-    ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text() or "1")) for path in files]
+    ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text())) for path in files]
     return {end.rank: end for end in ends}
 
 

@@ -64,7 +64,7 @@ class Reports:
                     if re.fullmatch(r"[a-z]*\.?\d+", name):
                         # A process id of another host means nothing here, even if the hosts have the same name.
                         with writing:
-                            (directory / name).write_text("" if name.startswith(PREFIX) else text)
+                            _write(directory / name, "" if name.startswith(PREFIX) else text)
 
         self._lines, self._writing = lines, writing
         # Each rank on another host takes one file descriptor. Children inherit the limit: no higher than needed.
@@ -116,7 +116,7 @@ def open_report(environ: Mapping[str, str]) -> Report:
     token, port, *places = (environ.get("MPIKV_RUN_AT") or ",").split(",")
     directory = run_directory(environ)
     if directory is not None and (not places or places[0] == platform.node()):
-        return lambda name, text: (directory / name).write_text(text)
+        return lambda name, text: _write(directory / name, text)
     if not places:
         return lambda name, text: None
     for place in places:
@@ -135,6 +135,13 @@ def open_report(environ: Mapping[str, str]) -> Report:
         file=sys.stderr,
     )
     return lambda name, text: None
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all: the launcher may kill this process between two steps."""
+    part = file.with_name("." + file.name)
+    part.write_text(text)
+    part.replace(file)
 
 
 def _take_signals(line: socket.socket) -> None:

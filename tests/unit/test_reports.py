@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import socket
 import struct
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.cli.reports import Reports
+from mpikv.cli.reports import Reports, open_report
 
 
 def connect(reports: Reports) -> socket.socket:
@@ -43,3 +44,17 @@ def test_no_traceback_of_a_rank_that_is_killed_or_late(tmp_path, capfd, end) -> 
         while threading.active_count() >= threads and time.monotonic() < limit:
             time.sleep(0.01)
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_ends_within_its_report_has_reported_nothing(tmp_path) -> None:
+    report = open_report({"MPIKV_RUN": str(tmp_path)})
+    report("1", "0")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The write fails after the file has been made: what a kill at that point leaves behind.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            report("2", "0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path.name: path.read_text() for path in tmp_path.glob("[!.]*")} == {"1": "0"}
