@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -141,15 +142,24 @@ def test_a_failed_future_says_why(group: Any) -> None:
 
 
 def test_a_function_of_a_future_cannot_wait_for_a_later_call(group: Any) -> None:
-    later = []
+    issued = threading.Event()
+
+    def wait_for_the_later(_: Any) -> bool:
+        # Whichever thread completes the call runs this: here the call may have completed before it got its function.
+        if threading.current_thread() is threading.main_thread():
+            return True
+        assert issued.wait(60)
+        return later.wait()
+
     slow = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(3)]
-    future = slow[0].get_future().then(lambda _: later[0].wait() if not later[0].is_completed() else True)
-    later.append(dist.barrier(async_op=True))
+    future = slow[0].get_future().then(wait_for_the_later)
+    later = dist.barrier(async_op=True)
+    issued.set()
     try:
         assert future.wait() is True
     except RuntimeError as error:
         assert "Unsupported: a function of a future waits for barrier()" in str(error)  # noqa: PT017
-    later[0].wait()
+    later.wait()
 
 
 def test_a_group_that_was_destroyed(group: Any) -> None:
