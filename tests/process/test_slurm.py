@@ -40,9 +40,7 @@ def outcomes() -> dict[tuple[str, int], dict[str, str]]:
         *("scancel", "scancel USR1", "time limit", "preemption"),
     ],
 )
-def test_a_command_does_what_is_said_of_it(
-    outcomes: dict[tuple[str, int], dict[str, str]], way: str, nodes: int
-) -> None:
+def test_a_command_does_what_is_said(outcomes: dict[tuple[str, int], dict[str, str]], way: str, nodes: int) -> None:
     trial = outcomes[way, nodes]
     assert trial["right"], trial["text"]
     if trial["outcome"] == "no such srun":
