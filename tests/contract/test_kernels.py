@@ -66,7 +66,7 @@ def described(options):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("options", SHARED, ids=described)
 def test_same_bits_as_a_store_with_numpy(name, options, comm):
@@ -75,7 +75,7 @@ def test_same_bits_as_a_store_with_numpy(name, options, comm):
 
 # What depends on the number of ranks depends on no rule.
 @pytest.mark.ranks(2)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", ["adamw", "rmsprop", "ftrl", "lamb"])
 @pytest.mark.parametrize("options", SHARED, ids=described)
 def test_same_bits_of_other_rules(name, options, comm):
@@ -83,7 +83,7 @@ def test_same_bits_of_other_rules(name, options, comm):
 
 
 @pytest.mark.ranks(3, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
 @pytest.mark.parametrize("transport", ["hierarchical"])
 def test_same_bits_on_several_hosts(name, transport, comm):
@@ -91,13 +91,13 @@ def test_same_bits_on_several_hosts(name, transport, comm):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_same_bits_where_sums_are_made_in_pairs(comm):
     compare("adam", {"transport": "shm", "deterministic": True}, comm)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", ["sgd", "lamb"])
 @pytest.mark.parametrize("options", APART, ids=described)
 def test_same_bits_where_mpi_adds(name, options, comm):
@@ -114,7 +114,7 @@ def compare(name, options, comm):
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_lists_of_many_keys(comm, bucket_bytes):
     """Loops look at them and copy them, as far as these can tell that arrays fit."""
@@ -152,7 +152,7 @@ def layouts(arrays):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_a_list_that_has_changed(comm):
     with mpikv.create(comm=comm, kernels="numba", timeout=30) as kv:
         keys, arrays = list(range(40)), [np.zeros((2, 3)) for _ in range(40)]
@@ -177,7 +177,7 @@ def test_a_list_that_has_changed(comm):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_last_addition_is_made_with_the_update(comm, deterministic):
     from mpikv.compute.numba import rules as compiled
@@ -197,7 +197,7 @@ def test_the_last_addition_is_made_with_the_update(comm, deterministic):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_numba_is_missing_on_one_rank(comm, monkeypatch):
     if comm.rank == 1:
         monkeypatch.setitem(sys.modules, "mpikv.compute.numba.rules", None)
@@ -208,7 +208,7 @@ def test_numba_is_missing_on_one_rank(comm, monkeypatch):
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_kernels_are_the_same_on_every_rank(comm):
     with pytest.raises(mpikv.RankMismatch, match="kernels 'numba' on rank 0, 'numpy' on rank 1"):
         mpikv.create(comm=comm, kernels="numpy" if comm.rank else "numba")

@@ -29,8 +29,8 @@ from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
 # Two jobs take a dozen seconds where nothing else runs.
-DEADLINE = 50.0
-pytestmark = [pytest.mark.deadline(60), pytest.mark.one_library]
+DEADLINE = 110.0
+pytestmark = [pytest.mark.deadline(120), pytest.mark.one_library]
 FEW = KeySet("a few", ((3,), (2, 2), (5,)))
 
 

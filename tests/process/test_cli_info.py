@@ -20,7 +20,7 @@ from mpikv.config import Config
 from mpikv.errors import MPIKVError
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 18.0
+DEADLINE = 40.0
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from mpikv.cli.launchers import clean
 from mpikv.cli.output import UNREAD, has_lost_reader, until_unread
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 18.0
+DEADLINE = 40.0
 
 
 def run_unread(*arguments: str) -> tuple[int, str]:

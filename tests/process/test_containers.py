@@ -14,7 +14,7 @@ from support.launching import launch, mpi, why_no_mpi
 from mpikv.cli.launchers import ROOT_VARIABLES, clean
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.deadline(60), pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi())]
+pytestmark = [pytest.mark.deadline(120), pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi())]
 
 PROGRAM = """\
 import sys
@@ -64,7 +64,7 @@ def run(tmp_path: Path, inside: list[str], way: str, *words: str) -> tuple[int, 
         command, environ = [sys.executable, "-m", "mpikv", "run", "-n", "2", *program], clean(os.environ)
     environ = {name: text for name, text in environ.items() if not name.startswith("MPIR_CVAR")}
     environ |= {"PYTHONPATH": str(ROOT)} | dict.fromkeys(ROOT_VARIABLES, "1")
-    ran = subprocess.run([*inside, *command], env=environ, capture_output=True, text=True, timeout=50, check=False)
+    ran = subprocess.run([*inside, *command], env=environ, capture_output=True, text=True, timeout=110, check=False)
     return ran.returncode, ran.stdout + ran.stderr
 
 

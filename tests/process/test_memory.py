@@ -83,7 +83,7 @@ def lengths(count):
 
 
 @FEW
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_sums_of_many_names_and_lengths(comm, transport):
     """Memory is for messages, and none for a name."""
     with mpikv.create("horovod", comm=comm, transport=transport, timeout=15) as store:
@@ -116,7 +116,7 @@ def test_the_first_messages_touch_the_memory_of_messages(comm, monkeypatch):
 
 
 @FEW
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_values_that_grow(comm, transport):
     """Whether they are deleted before they come again, or overwritten."""
     with mpikv.create(comm=comm, transport=transport, timeout=15) as kv:
@@ -184,7 +184,7 @@ def test_new_values_begin_anew(comm, transport, compression):
 
 @FEW
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.deadline(40)
+@pytest.mark.deadline(60)
 def test_values_that_come_and_go(comm, transport, seed):
     """Against a model: each value is what was made of it, and nothing of a deleted one is found in another."""
     draw, model = np.random.default_rng(seed), {}
@@ -215,7 +215,7 @@ def test_values_that_come_and_go(comm, transport, seed):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.deadline(40)
+@pytest.mark.deadline(60)
 def test_lists_of_keys_that_grow(comm, monkeypatch):
     """What is kept of them is bounded by their keys."""
     monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 2000)

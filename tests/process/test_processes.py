@@ -12,7 +12,7 @@ import pytest
 
 from mpikv.cli.launchers import clean
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(120)
 
 CHILDREN = """
 import atexit, os, signal, sys

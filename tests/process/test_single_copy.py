@@ -213,7 +213,7 @@ def test_an_array_that_cannot_be_lent(kv, comm, monkeypatch):
         np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
     """What they then do to their arrays must not get into a sum unseen."""
     read = Attached.read

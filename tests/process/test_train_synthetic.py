@@ -25,10 +25,10 @@ def run(ranks: int, *arguments: str, through: tuple[str, ...] = ()) -> subproces
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
     environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "FAKED_GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}
     line = [*start, *through, str(SCRIPT), *SMALL, *arguments]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_every_rank_finds_the_values_that_were_computed_again(size: int, device: str) -> None:
@@ -42,7 +42,7 @@ def test_every_rank_finds_the_values_that_were_computed_again(size: int, device:
     assert lines[-1] == "check passed, both ends of every value"
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_wrong_value_is_found(tmp_path: Path, device: str) -> None:
     wrong = tmp_path / "wrong.py"

@@ -153,14 +153,14 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-@pytest.mark.deadline(90)
+@pytest.mark.deadline(180)
 def test_values(hosts: Hosts) -> None:
     said, lines = outputs(hosts, VALUES, 80), [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
     assert sorted(line for line in said if line in lines) == lines, said
     assert hosts.processes() == []
 
 
-@pytest.mark.deadline(90)
+@pytest.mark.deadline(180)
 @pytest.mark.parametrize("each", [1, 2])
 def test_bytes_on_the_cable(hosts: Hosts, each: int) -> None:
     """What a pushpull of a million elements sends from one host, in bytes, but for headers and what is small."""
@@ -196,7 +196,7 @@ kv.close()
 """
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_a_late_rank_on_the_other_host(hosts: Hosts) -> None:
     """Ranks of both hosts name it, with its last call and its line; nothing of that disturbs the values, nor is left
     for MPI to complain of at its end.
@@ -210,7 +210,7 @@ def test_a_late_rank_on_the_other_host(hosts: Hosts) -> None:
     assert not any("unexpected" in line for line in lines)
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_a_slow_cable(hosts: Hosts) -> None:
     """Two megabytes take what they take at that rate, no less."""
     try:

@@ -12,7 +12,7 @@ from support.launching import launch
 
 from mpikv.cli.launchers import clean
 
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(120)
 
 PROGRAM = """
 import os, sys
@@ -56,7 +56,7 @@ def run(tmp_path: Path, launcher: str, ending: str) -> subprocess.CompletedProce
     if launcher == "mpiexec":
         command, environ = launch(2, command)
     environ["PYTHONUNBUFFERED"] = ""
-    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=55, check=False)
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.parametrize("launcher", ["mpikv run", "mpiexec"])
@@ -83,6 +83,6 @@ def test_a_hook_that_fails_is_told_with_what_it_was_given(tmp_path: Path) -> Non
 def test_a_job_of_a_command_with_closed_files_runs(tmp_path: Path, closed: str) -> None:
     (tmp_path / "program.py").write_text("import pathlib, mpikv; pathlib.Path(f'rank{mpikv.create().rank}').touch()")
     command = f"{sys.executable} -m mpikv run -n 2 program.py {closed}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=clean(os.environ), timeout=55, check=False)
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=clean(os.environ), timeout=110, check=False)
     assert done.returncode == 0
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]

@@ -289,7 +289,7 @@ def test_a_rank_that_does_not_come_ends_the_store(comm, transport):
 
 @pytest.mark.processes
 @pytest.mark.ranks(3)
-@pytest.mark.deadline(30)
+@pytest.mark.deadline(60)
 @TRANSPORTS
 def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
     """While an updater keeps one rank, the others' own code is anywhere."""
@@ -315,7 +315,7 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
 
 @pytest.mark.processes
 @pytest.mark.ranks(3)
-@pytest.mark.deadline(30)
+@pytest.mark.deadline(60)
 @TRANSPORTS
 def test_a_late_rank_is_named_after_calls_aside(comm, transport):
     released = threading.Event()
@@ -463,7 +463,7 @@ sys.exit(7)
 
 
 @pytest.mark.processes
-@pytest.mark.deadline(40)
+@pytest.mark.deadline(60)
 def test_an_updater_that_never_returns_does_not_keep_the_program():
     ended = run(UNFINISHED, 30)
     assert ended.returncode == 7
@@ -569,7 +569,7 @@ work.wait()
 
 
 @pytest.mark.processes
-@pytest.mark.deadline(40)
+@pytest.mark.deadline(60)
 def test_a_forked_child_does_not_wait():
     ended = run(FORKED, 30)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -577,7 +577,7 @@ def test_a_forked_child_does_not_wait():
 
 
 @pytest.mark.processes
-@pytest.mark.deadline(40)
+@pytest.mark.deadline(60)
 def test_ctrl_c_ends_a_wait():
     program = UNFINISHED.replace("sys.exit(7)", "print(flush=True); work.wait()").replace("kv.push", "work = kv.push")
     with subprocess.Popen(

@@ -587,7 +587,7 @@ def resident() -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_rows_that_are_never_touched_take_no_memory(comm, transport):
     """A table of 800 MB, of whose two states every rank would have 1.6 GB more; nobody writes to all of it."""

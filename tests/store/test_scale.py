@@ -47,7 +47,7 @@ def descriptors():
 
 
 @ALL
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_ten_thousand_keys(transport):
     random = np.random.default_rng(0)
     keys = [f"layer{number}" for number in range(10_000)]
@@ -176,7 +176,7 @@ def test_optimizers_that_come_and_go_need_no_more_memory(transport):
 
 @pytest.mark.processes
 @ALL
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_stores_that_come_and_go_leave_nothing_behind(transport, comm):
     def files():
         """The files of this MPI library: the tests may run with another one at the same time."""

@@ -66,7 +66,7 @@ def test_names_of_stores(name):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded"])
-@pytest.mark.deadline(10)
+@pytest.mark.deadline(60)
 def test_ranks_may_pull_into_other_layouts(placement, streamed):
     """What one rank's arrays look like must not decide which collectives it runs."""
     with mpikv.create(transport="mpi", placement=placement, bucket_bytes=4096, timeout=5) as kv:

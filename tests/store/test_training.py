@@ -94,7 +94,7 @@ def uncompressed(optimizer: str) -> float:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", train_digits.COMPRESSIONS)
 def test_digits_are_learnt_with_packed_gradients(comm: Any, name: str) -> None:
     compression = {"type": name, **train_digits.COMPRESSIONS[name]}
@@ -104,7 +104,7 @@ def test_digits_are_learnt_with_packed_gradients(comm: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize(
     ("compression", "scale"),
     [({"type": "2bit", "threshold": 0.05}, 1.0), ({"type": "1bit", "threshold": 0.0}, 64.0)],

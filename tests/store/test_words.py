@@ -19,7 +19,7 @@ import train_words
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_words_are_learnt(comm: Any, transport: str) -> None:
     corpus = train_words.read(60)

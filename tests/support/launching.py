@@ -42,7 +42,7 @@ from mpikv.cluster.runtime import present
 from mpikv.errors import MPIKVError
 from mpikv.testing.simulation.errors import Ended
 
-DEADLINE = 20.0  # seconds that one test may take
+DEADLINE = 45.0  # seconds that one test may take; a busy machine needs ten times those of an idle one
 GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank failed
 START = 120.0  # seconds until a job's first test must have started
 FINISH = 15.0  # seconds that a job may take to end after its last test

@@ -59,7 +59,7 @@ def mutate(draw: random.Random, options: dict[str, Any]) -> None:
         container[key] = copy.deepcopy(draw.choice(ODD + ODDER))
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_mutated_settings() -> None:
     seed = int(os.environ.get("CHECKPOINT_SEED", "0"))
     draw, seen = random.Random(seed), Counter[str]()

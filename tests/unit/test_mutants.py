@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
-pytestmark = pytest.mark.deadline(60)  # the package is parsed many times
+pytestmark = pytest.mark.deadline(120)  # the package is parsed many times
 
 
 @pytest.fixture

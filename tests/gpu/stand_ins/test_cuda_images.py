@@ -188,7 +188,7 @@ def image(expression="encode<two_bits>"):
     return image_of(cupy, loading.source("codes.cu"), loading.OPTIONS, expression)
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_images_are_of_an_architecture_and_an_expression(cupy):
     """Machine code for each architecture, or PTX; each is compiled once."""
     codes = []
@@ -208,7 +208,7 @@ def test_images_are_of_an_architecture_and_an_expression(cupy):
     assert len(list(cupy.folder.iterdir())) == 4
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_the_compiler_says_which_it_is(cupy):
     images._build_of.cache_clear()
     build = images._build_of(cupy.compiler, "90")
@@ -216,7 +216,7 @@ def test_the_compiler_says_which_it_is(cupy):
     assert images._compiler(cupy.cupy) == (cupy.folder, (cupy.cupy.__version__, "-arch=sm_90", "cubin", build))
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_nothing_is_kept_where_somebody_wants_no_files(cupy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("CUPY_CACHE_IN_MEMORY", "1")

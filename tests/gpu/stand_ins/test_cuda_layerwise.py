@@ -23,7 +23,7 @@ from mpikv.testing.updater import available, wide, zeros
 FLOATS = available()
 
 # The first of them compiles the kernels.
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(120)
 
 
 @pytest.fixture(scope="module")

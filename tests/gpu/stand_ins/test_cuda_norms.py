@@ -26,7 +26,7 @@ SIZES = st.one_of(
 )
 
 # The first of them compiles the kernels.
-pytestmark = pytest.mark.deadline(60)
+pytestmark = pytest.mark.deadline(120)
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("store", STORES, ids=str)
 def test_random_programs_do_what_whole_arrays_do(comm: Any, gpu: FakeGpu, store: tuple[str, bool]) -> None:
     placement, deterministic = store

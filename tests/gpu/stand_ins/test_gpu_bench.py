@@ -225,7 +225,7 @@ def bench(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("size", [1, 3])
 def test_sums_and_kernels_are_measured_and_right(bench: Run, tmp_path: Path, size: int) -> None:
     done = bench(size, "--suite", "latency", "--rounds", "1", "--json", "all.json")
@@ -251,7 +251,7 @@ def test_sums_and_kernels_are_measured_and_right(bench: Run, tmp_path: Path, siz
     assert groups["kernels/adam"]["cases"][1]["floor"] == 28
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_sets_and_optimizers(bench: Run, tmp_path: Path) -> None:
     done = bench(2, "--only", "resnet50,small", "--rounds", "1", "--json", "all.json")
     assert done.returncode == 0, done.stderr
@@ -264,7 +264,7 @@ def test_sets_and_optimizers(bench: Run, tmp_path: Path) -> None:
     assert "ResNet-50, 1/8 as wide, Adam: pushpull / one allReduce and one kernel" in done.stdout
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
     done = bench(2, "--only", "kernels,small", "--optimizer", "lamb", "--rounds", "1", "--json", "all.json")
     assert done.returncode == 0, done.stderr
@@ -275,7 +275,7 @@ def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
         assert "takes more than one kernel" in groups[name]["skipped"][left_out]
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize(
     ("plant", "complaint"),
     [
@@ -297,7 +297,7 @@ def test_a_wrong_result_is_an_error(bench: Run, plant: str, complaint: str) -> N
     assert "wrong" in done.stdout or "kernels" in complaint
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_without_nccl_one_rank_measures_the_rest(bench: Run, tmp_path: Path) -> None:
     plant = (
         "from mpikv.errors import TransportUnavailable\nimport mpikv.cli.bench.gpus as gpus\n"

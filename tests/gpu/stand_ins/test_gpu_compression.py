@@ -180,7 +180,7 @@ def test_the_bits_are_those_of_the_host(gpu, comm, name, placement):
 
 @settings(max_examples=10)
 @given(data=st.data())
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_any_calls(comm, data):
     """Random calls with arrays of the GPU and of the host, from several streams, by optimizers and without."""
     gpu = FakeGpu(comm.rank if comm else 0)

@@ -265,7 +265,7 @@ def test_a_lack_of_memory_ends_no_store(comm: Any, name: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 def test_a_lack_of_memory_while_a_checkpoint_is_written_and_read(comm: Any, folder: Path) -> None:
     found = list(outcomes(comm, checkpoint(str(folder / "saved")), {}))
     assert found

@@ -54,7 +54,7 @@ def faked(group: ProcessGroup, patience: float = 20.0) -> FakeNccl:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 class TestNccl(DeviceTransportContract):
     gathers = False
 
