@@ -330,7 +330,7 @@ def test_a_failing_rank_ends_the_job_of_the_user(tmp_path: Path) -> None:
     command, environ = launch(2, [sys.executable, "-m", "pytest", "-k", "passes or fails"])
     session = run(tmp_path, command, environ)
     assert session.code != 0
-    assert session.seconds < 15
+    assert session.seconds < 45  # the deadline of the test in which the other rank waits
     assert "rank 1 of 2: test_cases.py::test_fails_on_rank_1[ranks=2]" in session.output
     assert "a reason" in session.output
 
