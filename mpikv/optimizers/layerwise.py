@@ -6,7 +6,8 @@ Norms are summed in float64, block by block in order: the same on every machine,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,42 @@ WIDE = np.dtype(np.float64)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LARS(Optimizer):
+class Layerwise(Optimizer):
+    """The common part of rules with a rate per layer: two passes over a value, for its norms and for the descent."""
+
+    elementwise = False
+
+    def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        with np.errstate(all="ignore"):
+            blocks = self.blocks(total, value, state)
+            step = Step(self.adapt(step, *self.norms(step, blocks)), step.wd, step.correction)
+            for block in blocks:
+                # Again: blocks of half precision share one float32 weight array, which the last block has now.
+                block.load()
+                self.rule(step, block)
+                block.store()
+
+    def norms(self, step: Step, blocks: Sequence[Block]) -> tuple[float, float]:
+        """Make all directions, and return the norms of the weight and of what the gradients then are."""
+        wide = self.scratch(WIDE, 1)[0]
+        weights = gradients = 0.0
+        for block in blocks:
+            block.load()
+            self.direct(step, block)
+            weights += sum_of_squares(block.weight, wide)
+            gradients += sum_of_squares(block.gradient, wide)
+        return math.sqrt(weights), math.sqrt(gradients)
+
+    def direct(self, step: Step, block: Block) -> None:
+        """Change gradient and state before the norms are known; the weight must stay."""
+
+    @abstractmethod
+    def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
+        """Return the rate of the layer. ``rule`` then finds it in its step."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LARS(Layerwise):
     """Momentum descent with a rate scaled by the ratio of a layer's norm to its gradient's norm.
 
     The rule, with ``s`` the rescaled sum before clipping and ``g`` the gradient with weight decay::
@@ -44,8 +80,6 @@ class LARS(Optimizer):
     array([3. , 3.5])
     """
 
-    elementwise = False
-
     learning_rate: float | None = rate(0.1)
     """In [0, inf), default 0.1."""
     momentum: float = number(0.0, "[0, 1)")
@@ -61,38 +95,34 @@ class LARS(Optimizer):
     def states(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
+    def correction(self, count: int) -> tuple[float, ...]:
+        return (0.0,)
+
     def step(self, key: Key, count: int) -> Step:
         step = super().step(key, count)
         return replace(step, correction=(1.0,)) if str(key).endswith(self.skip) else step
 
-    def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        # A skipped key brings its trust of 1 as a correction, and saves the pass for the norms.
-        trust = step.correction[0] if step.correction else self._trust(step, total, value, state)
-        super().update(replace(step, rate=step.rate * trust), total, value, state)
+    def norms(self, step: Step, blocks: Sequence[Block]) -> tuple[float, float]:
+        return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
+
+    def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
+        # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
+        gradient_norm = gradient_norm * abs(self.rescale)
+        if step.correction[0] or not weight_norm or not gradient_norm:
+            return step.rate
+        return step.rate * (self.eta * weight_norm / (gradient_norm + step.wd * weight_norm + self.epsilon))
 
     def rule(self, step: Step, block: Block) -> None:
+        self.prepare(step, block)
         if self.momentum:
             (velocity,) = block.state
             descend_with_momentum(block.weight, block.gradient, velocity, step.rate, self.momentum)
         else:
             descend(block.weight, block.gradient, step.rate)
 
-    def _trust(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> float:
-        wide = self.scratch(WIDE, 1)[0]
-        weights = gradients = 0.0
-        for block in self.blocks(total, value, state):
-            block.load()
-            weights += sum_of_squares(block.weight, wide)
-            gradients += sum_of_squares(block.gradient, wide)
-        # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
-        weight_norm, gradient_norm = math.sqrt(weights), math.sqrt(gradients) * abs(self.rescale)
-        if not weight_norm or not gradient_norm:
-            return 1.0
-        return self.eta * weight_norm / (gradient_norm + step.wd * weight_norm + self.epsilon)
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LAMB(Moments):
+class LAMB(Layerwise, Moments):
     """Adam with a step scaled to the norm of the layer.
 
     The rule, with ``mean`` and ``variance`` as in :class:`~mpikv.optimizers.Adam` from a ``g`` without weight decay::
@@ -113,7 +143,6 @@ class LAMB(Moments):
     array([3. , 3.5])
     """
 
-    elementwise = False
     coupled = False
 
     epsilon: float = number(1e-6, "(0, inf)")
@@ -128,26 +157,9 @@ class LAMB(Moments):
     def correction(self, count: int) -> tuple[float, ...]:
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
-    def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        wide = self.scratch(WIDE, 1)[0]
-        weights = directions = 0.0
-        with np.errstate(all="ignore"):
-            blocks = self.blocks(total, value, state)
-            for block in blocks:
-                block.load()
-                self.prepare(step, block)
-                self.rule(step, block)
-                weights += sum_of_squares(block.weight, wide)
-                directions += sum_of_squares(block.gradient, wide)
-            rate = step.rate * self._trust(math.sqrt(weights), math.sqrt(directions))
-            for block in blocks:
-                # Again: blocks of half precision share one float32 weight array, which the last block has now.
-                block.load()
-                descend(block.weight, block.gradient, rate)
-                block.store()
-
-    def rule(self, step: Step, block: Block) -> None:
+    def direct(self, step: Step, block: Block) -> None:
         """Put the direction in the place of the gradient: its norm is known only after the last block."""
+        self.prepare(step, block)
         (spare,), (first, second), direction = block.spare, step.correction, block.gradient
         np.divide(self.update_averages(block), self.root(step, block), out=direction)
         np.multiply(direction, second / first, out=direction)
@@ -155,9 +167,12 @@ class LAMB(Moments):
             np.multiply(block.weight, step.wd, out=spare)
             np.add(direction, spare, out=direction)
 
-    def _trust(self, weight_norm: float, direction_norm: float) -> float:
+    def adapt(self, step: Step, weight_norm: float, direction_norm: float) -> float:
         if self.lower_bound is not None:
             weight_norm = max(weight_norm, self.lower_bound)
         if self.upper_bound is not None:
             weight_norm = min(weight_norm, self.upper_bound)
-        return weight_norm / direction_norm if weight_norm and direction_norm else 1.0
+        return step.rate * (weight_norm / direction_norm) if weight_norm and direction_norm else step.rate
+
+    def rule(self, step: Step, block: Block) -> None:
+        descend(block.weight, block.gradient, step.rate)

@@ -33,7 +33,9 @@ OPERATIONS |= {np.clip: "clipped({}, {}, {})"}
 
 _QUESTIONS = 4
 """The most questions about a step on one way through a rule."""
-_NAMES = {"inf": math.inf, "nan": math.nan}
+_NAMES = {"inf": math.inf, "nan": math.nan, "magnitude_of": abs}
+_PARTS = "prepare", "rule"
+"""The methods that make an element-wise update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +46,14 @@ class Rule:
     states: tuple[str, ...]
     code: str
     """C++ statements. They assign to ``weight``, ``gradient``, ``state0`` …, ``spare0`` … and ``new0`` …"""
-    numbers: int
-    """How many numbers the code takes from a call, as ``n[0]`` …; ``bits`` are the answers about the step."""
+    numbers: tuple[str, ...]
+    """The numbers that the code takes from a call, as ``n[0]`` …; ``bits`` are the answers about the step."""
 
 
 _rules: dict[str, Rule] = {}
-_records: defaultdict[type[Optimizer], list[tuple[Rule, Any]]] = defaultdict(list)
-"""For each class its rules, and functions that return the answers about a step, as bits, and the numbers of a call.
-These return None for an optimizer whose options ask for another record.
+_records: defaultdict[tuple[type[Optimizer], tuple[str, ...]], list[tuple[Rule, Any]]] = defaultdict(list)
+"""For each class and its parts the rules, and functions that return the answers about a step, as bits, and the numbers
+of a call. These return None for an optimizer whose options ask for another record.
 """
 
 
@@ -62,31 +64,34 @@ def is_recordable(updater: object) -> TypeGuard[Optimizer]:
     return isinstance(updater, Optimizer) and updater.elementwise and not own
 
 
-def rule_of(optimizer: Optimizer) -> Rule:
+def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
     """Return the rule for the optimizer's present options. Raises as :func:`call_of`."""
-    return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))))[0]
+    return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))), parts)[0]
 
 
-def call_of(optimizer: Optimizer, step: Step) -> tuple[Rule, tuple[float, ...]]:
+def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
     """Return the rule for the optimizer's present options, and for the step the bits and the numbers.
+
+    ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
+    gradient in float64, and puts the rate in the place of the weight.
 
     Raises:
         Unsupported: the rule cannot be recorded.
     """
-    known = _records[type(optimizer)]
+    known = _records[type(optimizer), parts]
     for rule, call in known:
         found = call(optimizer, step)
         if found is not None:
             return rule, found
-    known.insert(0, _record(optimizer, len(step.correction)))
-    return call_of(optimizer, step)
+    known.insert(0, _record(optimizer, len(step.correction), parts))
+    return call_of(optimizer, step, parts)
 
 
-def _record(optimizer: Optimizer, corrections: int) -> tuple[Rule, Any]:
-    recorder = _Recorder(optimizer, corrections)
+def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
+    recorder = _Recorder(optimizer, corrections, parts)
+    run = recorder.express if parts == ("adapt",) else recorder.follow
     try:
-        code, _ = recorder.follow({}, 0)
-        again, call = recorder.follow({}, 0)
+        (code, _), (again, call) = run({}), run({})
         if code != again:
             raise _Refusal("it does something else when it runs again")
     except Exception as error:
@@ -96,8 +101,10 @@ def _record(optimizer: Optimizer, corrections: int) -> tuple[Rule, Any]:
             f"{', '.join(each.__name__ for each in OPERATIONS)} of numpy on whole arrays of its block, compute numbers "
             "with operators or in correction(), or use a store on the host with kernels='numpy'"
         ) from error
-    name = re.sub(r"\W", "_", f"{type(optimizer).__name__.lower()}_rule", flags=re.ASCII)
-    rule = Rule(name, recorder.states, "\n".join(code), len(recorder.numbers))
+    name = re.sub(r"\W", "_", f"{type(optimizer).__name__.lower()}_{parts[-1]}", flags=re.ASCII)
+    text = "\n".join(code)
+    used = 1 + max((int(place) for place in re.findall(r"\bstate(\d+)", text)), default=-1)
+    rule = Rule(name, recorder.states[:used], text, tuple(recorder.numbers))
     # The text is of attributes, numbers and operators only.
     call = eval(f"lambda o, s: {call} if {' and '.join(recorder.guards)} else None", _NAMES)
     return _rules.setdefault(repr(rule), rule), call
@@ -112,20 +119,22 @@ class _Question(BaseException):
 
 
 class _Recorder:
-    """Runs an optimizer's rule along all of its ways."""
+    """Runs parts of an optimizer along all of their ways."""
 
-    def __init__(self, optimizer: Optimizer, corrections: int) -> None:
-        self._optimizer, self._corrections = optimizer, corrections
+    def __init__(self, optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> None:
+        self._optimizer, self._corrections, self._parts = optimizer, corrections, parts
         self.guards = {f"len(s.correction) == {corrections}": None}
-        self.numbers, self._bits = dict[str, int](), dict[str, int]()
+        self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
-    def follow(self, answers: Mapping[str, bool], begin: int) -> tuple[tuple[str, ...], str]:
+    def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
         """Return the statements from one on, and an expression for the call. It must not compute numbers of other ways:
         zeros stand for these.
         """
         self._answers, self._lines, self._used = answers, list[str](), set[str]()
         try:
-            self._run()
+            trial, step, block = self._start()
+            for part in self._parts:
+                getattr(trial, part)(step, block)
         except _Question as asked:
             (question,) = asked.args
         else:
@@ -142,7 +151,24 @@ class _Recorder:
         ways = (f"if ({test}) {{\n{indent(chr(10).join(part), '    ')}\n}}" for test, part in parts if part)
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
-    def _run(self) -> None:
+    def express(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
+        """Return the statement of the rate of a layer, and an expression for the call. The statement asks the
+        questions, which are about norms.
+        """
+        self._answers = answers
+        trial, step, _ = self._start()
+        try:
+            code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
+        except _Question as asked:
+            (question,) = asked.args
+            yes, no = (self.express({**answers, question: each})[0][0] for each in (True, False))
+            code = f"if ({question} != 0) {{\n{indent(yes, '    ')}\n}} else {{\n{indent(no, '    ')}\n}}"
+        numbers = r"float\(o\.\w+\)|\b[os]\.\w+(\[\d+\])?"
+        code = re.sub(numbers, lambda found: self.operand(_Number(self, found[0])), code)
+        return (code,), f"(0, {', '.join(self.numbers)})"
+
+    def _start(self) -> tuple[Any, Step, Block]:
+        """Return the optimizer, its step and its block; all that happens to them is reported here."""
         options = vars(self._optimizer)
 
         def get(trial: Any, name: str) -> Any:
@@ -163,9 +189,7 @@ class _Recorder:
         self._written = {"weight", "gradient", *(each.text for each in states)}
         correction = tuple(number(f"s.correction[{place}]") for place in range(self._corrections))
         step = Step(number("s.rate"), number("s.wd"), correction)
-        block = Block(array("gradient"), array("weight"), states, spares, None, False)
-        trial.prepare(step, block)
-        trial.rule(step, block)
+        return trial, step, Block(array("gradient"), array("weight"), states, spares, None, False)
 
     def _option(self, name: str, value: Any) -> Any:
         """Return what a rule reads as an option."""
@@ -180,7 +204,7 @@ class _Recorder:
     def answer(self, text: str) -> bool:
         """Return whether a number is true."""
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
-        if re.search(r"\bs\.|\bo\.rescale\b", text):
+        if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
             if text not in self._answers:
                 raise _Question(text)
             return self._answers[text]
@@ -261,10 +285,13 @@ class _Number(_Symbol):
     def __neg__(self) -> Any:
         return _Number(self.recorder, f"-{self.text}")
 
+    def __abs__(self) -> Any:
+        return _Number(self.recorder, f"magnitude_of({self.text})")
+
     def compute(self, symbol: str, other: Any, turned: bool = False) -> Any:
         if type(other) not in (int, float, _Number):
             return NotImplemented
-        left, right = self.text, other.text if isinstance(other, _Number) else repr(other)
+        left, right = self.text, other.text if isinstance(other, _Number) else repr(float(other))
         return _Number(
             self.recorder, "(({}) {} ({}))".format(*((right, symbol, left) if turned else (left, symbol, right)))
         )

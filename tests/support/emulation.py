@@ -22,9 +22,10 @@ from mpikv import optimizers
 from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
 from mpikv.optimizers.recording import rule_of
 
-from .rules import RULES, plain
+from .rules import LAYERWISE, RULES, plain
 
 __all__ = [
+    "RULED",
     "Launch",
     "OnDevice",
     "compiler",
@@ -44,6 +45,8 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *(*FLOATS, "complex64", "complex128"),
 )
+RULED = "rules.cu", "layerwise.cu"
+"""Files whose kernels run a rule, which stands before them."""
 CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 # As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
 # Unique symbols would give the block memory of one library to all later ones of the process.
@@ -95,17 +98,26 @@ def expressions(name):
     return found
 
 
-def updates_by(rule):
-    """Return the C++ names of all kernels of a rule."""
-    return [f"update<{rule}, {each}_kind, {count}>" for each in FLOATS for count in ("one", "many")]
+def siblings(expression):
+    """Return the C++ names of a rule's kernel for all dtypes and numbers of ranges."""
+    names = [re.sub(r"\w+_kind", f"{each}_kind", expression) for each in FLOATS]
+    return tuple(dict.fromkeys(re.sub("(one|many)>", count, each) for each in names for count in ("one>", "many>")))
 
 
 def texts(name):
     """Return the text of a file, or one for each rule, and the C++ names of all kernels in it."""
-    if name != "rules.cu":
+    if name not in RULED:
         return [(loading.source(name), expressions(name))]
-    made = [optimizers.create(rule, clip_gradient=1.0, **options) for rule, options in map(plain, RULES)]
-    return [(loading.source(name, kernels.print_rule(rule)), updates_by(rule.name)) for rule in map(rule_of, made)]
+    if name == "rules.cu":
+        found = [(f"update<{rule.name}, float32_kind, one>", rule) for rule in map(rule_of, made(RULES))]
+    else:
+        parts = [(part, rule_of(each, (part,))) for each in made(LAYERWISE) for part in layerwise.PARTS]
+        found = [layerwise.launch_of(part, rule, "float32") for part, rule in parts]
+    return [(loading.source(name, rule), siblings(expression)) for expression, rule in found]
+
+
+def made(rules):
+    return [optimizers.create(name, clip_gradient=1.0, **options) for name, options in map(plain, rules)]
 
 
 def compiler():
@@ -126,7 +138,7 @@ def doors(names):
 
 
 def emulated(name, folder):
-    """Return a dict of the kernels of a file, which run on the host; of rules.cu a function, see :func:`on_demand`."""
+    """Return a dict of the kernels of a file, which run on the host; of one in RULED a function: :func:`on_demand`."""
 
     def build(text, names):
         path = folder / f"{name}-{zlib.crc32(text.encode()):08x}.cpp"
@@ -135,7 +147,7 @@ def emulated(name, folder):
         loaded = ctypes.CDLL(str(path.with_suffix(".so")))
         return {each: partial(getattr(loaded, f"launch_{i}"), ctypes.c_uint(0)) for i, each in enumerate(names)}
 
-    return on_demand(build) if name == "rules.cu" else build(loading.source(name), expressions(name))
+    return on_demand(build) if name in RULED else build(loading.source(name), expressions(name))
 
 
 def on_demand(build):
@@ -143,7 +155,7 @@ def on_demand(build):
     build = cache(build)
 
     def find(text, expression):
-        return build(text, tuple(updates_by(expression[len("update<") :].partition(",")[0])))[expression]
+        return build(text, siblings(expression))[expression]
 
     return find
 
@@ -219,7 +231,7 @@ def cupy_on_host(programs, launches):
         assert cache_in_memory
         (name,) = [name for name in programs if code.startswith(HEADER) and code.endswith(own_text(name))]
         (expression,) = name_expressions
-        assert name == "rules.cu" or expression in expressions(name)
+        assert name in RULED or expression in expressions(name)
         return (name, expression, code), {expression: f"lowered {expression}"}
 
     class Module:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.emulation import compiler, own_text
 from support.rules import bits, numbers
 
-from mpikv.compute.cuda.kernels import print_rule
+from mpikv.compute.cuda.loading import print_rule
 from mpikv.errors import Unsupported
 from mpikv.optimizers import SGD, Optimizer
 from mpikv.optimizers.recording import call_of, rule_of
@@ -140,7 +140,7 @@ template <template <class> class Rule, class T> static void run(T* gradient, T* 
     for (int k = 0; k < 11; k++) n[k] = (T)row[1 + k];
     for (int i = 0; i < 67; i++) {
         T state[2] = {a[i], b[i]};
-        weight[i] = Rule<T>::update(weight[i], gradient[i], state, (int)row[0], n);
+        Rule<T>::update(weight[i], gradient[i], state, (int)row[0], n);
         a[i] = state[0], b[i] = state[1];
     }
 }

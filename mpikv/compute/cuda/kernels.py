@@ -6,12 +6,10 @@ it once. The bits are those of the rules in numpy; only sign and payload of a Na
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from textwrap import indent
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +22,7 @@ from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaCodec, has_code
 from .copies import copy, prepare
-from .loading import Kernel, address_of, kernel, pointer
+from .loading import Kernel, addresses_of, kernel, pointer
 from .steps import NUMBERS, Row, Table, rows_of
 
 STATES = 8
@@ -91,7 +89,7 @@ class CudaKernels:
                 prepare(accumulator(dtype), dtype)
             elif isinstance(updater, Optimizer):
                 updater.slots(dtype)
-                if type(updater) in layerwise.KINDS:
+                if layerwise.has_kernels(updater):
                     layerwise.prepare(updater, dtype)
                 elif is_recordable(updater):
                     _prepare(rule_of(updater), dtype)
@@ -104,12 +102,12 @@ class CudaKernels:
         """
         if updater.assigns:
             return _assignment(total, value)
-        if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
+        if layerwise.has_kernels(updater):
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
         if not is_recordable(updater):
             return updater.bind(total, value, state)
-        several = _Updates(updater, total, value, state, (value.size,), ONE)
+        several = _Updates(updater, Whole(total, value, state), (value.size,), ONE)
         return lambda step: several((step,))
 
     def bind_ranges(
@@ -121,20 +119,17 @@ class CudaKernels:
         Raises: as :meth:`bind`.
         """
         if is_recordable(updater):
-            return _Updates(updater, total, value, state, ends, MANY)
-        parts = [slice(low, high) for low, high in pairwise((0, *ends))]
-        updates = [
-            updater.bind(total[part], value[part], {name: array[part] for name, array in state.items()})
-            for part in parts
-        ]
-        return partial(_each, updates)
+            return _Updates(updater, Whole(total, value, state), ends, MANY)
+        parts = (slice(low, high) for low, high in pairwise((0, *ends)))
+        arrays = ((total[part], value[part], {name: array[part] for name, array in state.items()}) for part in parts)
+        return partial(_each, [updater.bind(*each) for each in arrays])
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
         """Return a function that updates some whole values, by a step each; it keeps them alive.
 
         Raises: as :meth:`bind`.
         """
-        if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
+        if layerwise.has_kernels(updater):
             return layerwise.bind(updater, wholes)
         return partial(_each, [self.bind(updater, *whole) for whole in wholes])
 
@@ -178,29 +173,15 @@ def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> Non
 class _Updates:
     """Launches updates of consecutive ranges of some arrays, by a step each. It keeps the arrays alive."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total: Array,
-        value: Array,
-        state: Mapping[str, Array],
-        ends: Sequence[int],
-        room: Room,
-    ) -> None:
-        slots = optimizer.slots(value.dtype)
-        self._optimizer, self._arrays = optimizer, (total, value, *state.values())
-        self._dtype, self._room = value.dtype.name, room
+    def __init__(self, optimizer: Optimizer, whole: Whole, ends: Sequence[int], room: Room) -> None:
+        self._optimizer, self._whole = optimizer, whole
+        self._dtype, self._room = whole.value.dtype.name, room
         self._ends = np.array(ends, np.int64)
         self._arguments = np.zeros(1, update_of(room))
-        wide = accumulator(value.dtype)
         given = self._given = self._arguments[0]
         self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
-        given["total"] = address_of("the sum", total, wide, value.size)
-        given["value"] = address_of("the value", value, value.dtype, value.size)
-        if "master" in slots:
-            given["master"] = address_of("master", state["master"], slots["master"], value.size)
-        for place, name in enumerate(optimizer.states):
-            given["state"][place] = address_of(name, state[name], slots[name], value.size)
+        for field, address in addresses_of(optimizer, whole, STATES).items():
+            given[field] = address
         self._cut, self._blocks = (0, 0), 0
 
     def __call__(self, steps: Sequence[Step | Row]) -> None:
@@ -242,7 +223,7 @@ class _Updates:
 
 def _prepare(rule: Rule, dtype: np.dtype[Any]) -> None:
     """Compile or load the kernels for values of a dtype."""
-    if rule.numbers >= NUMBERS or len(rule.states) > STATES:
+    if len(rule.numbers) >= NUMBERS or len(rule.states) > STATES:
         most = f"more than {NUMBERS - 1} different numbers or {STATES} states: compute some in correction()"
         raise Unsupported(f"{rule.name} cannot be compiled for a GPU: it has {most}, or use a store on the host")
     for room in (ONE, MANY):
@@ -250,20 +231,4 @@ def _prepare(rule: Rule, dtype: np.dtype[Any]) -> None:
 
 
 def _kernel_of(rule: Rule, dtype: str, room: Room) -> Kernel:
-    return kernel("rules.cu", f"update<{rule.name}, {dtype}_kind, {room.name}>", print_rule(rule))
-
-
-@cache
-def print_rule(rule: Rule) -> str:
-    """Return a rule as a C++ type, of which rules.cu makes a kernel."""
-    lines = [f"T& state{place} = state[{place}];" for place in range(len(rule.states))]
-    lines += [f"T {name} = 0;" for name in sorted(set(re.findall(r"(?:spare|new)\d+", rule.code)))]
-    return f"""\
-template <class T> struct {rule.name} {{
-    enum {{ states = {len(rule.states)} }};
-    static INNER T update(T weight, T gradient, T*{" state" * bool(rule.states)}, int bits, const T* n) {{
-{indent(chr(10).join((*lines, rule.code)), "        ")}
-        return weight;
-    }}
-}};
-"""
+    return kernel("rules.cu", f"update<{rule.name}, {dtype}_kind, {room.name}>", rule)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from textwrap import indent
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from ...arrays.arrays import accumulator
 from ...errors import TransportError, TransportUnavailable, ValueMismatch
-from ...protocols import Array
+from ...optimizers.optimizer import Optimizer
+from ...optimizers.recording import Rule
+from ...protocols import Array, Whole
 from .images import image_of
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
@@ -21,18 +26,35 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 """Round every operation by itself, as IEEE 754 says, so that kernels give numpy's bits: no fused multiply-add."""
 
 
-HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h",)}
+HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h", "elements.h"), "rules.cu": ("elements.h",)}
 """Headers put before a source, besides ``numbers.h``."""
 
 
-def source(name: str, rule: str = "") -> str:
+def source(name: str, rule: Rule | None = None) -> str:
     """Return the text to compile for a source of this package, with its headers and the rule that it runs."""
     folder = Path(__file__).parent
     *headers, own = ((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
-    return "".join((*headers, rule, own))
+    return "".join((*headers, print_rule(rule) if rule else "", own))
 
 
-def kernel(name: str, expression: str, rule: str = "") -> Kernel:
+def print_rule(rule: Rule) -> str:
+    """Return a rule as a C++ type. ``directs`` says whether its code changes the gradient."""
+    words = set(re.findall("[a-z]+", rule.code))
+    kinds = {"weight": "T&", "gradient": "T&", "state": "T*", "bits": "int", "n": "const T*"}
+    parameters = ", ".join(kind + f" {name}" * (name in words) for name, kind in kinds.items())
+    lines = [f"T& state{place} = state[{place}];" for place in range(len(rule.states))]
+    lines += [f"T {name} = 0;" for name in sorted(set(re.findall(r"(?:spare|new)\d+", rule.code)))]
+    return f"""\
+template <class T> struct {rule.name} {{
+    enum {{ states = {len(rule.states)}, directs = {int("gradient =" in rule.code)} }};
+    static INNER void update({parameters}) {{
+{indent(chr(10).join((*lines, rule.code)), "        ")}
+    }}
+}};
+"""
+
+
+def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
     """Return a kernel of a source by its C++ name, such as ``cast<int32_kind, float32_kind>``, ready to run on the
     current GPU. ``rule``: as for :func:`source`. Local.
 
@@ -52,7 +74,7 @@ def kernel(name: str, expression: str, rule: str = "") -> Kernel:
 
 
 @cache
-def loaded(name: str, expression: str, rule: str, ordinal: int) -> Kernel:
+def loaded(name: str, expression: str, rule: Rule | None, ordinal: int) -> Kernel:
     """Return the kernel on a GPU; this GPU must be the current one."""
     import cupy
 
@@ -115,3 +137,19 @@ def pointer(array: Array) -> int:
     """Return the address of an array's first byte."""
     # Array is typed as numpy's, which lacks data.ptr.
     return int(array.data.ptr)  # type: ignore[attr-defined]
+
+
+def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, Any]:
+    """Return the addresses of what an update changes, by the names in a launch's argument; check the arrays.
+
+    Raises: as :func:`address_of`.
+    """
+    (total, value, state), size = whole, whole.value.size
+    kept = {name: address_of(name, state[name], dtype, size) for name, dtype in optimizer.slots(value.dtype).items()}
+    master, found = kept.pop("master", 0), list(kept.values())
+    return {
+        "total": address_of("the sum", total, accumulator(value.dtype), size),
+        "value": address_of("the value", value, value.dtype, size),
+        "master": master,
+        "state": found + [0] * (states - len(found)),
+    }

@@ -50,7 +50,7 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     arrays = nothing, nothing if adding else None, *[nothing] * (1 + len(rule.states))
     # numba writes its cache after compiling; on a full disk the loop is usable nevertheless.
     with suppress(OSError):
-        loop_of(rule, dtype, adding)(*arrays, 0, *[0.0] * rule.numbers)
+        loop_of(rule, dtype, adding)(*arrays, 0, *[0.0] * len(rule.numbers))
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
@@ -113,7 +113,7 @@ def print_loop(rule: Rule) -> str:
     lines += [f"states{place}[i] = state{place}" for place in states]
     return f"""\
 def {rule.name}(total, term, weights, {"".join(f"states{place}, " for place in states)}bits, *numbers):
-    n = ({"".join(f"weights.dtype.type(numbers[{place}]), " for place in range(rule.numbers))})
+    n = ({"".join(f"weights.dtype.type(numbers[{place}]), " for place in range(len(rule.numbers)))})
     for i in range(weights.size):
         gradient = total[i] if term is None else total[i] + term[i]
         weight = weights[i]

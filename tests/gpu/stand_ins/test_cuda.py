@@ -983,8 +983,8 @@ def test_constants(tmp_path):
     printed = run_program("codes.cu", [f'printf("%d %d %d %d %d\\n", PART, {bits});'], tmp_path)
     names = dict(codes._CODES.values())
     assert list(map(int, printed)) == [codes.PART, *(names[code] for code in CODES)]
-    printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
-    assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
+    printed = run_program("layerwise.cu", ['printf("%d %d %d %d\\n", LAYERS, ROWS, LAYER_STATES, PART);'], tmp_path)
+    assert list(map(int, printed)) == [layerwise.MOST, layerwise.ROWS, layerwise.STATES, layerwise.PART]
     assert norms.CELL == optimizers.BLOCK
     printed = run_program("steps.cu", ['printf("%d %d %d\\n", KEYS, ROWS, NUMBERS);'], tmp_path)
     assert list(map(int, printed)) == [steps.KEYS, steps.ROWS, steps.NUMBERS]

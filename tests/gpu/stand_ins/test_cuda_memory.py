@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
-from support.emulation import OnDevice, cupy_on_host, on_demand
+from support.emulation import RULED, OnDevice, cupy_on_host, on_demand
 from support.watching import Watch, watched
 
 from mpikv import codecs, optimizers
@@ -42,15 +43,6 @@ NAMES = {
         *(f"measure<{dtype}_kind, {dtype}_kind>" for dtype in FLOATS),
         *(f"scale<{dtype}_kind>" for dtype in FLOATS),
     ],
-    "layerwise.cu": [
-        *(
-            f"{rule}_{part}<{dtype}_kind>"
-            for rule in ("lars", "lamb")
-            for part in ("norms", "descent")
-            for dtype in FLOATS
-        ),
-        *("lars_rates", "lamb_rates"),
-    ],
     "steps.cu": ["write_numbers"],
 }
 SIZES = [1, 3, 4, 130, 4096, 4099, 9000]
@@ -66,7 +58,7 @@ def uses(tmp_path_factory):
     """Launches run on the host; they are listed, and what they use."""
     folder, uses = tmp_path_factory.mktemp("watched"), Watch()
     programs = {name: watched(name, loading.source(name), names, folder, uses) for name, names in NAMES.items()}
-    programs["rules.cu"] = on_demand(lambda text, names: watched("rules.cu", text, names, folder, uses))
+    programs |= {name: on_demand(partial(watched, name, folder=folder, watch=uses)) for name in RULED}
     with pytest.MonkeyPatch.context() as patch:
         loading.loaded.cache_clear()
         patch.delitem(sys.modules, "cupyx", raising=False)
@@ -230,7 +222,7 @@ def test_one_array_that_is_not_aligned(uses, taken, rule, shifted):
     CudaKernels().bind(optimizer, arrays["total"], arrays["value"], state)(optimizer.step("key", 1))
     for launch in uses:
         launch.check({**arrays, **dict(enumerate(taken))})
-    assert uses[-1].share_of(16, arrays["total"]) == 0
+    assert uses[0].share_of(16, arrays["total"]) == 0
 
 
 def test_what_is_not_aligned_moves_side_by_side(uses):
