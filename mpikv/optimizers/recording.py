@@ -173,7 +173,7 @@ class _Recorder:
 
         def get(trial: Any, name: str) -> Any:
             value = object.__getattribute__(trial, name)
-            return self._option(name, value) if name in options else value
+            return self._option(name, value) if name in options or name == "__dict__" else value
 
         def refuse(trial: Any, name: str, value: Any) -> None:
             raise _Refusal(f"it sets {name}")
@@ -267,10 +267,13 @@ class _Array(_Symbol, NDArrayOperatorsMixin):
         operation, *more = (np.square,) if exponent == 2 else (np.power, exponent)
         return self.recorder.operate(operation, (self, *more))
 
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, _Array) or place not in (..., slice(None)):
+            raise _Refusal(f"it takes a part of {self.text}")
+        return self
+
     def __setitem__(self, place: Any, value: Any) -> None:
-        if place not in (..., slice(None)):
-            raise _Refusal(f"it writes to a part of {self.text}")
-        self.recorder.assign(self, self.recorder.operand(value))
+        self.recorder.assign(self[place], self.recorder.operand(value))
 
     def __bool__(self) -> bool:
         raise _Refusal(f"it asks about elements of {self.text}")

@@ -43,7 +43,10 @@ class TestRefusals:
             ),
             (lambda self, step, block: block.weight.any(), "AttributeError: '_Array' object has no attribute 'any'"),
             (lambda self, step, block: 1 if block.weight else 2, "it asks about elements of weight"),
-            (lambda self, step, block: block.weight.__setitem__(0, 1.0), "it writes to a part of weight"),
+            (lambda self, step, block: block.weight.__setitem__(0, 1.0), "it takes a part of weight"),
+            (lambda self, step, block: block.weight[0] > 0, "it takes a part of weight"),
+            (lambda self, step, block: np.where(block.weight, 1, 2), "it uses where;"),
+            (lambda self, step, block: vars(self).update(calls=1), "it reads __dict__, of type dict"),
             (
                 lambda self, step, block: np.add(block.weight, np.float64(1)),
                 "it computes with an operand of type float64",
@@ -114,7 +117,7 @@ def optimizer_of(program):
         arrays = block.weight, block.gradient, *block.state, *block.spare
         values = step.rate, -step.wd, self.clip_gradient, 1e-40, step.rate / self.clip_gradient, -0.0
         for spare in block.spare:
-            spare[:] = block.gradient
+            spare[:] = block.gradient[...]
         for (operation, inputs, out), question in program:
             if not question or getattr(step, question) > 0:
                 operation(*((*arrays, *values)[each] for each in inputs), out=arrays[out])
