@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+from benchmark.memory import Memory
 
 import mpikv
-from mpikv.cli.bench.memory import Memory, release_freed
+from mpikv.cli.bench.worker import release_freed
 from mpikv.cluster.environment import launch_of
 
 MIB = 1 << 20

@@ -22,9 +22,9 @@ from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
+from benchmark.rules import EPSILON, RULES, Rule, floor
 
 import mpikv
-from mpikv.cli.bench.rules import EPSILON, RULES, Rule
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Shape: TypeAlias = "tuple[int, ...]"
@@ -175,7 +175,7 @@ def train(options: argparse.Namespace, device: Any) -> int:
         wrong = list(mistakes(kv, device, values, tile, rule, options.steps))
         # The first step makes the state, and what it needs besides.
         usual = statistics.median(seconds[1:] or seconds)
-        moved = rule.floor(1, private=False) * elements / kv.size
+        moved = floor(rule, 1, private=False) * elements / kv.size
         if kv.is_root:
             print(f"{rule.title} on {options.device}, ranks {kv.size}, keys {len(shapes)}")
             print(f"values_bytes {4 * elements}  state_bytes {4 * rule.states * elements}")

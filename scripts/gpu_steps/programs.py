@@ -53,11 +53,11 @@ def environment(ranks: int) -> dict[str, str]:
 
 def bench(ranks: int, *arguments: str) -> Callable[[], Numbers]:
     def run() -> Numbers:
-        """Run a short mpikv bench --device gpu, which checks its results."""
+        """Run a short scripts/bench --device gpu, which checks its results."""
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
             path = Path(folder) / "bench.json"
-            line = ["bench", "--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]
-            said = said_by([sys.executable, "-m", "mpikv", *line], environment(ranks))
+            line = ["--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]
+            said = said_by([sys.executable, str(ROOT / "scripts/benchmark"), *line], environment(ranks))
             if not path.exists():
                 raise AssertionError(said)
             return bench_numbers(json.loads(path.read_text()))
@@ -70,7 +70,7 @@ OURS = ("store", "push", "pull", "pushpull", "update", "pack")
 
 
 def bench_numbers(document: Numbers) -> Numbers:
-    """Return of each case of ``mpikv bench`` its time on the GPU, and its bandwidth where that is known."""
+    """Return of each case of ``scripts/bench`` its time on the GPU, and its bandwidth where that is known."""
     (job,) = document["jobs"]
     found: Numbers = {"label": job["functional_only"]} if job["functional_only"] else {}
     for group in job["groups"]:

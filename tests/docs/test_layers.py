@@ -66,7 +66,6 @@ ENVIRONMENT = {
     "cluster/environment",
     "cli/launchers",
     "cli/rank",
-    "cli/bench/torch_peer",
     "compute/cuda/sharing",
 }
 SPEAKING = {"__main__", "cli", "testing/explore"}

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 19_805,
-    "lines of code in tests and scripts": 40_660,
+    "lines of code in tests, scripts and commands": 44_541,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
@@ -50,8 +50,10 @@ def core() -> list[Path]:
     return tracked("mpikv/*.py", ":!mpikv/cli", ":!mpikv/testing")
 
 
-def list_tests_and_scripts() -> list[Path]:
-    return [path for path in tracked("tests", "scripts") if path.suffix == ".py" or _is_script(path)]
+def list_tools() -> list[Path]:
+    """Return them, and mpikv's commands: what moves out of the wheel into scripts, or back, changes no figure."""
+    found = tracked("tests", "scripts", "mpikv/cli")
+    return [path for path in found if path.suffix == ".py" or _is_script(path)]
 
 
 def _is_script(path: Path) -> bool:
@@ -166,7 +168,7 @@ def of_pages(*patterns: str) -> float:
 
 FIGURES: dict[str, Callable[[], float]] = {
     "lines of code in the core": lambda: lines_of_code(core()),
-    "lines of code in tests and scripts": lambda: lines_of_code(list_tests_and_scripts()),
+    "lines of code in tests, scripts and commands": lambda: lines_of_code(list_tools()),
     "longest chain of imports in the core": lambda: longest_chain(imports_of(core(), for_types=False)),
     "relative words per 100 sentences of docstrings": lambda: relatives(prose_of_docstrings(core())),
     "relative words per 100 sentences of decisions": lambda: of_pages("docs/decisions/*.md"),

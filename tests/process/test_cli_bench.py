@@ -1,4 +1,4 @@
-"""``mpikv bench``: its parts without ranks, and small jobs of it with the MPI library that is here."""
+"""``mpikv bench`` and ``scripts/bench``: parts without ranks, and small jobs with the MPI library that is here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,28 @@ import pytest
 from support.launching import cleaned, mpi, why_no_mpi
 
 import mpikv
-from mpikv.cli.bench import main, oracle, report, rounds, worker
+from mpikv.cli.bench import main, options, oracle, report, rounds, worker
 from mpikv.cli.bench.cases import Group, Skipped, unless
 from mpikv.cli.bench.keysets import KeySet, bert_base, gradients, key_set, many_small, resnet50
-from mpikv.cli.bench.options import SUITES, parse
-from mpikv.cli.bench.progress import Silent
 from mpikv.cli.bench.rounds import Case, measure
-from mpikv.cli.bench.rules import BLOCK, RULES
 from mpikv.cli.launchers import clean
 from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from benchmark.options import GPU_SUITES, SUITES  # noqa: E402
+from benchmark.options import parse as parse_all  # noqa: E402
+from benchmark.report import lines as all_lines  # noqa: E402
+from benchmark.rules import BLOCK, RULES  # noqa: E402
+
 # Two jobs take a dozen seconds where nothing else runs.
 DEADLINE = 110.0
 pytestmark = [pytest.mark.deadline(120), pytest.mark.one_library]
 FEW = KeySet("a few", ((3,), (2, 2), (5,)))
+BENCH, SCRIPT = ("-m", "mpikv", "bench"), (str(ROOT / "scripts/benchmark"),)
+Lines = Callable[[dict[str, Any]], Iterator[str]]
+Parse = Callable[[Sequence[str], "int | None"], Any]
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Alone:
@@ -179,7 +185,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_short_cases_fill_a_turn_and_long_ones_do_not_repeat(clock: Clock) -> None:
     lengths = [1e-6, 149e-6, 151e-6, 0.1]
     cases = [Case(str(seconds), clock.contender(str(seconds), seconds)) for seconds in lengths]
-    measure(Alone(), cases, 3, lambda done: None)
+    measure(Alone(), cases, 3)
     assert [case.repeats for case in cases[2:]] == [1, 1]
     assert all(case.repeats * seconds >= rounds.TURN for case, seconds in zip(cases[:2], lengths, strict=False))
     for case, seconds in zip(cases, lengths, strict=True):
@@ -191,10 +197,8 @@ def test_short_cases_fill_a_turn_and_long_ones_do_not_repeat(clock: Clock) -> No
 
 def test_each_round_begins_with_another_case(clock: Clock) -> None:
     cases = [Case(name, clock.contender(name, 1.0)) for name in "abc"]
-    done: list[int] = []
-    measure(Alone(), cases, 4, done.append)
+    measure(Alone(), cases, 4)
     assert "".join(clock.log[3:]) == "abcbcacababc"
-    assert done == [1, 2, 3, 4]
 
 
 def test_a_case_that_cannot_be_had_says_why() -> None:
@@ -208,17 +212,24 @@ def test_a_group_too_large_for_the_host_is_left_out() -> None:
         raise AssertionError("it was made")
 
     group = Group("large", "a large set", FEW, None, 3, {"store": never}, needed_bytes=1 << 80)
-    found = worker._measure_group(Alone(), group, Silent(), rounds.HostClock())
+    found = worker.measure_group(Alone(), group)
     assert "GB of memory are needed" in found["skipped"]["store"]
     text = text_of(job(groups=[found]))
     assert "a large set, 3 rounds\n  not measured" in text
     assert f"store: {found['skipped']['store']}" in text
 
 
-# --- The machine
-
-
 # --- The command line
+
+
+def misuse(parse: Parse, name: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments.split(), None)
+    said = capsys.readouterr()
+    assert (caught.value.code, said.out) == (2, "")
+    assert said.err.startswith(f"{name}: ")
+    assert said.err.count("\n") == 1
+    assert complaint in said.err
 
 
 @pytest.mark.parametrize(
@@ -227,25 +238,41 @@ def test_a_group_too_large_for_the_host_is_left_out() -> None:
         ("-n 0", "'0' is not a positive number"),
         ("-n 2 --ranks-scaling 1,2", "exclude each other"),
         ("--only resnet5", "did you mean 'resnet50'?"),
-        ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
+        ("--suite sets --only many", "--suite and --only exclude each other"),
         ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
-        ("--plot sums.png --suite sets", "--plot draws the group 'sizes'"),
         ("train.py", "unrecognized arguments: train.py"),
-        ("--device gpu --only push-pull", "resnet50, sizes, small); --device host measures it"),
-        ("--only kernels", "resnet50, sizes); --device gpu measures it"),
-        ("--device gpu --suite torch", "--suite torch measures nothing with --device gpu"),
-        ("--device gpu --only sizes --plot sums.png", "--plot draws the group 'sizes' of one job on the host"),
+    ],
+)
+@pytest.mark.parametrize(("parse", "name"), [(options.parse, "mpikv bench"), (parse_all, "scripts/bench")])
+def test_misuse_is_one_line_and_status_2(
+    parse: Parse, name: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    misuse(parse, name, arguments, complaint, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
+        ("--device gpu --only push-pull", "resnet50, sizes, small)"),
+        ("--device gpu --suite torch", "invalid choice: 'torch'"),
         ("--device tpu", "invalid choice: 'tpu'"),
     ],
 )
-def test_misuse_is_one_line_and_status_2(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(arguments.split(), launched=None)
-    said = capsys.readouterr()
-    assert (caught.value.code, said.out) == (2, "")
-    assert said.err.startswith("mpikv bench: ")
-    assert said.err.count("\n") == 1
-    assert complaint in said.err
+def test_misuse_of_what_the_script_alone_measures(
+    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    misuse(parse_all, "scripts/bench", arguments, complaint, capsys)
+
+
+@pytest.mark.parametrize("suites", [SUITES, GPU_SUITES])
+def test_the_script_explains_all_that_it_measures(
+    suites: Mapping[str, Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_all(["--help", *["--device", "gpu"] * (suites is GPU_SUITES)], None)
+    text = capsys.readouterr().out.partition("what is measured")[2]
+    assert all(name in text for groups in suites.values() for name in groups)
 
 
 # --- The report
@@ -276,28 +303,25 @@ def job(**changes: Any) -> dict[str, Any]:
         ],
         "skipped": {"torch DDP": "PyTorch is not installed"},
         "wrong": {},
-        "memory": {
-            name: [{"private": 2e6, "shared": 3e6, "peak": 9e6, "proportional": 4e6}] * 2
-            for name in ("python", "inputs", "store")
-        },
     }
     return {"ranks": 2, "library": "MPI 5", "transport": "shm", "pinned": True, "crowded": False, "cores": 2,
             "idle": 0.99, "settings": {}, "groups": [group],
             "machine": {"cpu": "a CPU", "numpy": "2", "python": "3"}} | changes  # fmt: skip
 
 
-def text_of(*jobs: dict[str, Any], quick: bool = False) -> str:
-    return "\n".join(report.lines({"mpikv": "1", "quick": quick, "jobs": list(jobs)}))
+def text_of(*jobs: dict[str, Any], lines: Lines = report.lines) -> str:
+    return "\n".join(lines({"mpikv": "1", "quick": False, "jobs": list(jobs)}))
 
 
-def test_ratios_come_first() -> None:
-    lines = text_of(job()).splitlines()
+@pytest.mark.parametrize(("write", "bound"), [(report.lines, []), (all_lines, ["bound"])])
+def test_ratios_come_first(write: Lines, bound: list[str]) -> None:
+    lines = text_of(job(), lines=write).splitlines()
     assert lines[0] == "mpikv 1, 2 ranks, transport shm, MPI 5, numpy 2, Python 3"
     assert "warning" not in lines[1] + lines[2]
     assert lines[3].startswith("ratios of medians")
-    assert lines[4].split() == ["goal", "ours", "peer", "ratio", "bound"]
-    assert lines[5].split() == ["store", "/", "memcpy", "1.00", "ms", "4.00", "ms", "0.25", "≤", "0.30"]
-    assert lines[6].startswith("bound: ")
+    assert lines[4].split() == ["goal", "ours", "peer", "ratio", *bound]
+    assert lines[5].split() == ["store", "/", "memcpy", "1.00", "ms", "4.00", "ms", "0.25", *["≤", "0.30"] * len(bound)]
+    assert lines[6].startswith("bound: ") == bool(bound)
 
 
 @pytest.mark.parametrize(
@@ -345,14 +369,15 @@ def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+def bench(tmp_path: Path) -> Iterator[Run]:
     """Return a function that runs a command in a folder of its own, and cleans up after it."""
     if why_no_mpi():
         pytest.skip(why_no_mpi())
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
+    environ = {**clean(os.environ), "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
 
-    def run(*arguments: str, command: Sequence[str] = ("bench",)) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "mpikv", *command, *arguments]
+    def run(*arguments: str, command: Sequence[str] = BENCH) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, *command, *arguments]
         return subprocess.run(
             line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False
         )
@@ -361,15 +386,18 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[
         yield run
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+SIZES = ["sizes/64", "sizes/4096", "sizes/262144"]
 
 
-def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path) -> None:
-    has_plot = find_spec("matplotlib") is not None
-    done = bench("--quick", "--suite", "latency", "--json", "all.json", *["--plot", "sums.png"] * has_plot)
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [(BENCH, SIZES), (SCRIPT, ["push-pull/1 key", "push-pull/100 keys", "allreduce", *SIZES])],
+)
+def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path, command: Sequence[str], names: list[str]) -> None:
+    done = bench("--quick", "--suite", "latency", "--json", "all.json", command=command)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith(f"mpikv {mpikv.__version__}, 2 ranks, transport shm, ")
-    assert done.stdout.count("1 key of 64 B, SGD-momentum: push, pull /") == 1
+    assert done.stdout.count("1 key of 64 B, SGD-momentum: push, pull /") == (command is SCRIPT)
     assert "measured: " in done.stderr
     assert "measured: " not in done.stdout
     document = json.loads((tmp_path / "all.json").read_text())
@@ -377,47 +405,41 @@ def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path) -> None:
     assert only["library"].split()[-1].lstrip("v") in mpi()[0].version
     assert only["machine"]["numpy"] == np.__version__
     groups = {group["name"]: group for group in only["groups"]}
-    assert list(groups) == [
-        "push-pull/1 key",
-        "push-pull/100 keys",
-        "allreduce",
-        "sizes/64",
-        "sizes/4096",
-        "sizes/262144",
-    ]
+    assert list(groups) == names
     for group in groups.values():
         assert group["wrong"] == group["skipped"] == {}
         for case in group["cases"]:
             assert len(case["seconds"]) == group["rounds"] == 3
             assert case["median"] == np.median(case["seconds"]) > 0
             assert case["steps"] >= 4 * case["repeats"]
-    names = ["push", "pull", "push, pull", "pushpull", "Allreduce"]
-    assert [case["name"] for case in groups["sizes/64"]["cases"]] == names
-    if has_plot:
-        assert (tmp_path / "sums.png").read_bytes().startswith(b"\x89PNG")
+    calls = ["push", "pull", "push, pull", "pushpull", "Allreduce"]
+    assert [case["name"] for case in groups["sizes/64"]["cases"]] == calls
 
 
-def test_sets_on_several_numbers_of_ranks(bench: Run, tmp_path: Path) -> None:
-    done = bench("--quick", "--ranks-scaling", "1,3", "--only", "resnet50,many", "--json", "all.json", "--rounds", "2")
+@pytest.mark.parametrize(("command", "sets"), [(BENCH, ["resnet50", "many"]), (SCRIPT, ["many"])])
+def test_sets_on_several_numbers_of_ranks(
+    bench: Run, tmp_path: Path, command: Sequence[str], sets: Sequence[str]
+) -> None:
+    chosen = "--quick", "--ranks-scaling", "1,3", "--only", ",".join(sets), "--json", "all.json", "--rounds", "2"
+    done = bench(*chosen, command=command)
     assert done.returncode == 0, done.stderr
     jobs = json.loads((tmp_path / "all.json").read_text())["jobs"]
     assert [job["ranks"] for job in jobs] == [1, 3]
     assert [job["transport"] for job in jobs] == ["local", "shm"]
     for job in jobs:
-        assert [group["name"] for group in job["groups"]] == ["resnet50/sgd", "many/sgd"]
+        assert [group["name"] for group in job["groups"]] == [f"{name}/sgd" for name in sets]
         for group in job["groups"]:
             assert group["wrong"] == {}
             names = {case["name"] for case in group["cases"]}
             assert {"store", "zero copy", "memcpy", "Reduce per key"} <= names
-            assert {"torch DDP"} <= names | set(group["skipped"])
-            assert all(len(of_ranks) == job["ranks"] for of_ranks in group["memory"].values())
-            assert set(group["memory"]) == {"python", "inputs", *names}
+            if command is SCRIPT:
+                assert {"torch DDP", "store numba"} <= names | set(group["skipped"])
     assert "more ranks than cores" in done.stdout or jobs[1]["cores"] >= 3
     assert "private arrays / memcpy, 3 ranks" in done.stdout
 
 
 def test_files_are_measured_and_read_again(bench: Run, tmp_path: Path) -> None:
-    done = bench("--quick", "--suite", "files", "--json", "all.json")
+    done = bench("--quick", "--suite", "files", "--json", "all.json", command=SCRIPT)
     assert done.returncode == 0, done.stderr
     (job,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
     assert [group["name"] for group in job["groups"]] == list(SUITES["files"])
@@ -432,9 +454,8 @@ def test_files_are_measured_and_read_again(bench: Run, tmp_path: Path) -> None:
 def test_other_optimizers_and_transports_are_right(bench: Run) -> None:
     done = bench(
         *("--quick", "--only", "many", "--optimizer", "sgd,adam,lamb", "--transport", "mpi"),
-        "--no-pin",
-        "--rounds",
-        "1",
+        *("--no-pin", "--rounds", "1"),
+        command=SCRIPT,
     )
     assert done.returncode == 0, done.stderr
     assert "transport mpi" in done.stdout
@@ -454,7 +475,7 @@ right = KVStore.pushpull
 def wrong(self, key, value=None, out=None, priority=0):
     result = right(self, key, value, out, priority)
     if self.rank == 1 and isinstance(out, list):
-        out[7][...] = np.nextafter(out[7], np.float32(9))
+        out[7][-1] = np.nextafter(out[7][-1], np.float32(9))
     return result
 
 KVStore.pushpull = wrong
@@ -464,17 +485,19 @@ sys.exit(main(sys.argv[1:]))
 
 def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
-    done = bench("--quick", "--only", "push-pull", command=("run", "-n", "2", "wrong.py"))
+    done = bench("--quick", "--only", "many", command=("-m", "mpikv", "run", "-n", "2", "wrong.py"))
     assert done.returncode == 1, done.stderr
-    assert "mpikv bench: wrong result: push-pull/100 keys, pushpull, rank 1: key 7 after " in done.stderr
-    row = next(line for line in done.stdout.splitlines() if line.startswith("100 keys of 64 B, SGD-momentum: "))
+    assert "mpikv bench: wrong result: many/sgd, store, rank 1: key 7 after " in done.stderr
+    row = next(line for line in done.stdout.splitlines() if "SGD-momentum: private arrays / memcpy" in line)
     assert row.endswith("wrong")
 
 
 FAILING = """
 import sys
+from benchmark import sets as more
+from benchmark.program import main
 from mpikv import MPIKVError
-from mpikv.cli.bench import main, sets, stores
+from mpikv.cli.bench import sets, stores
 from mpikv.cluster import environment
 
 def fail(*arguments):
@@ -485,7 +508,7 @@ def step(self):
     raise MPIKVError("no step")
 
 if environment.launch_of().rank == 1:
-    sets.kernels_problem = lambda kernels: "no kernels"
+    more.kernels_problem = lambda kernels: "no kernels"
     sets.ReducePerKey = fail
     stores.ZeroCopy.step = step
 sys.exit(main(sys.argv[1:]))
@@ -494,7 +517,9 @@ sys.exit(main(sys.argv[1:]))
 
 def test_what_one_rank_cannot_have_all_leave_out(bench: Run, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    done = bench("--quick", "--only", "many", "--json", "all.json", command=("run", "-n", "2", "failing.py"))
+    done = bench(
+        *("--quick", "--only", "many", "--json", "all.json"), command=("-m", "mpikv", "run", "-n", "2", "failing.py")
+    )
     assert done.returncode == 0, done.stderr
     (group,) = json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]
     assert {case["name"] for case in group["cases"]} - {"torch DDP"} == {"store", "memcpy"}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cli.bench.memory import Memory, release_freed
+from mpikv.cli.bench.worker import release_freed
 from mpikv.transports.cma import Attached
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from benchmark.memory import Memory
 
 MIB = 1 << 20
 FEW = pytest.mark.ranks(1, 3)

@@ -60,7 +60,7 @@ def install(count: int) -> FakeGpu:
     def find_nccl() -> FakeNccl:
         return FakeNccl(gpu, comm)
 
-    for module in map(import_module, ("mpikv.compute.cuda.gpu", "mpikv.creation", "mpikv.cli.bench.gpus")):
+    for module in map(import_module, ("mpikv.compute.cuda.gpu", "mpikv.creation")):
         mock.patch.object(module, "find_gpu", find_gpu).start()
         mock.patch.object(module, "find_nccl", find_nccl).start()
     mock.patch.object(gpu, "kernels", return_value=SparingKernels(gpu)).start()

@@ -1,13 +1,18 @@
-"""The exchange of DDP beside which ``mpikv bench`` measures makes the same updates as the store."""
+"""The exchange of DDP beside which ``scripts/bench`` measures makes the same updates as the store."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpikv.cli.bench.keysets import gradients
-from mpikv.cli.bench.rules import RULES
-from mpikv.cli.bench.torch_peer import TorchBuckets, torch_problem
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from benchmark.rules import RULES
+from benchmark.torch_peer import TorchBuckets, torch_problem
 
 pytestmark = pytest.mark.ranks(2, 3)
 

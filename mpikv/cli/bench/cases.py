@@ -1,9 +1,9 @@
-"""Groups of cases with the same work, their initial arrays, and the wanted ratios of their times."""
+"""Groups of cases with the same work, their initial arrays, and the ratios of their times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,14 +50,8 @@ class Group:
     factories: Mapping[str, Factory]
     """By the names of the cases, in the order of their making. They may raise :class:`Skipped`."""
     comparisons: Sequence[Comparison] = ()
-    floors: Mapping[str, int] = field(default_factory=dict)
-    """Bytes per element that a case must move, over all ranks, if known."""
-    inputs: Inputs | None = None
-    """The ranks' inputs, if their memory is to be measured."""
     needed_bytes: int = 0
     """Approximate memory of all cases on this host."""
-    collectives: Mapping[str, str] = field(default_factory=dict)
-    """For a case on GPUs, the names of NCCL's collectives over all bytes, with commas."""
     summed: int = 0
     """Number of ranks in the sums; 0: all."""
     tiles: int = 1
@@ -83,10 +77,6 @@ class Inputs:
         """Arrays for all values."""
         self._outs = self._outs or self.new_outs()
         return self._outs
-
-    def make(self) -> None:
-        """Make all arrays now."""
-        self._gradients, self._outs = self.gradients, self.outs
 
     def new_outs(self) -> list[Array]:
         """Return more arrays for all values, filled once, since the first touch of memory is slow."""

@@ -82,10 +82,7 @@ def many_small(count: int = 10_000) -> list[Shape]:
 
 
 def key_set(name: str, *, quick: bool) -> KeySet:
-    """Return the set ``resnet50``, ``bert-base``, ``many`` or ``small``; ``quick`` makes it small."""
-    if name == "small":
-        count = 1000 // _FEW if quick else 1000
-        return KeySet(f"{count:,} keys of 4 KB", ((1024,),) * count)
+    """Return the set ``resnet50``, ``bert-base`` or ``many``; ``quick`` makes it small."""
     if name == "many":
         shapes = many_small(10_000 // _FEW if quick else 10_000)
         return KeySet(f"{len(shapes):,} keys of 1-100 floats", tuple(shapes))

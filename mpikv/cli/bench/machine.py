@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["describe", "idle_share", "one_per_core"]
+__all__ = ["describe", "free_bytes", "idle_share", "one_per_core", "read_fields"]
 
 
 def describe() -> dict[str, Any]:
@@ -64,3 +64,16 @@ def one_per_core(processors: Collection[int]) -> list[int]:
             core = str(cpu)
         first.setdefault(core, cpu)
     return list(first.values())
+
+
+def free_bytes() -> int:
+    """Return the bytes for new arrays before the host swaps or kills; 2**62 if it does not tell."""
+    with contextlib.suppress(OSError, KeyError):
+        return read_fields("/proc/meminfo")["MemAvailable"]
+    return 1 << 62
+
+
+def read_fields(path: str) -> dict[str, int]:
+    """Return a file's fields in kB, converted to bytes."""
+    rows = [line.split() for line in Path(path).read_text().splitlines() if line.endswith(" kB")]
+    return {row[0].rstrip(":"): 1024 * int(row[1]) for row in rows}

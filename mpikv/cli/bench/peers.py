@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ...protocols import Array
-from .rules import RULES, Rule
+from .rules import Rule
 
-__all__ = ["Allreduce", "AllreduceLoop", "Memcpy", "ReducePerKey"]
+__all__ = ["Allreduce", "Memcpy", "ReducePerKey"]
 
 
 class Memcpy:
@@ -45,38 +45,6 @@ class Allreduce:
 
     def results(self) -> list[Array]:
         return [self._out]
-
-    def close(self) -> None:
-        pass
-
-
-class AllreduceLoop:
-    """For each key an Allreduce and, on every rank, an SGD-momentum update: the shortest loop with mpi4py."""
-
-    exact = False
-
-    def __init__(self, comm: Any, gradients: Sequence[Array]) -> None:
-        self._comm = comm
-        self._weights = [np.ones_like(gradient) for gradient in gradients]
-        self._rows = [
-            (gradient, np.empty_like(gradient), np.zeros_like(gradient), weight)
-            for gradient, weight in zip(gradients, self._weights, strict=True)
-        ]
-        options = RULES["sgd"].options
-        self._rate, self._momentum = options["learning_rate"], options["momentum"]
-
-    def step(self) -> None:
-        allreduce, rate, keep = self._comm.Allreduce, self._rate, self._momentum
-        multiply, subtract, add = np.multiply, np.subtract, np.add
-        for gradient, total, momentum, weight in self._rows:
-            allreduce(gradient, total)
-            multiply(momentum, keep, out=momentum)
-            multiply(total, rate, out=total)
-            subtract(momentum, total, out=momentum)
-            add(weight, momentum, out=weight)
-
-    def results(self) -> list[Array]:
-        return self._weights
 
     def close(self) -> None:
         pass

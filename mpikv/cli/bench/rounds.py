@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...protocols import Array
 
-__all__ = ["Case", "Clock", "Contender", "HostClock", "Prepared", "measure"]
+__all__ = ["Case", "Clock", "Contender", "Prepared", "measure", "time_host"]
 
 SHORT, TURN = 150e-6, 300e-6
 """In seconds: a case shorter than the first is repeated within a turn, until the turn takes at least the second."""
@@ -49,22 +49,16 @@ class Prepared(Contender, Protocol):
         ...
 
 
-class Clock(Protocol):
-    """Times the work of a rank."""
-
-    def time(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Do the work and wait for its end; return the seconds to the end, and the seconds to its return."""
-        ...
+Clock = Callable[[Callable[[], object]], "tuple[float, float]"]
+"""Does the work of a rank and waits for its end; returns the seconds to the end, and the seconds to its return."""
 
 
-class HostClock:
-    """The clock of work that ends before it returns."""
-
-    def time(self, work: Callable[[], object]) -> tuple[float, float]:
-        began = time.perf_counter()
-        work()
-        took = time.perf_counter() - began
-        return took, took
+def time_host(work: Callable[[], object]) -> tuple[float, float]:
+    """Time work that ends before it returns."""
+    began = time.perf_counter()
+    work()
+    took = time.perf_counter() - began
+    return took, took
 
 
 @dataclass
@@ -101,15 +95,12 @@ class Case:
         self.steps += 1
 
 
-def measure(
-    comm: Any, cases: Sequence[Case], rounds: int, after_round: Callable[[int], None], clock: Clock | None = None
-) -> None:
+def measure(comm: Any, cases: Sequence[Case], rounds: int, clock: Clock = time_host) -> None:
     """Time every case once per round; each round begins with another case. Collective.
 
     The rotation is fair: a case right after one that left its data in the cache would win falsely. Run each case once
-    before, as a warm-up. ``after_round`` receives the number of rounds done. ``clock`` is the host's by default.
+    before, as a warm-up.
     """
-    clock = clock or HostClock()
     for case in cases:
         _calibrate(comm, case, clock)
     for turn in range(rounds):
@@ -118,7 +109,6 @@ def measure(
             took, returned = _timed(comm, case, clock)
             case.seconds.append(took / case.repeats)
             case.returned.append(returned / case.repeats)
-        after_round(turn + 1)
 
 
 def _calibrate(comm: Any, case: Case, clock: Clock) -> None:
@@ -137,5 +127,5 @@ def _timed(comm: Any, case: Case, clock: Clock) -> tuple[float, float]:
     """Return the slowest rank's seconds for a turn, and until its calls have returned."""
     case.prepare()
     comm.Barrier()
-    of_ranks = comm.allgather(clock.time(case.run))
+    of_ranks = comm.allgather(clock(case.run))
     return float(max(took for took, _ in of_ranks)), float(max(returned for _, returned in of_ranks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ...protocols import Array
 from .keysets import KeySet
 from .rules import Rule
 
-__all__ = ["Ones", "PrivateArrays", "SharedStore", "Verb", "ZeroCopy", "host_ones", "kernels_problem", "open_store"]
+__all__ = ["Ones", "PrivateArrays", "SharedStore", "Verb", "ZeroCopy", "host_ones", "open_store"]
 
 Settings = Mapping[str, Any]
 """Arguments of :func:`mpikv.create`, with its name unless that is ``dist_sync``."""
@@ -27,15 +26,10 @@ def host_ones(shape: tuple[int, ...]) -> Array:
     return np.ones(shape, np.float32)
 
 
-def kernels_problem(kernels: str) -> str:
-    """Return why the store cannot use these kernels; empty if it can."""
-    return "" if find_spec(kernels) else f"{kernels} is not installed"
-
-
 def open_store(keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> KVStore:
     """Return a store of ones under the keys, with the optimizer if there is one. Collective."""
-    # Override the environment: the oracle sums from left to right, and cases name their kernels.
-    kv = create(**{"name": "dist_sync", "deterministic": False, "kernels": "numpy", **settings})
+    # Override the environment: the oracle sums from left to right.
+    kv = create(**{"name": "dist_sync", "deterministic": False, **settings})
     try:
         kv.init(keys.keys, [ones(shape) for shape in keys.shapes])
         if rule is not None:

@@ -5,36 +5,33 @@ A report consists of dicts, lists, texts and numbers, as in JSON; times are in s
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 
-from ...cluster.environment import visible_gpus
 from ...creation import create
 from ...errors import MPIKVError
-from ..gpus import survey
 from ..launchers import clean, environment
 from . import machine
 from .cases import Factory, Group, Skipped
-from .gpu_report import SHARED, on_gpu
-from .gpu_suites import gpu_groups
-from .gpus import GpuClock, RankGpu, open_gpu
-from .memory import Memory, forget_peak, free_bytes, release_freed
 from .options import Options
 from .oracle import mismatches
-from .progress import Progress, open_progress
-from .rounds import Case, Clock, HostClock, measure
-from .suites import groups
+from .report import Report
+from .rounds import Case, Clock, measure, time_host
+from .rules import SGD
+from .sets import whole_set
+from .single import sizes
 
-__all__ = ["Report", "run"]
+__all__ = ["describe_job", "groups", "measure_group", "measure_job", "release_freed", "run"]
 
-Report = dict[str, Any]
 Result = TypeVar("Result")
 
 _LOOK = 0.5
@@ -43,7 +40,7 @@ _SETTINGS = ("MPIKV_", "MPIR_CVAR_", "OMPI_MCA_")
 _FACTS = ("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type")
 
 
-def run(options: Options) -> Report | None:
+def run(measure: Callable[[Any, Any, Options], Report], options: Options) -> Report | None:
     """Measure on the ranks of a launch; return the report on rank 0 and None on the others.
 
     Collective over all ranks of the launch. If this command started the ranks, the report goes to a file instead.
@@ -51,7 +48,7 @@ def run(options: Options) -> Report | None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    report = _measure(comm, MPI, options)
+    report = measure(comm, MPI, options)
     if comm.rank:
         return None
     if options.report is None:
@@ -60,46 +57,40 @@ def run(options: Options) -> Report | None:
     return None
 
 
-def _measure(comm: Any, mpi: Any, options: Options) -> Report:
-    own: RankGpu | None = None
+def measure_job(comm: Any, mpi: Any, options: Options) -> Report:
+    """Measure the chosen groups, and return the job's report. Collective."""
+    report = describe_job(comm, mpi, options)
+    if "error" not in report:
+        report["groups"] = [measure_group(comm, group) for group in groups(comm, options)]
+    return report
+
+
+def groups(comm: Any, options: Options) -> Iterator[Group]:
+    """Yield the chosen groups; each makes its arrays with its cases. Local."""
+    for name in options.groups:
+        if name == "sizes":
+            yield from sizes(comm, options)
+        else:
+            yield whole_set(comm, options, name, SGD)[0]
+
+
+def describe_job(comm: Any, mpi: Any, options: Options) -> Report:
+    """Return the circumstances of a job, each rank pinned to a core; or an error without a store. Collective."""
     try:
         kv = create(**{"name": "dist_sync", **options.settings})
-        if options.device == "gpu":
-            own = open_gpu(comm, mpi)
     except MPIKVError as error:
         return {"ranks": comm.size, "error": str(error)}
-    transport, pinned = kv.transport, _pin(comm, mpi, options)
+    transport = kv.transport
     kv.close()
-    report = {
+    return {
         "ranks": comm.size,
         "library": _library(mpi),
         "transport": transport,
-        **pinned,
+        **_pin(comm, mpi, options),
         "idle": _idle(comm),
         "settings": _settings(),
         "machine": machine.describe(),
     }
-    with open_progress(comm.rank, options.live) as progress:
-        if own is None:
-            chosen = groups(comm, options)
-            report["groups"] = [_measure_group(comm, group, progress, HostClock()) for group in chosen]
-        else:
-            report |= _on_gpus(comm, options, own, progress)
-    return report
-
-
-def _on_gpus(comm: Any, options: Options, own: RankGpu, progress: Progress) -> Report:
-    found = survey(visible_gpus())
-    report: Report = {"gpus": found.devices or [own.gpu.name], "cupy": found.cupy, "nccl": found.nccl}
-    report["functional_only"] = SHARED if own.shared else ""
-    clock = GpuClock(own, time.perf_counter)
-    with own:
-        chosen = gpu_groups(comm, options, own)
-        report["groups"] = [_measure_group(comm, group, progress, clock) for group in chosen]
-        for group in report["groups"]:
-            group["functional_only"] = report["functional_only"]
-        own.close()
-    return report
 
 
 def _library(mpi: Any) -> str:
@@ -113,8 +104,7 @@ def _pin(comm: Any, mpi: Any, options: Options) -> Report:
     # The union: a launcher may have bound each rank to cores of its own.
     cores = machine.one_per_core(set().union(*host.allgather(os.sched_getaffinity(0))))
     crowded = any(comm.allgather(host.size > len(cores)))
-    # A rank with a GPU needs more cores: NCCL and CUDA have threads of their own.
-    pinned = options.pin and not crowded and options.device == "host"
+    pinned = options.pin and not crowded
     if pinned:
         os.sched_setaffinity(0, {cores[host.rank]})
     host.Free()
@@ -136,53 +126,52 @@ def _idle(comm: Any) -> float | None:
     return machine.idle_share(_LOOK)
 
 
-def _measure_group(comm: Any, group: Group, progress: Progress, clock: Clock) -> Report:
-    """Make the cases of a group, time them, check their results, and free all. Collective."""
-    elements = group.keys.elements * group.tiles
+def measure_group(
+    comm: Any, group: Group, clock: Clock = time_host, describe: Callable[[Case], Report] = lambda case: {}
+) -> Report:
+    """Make the cases of a group, time them, check their results, and free all. ``describe`` adds fields to the report
+    of a case. Collective.
+    """
+    began, elements = time.monotonic(), group.keys.elements * group.tiles
     report: Report = {"name": group.name, "title": group.title, "elements": elements, "rounds": group.rounds}
     release_freed()
     comm.Barrier()
-    free = comm.bcast(free_bytes())
+    free = comm.bcast(machine.free_bytes())
     if group.needed_bytes > free:
         why = f"about {group.needed_bytes / 1e9:.1f} GB of memory are needed and {free / 1e9:.1f} GB are free"
         return report | {"cases": [], "skipped": dict.fromkeys(group.factories, why), "comparisons": [], "wrong": {}}
-    progress.begin(group)
-    cases, skipped, memory = _make(comm, group)
+    cases, skipped = _make(comm, group)
     if cases:
-        measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases), clock)
+        measure(comm, cases, group.rounds, clock)
     wrong = _check(comm, cases, group)
-    progress.end()
+    if comm.rank == 0:
+        print(f"measured: {group.title} ({time.monotonic() - began:.1f} s)", file=sys.stderr, flush=True)
     for case in cases:
         case.contender.close()
-    report["cases"] = [_case_report(case, group) for case in cases]
-    if not isinstance(clock, HostClock):
-        for case, shown in zip(cases, report["cases"], strict=True):
-            shown |= on_gpu(case, group, comm.size)
-    report |= {"skipped": skipped, "wrong": wrong, "comparisons": _compare(report["cases"], group)}
-    return report | ({"memory": memory, "nbytes": group.keys.nbytes} if memory else {})
+    report["cases"] = [_case_report(case) | describe(case) for case in cases]
+    return report | {"skipped": skipped, "wrong": wrong, "comparisons": _compare(report["cases"], group)}
 
 
-def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str], dict[str, list[Report]]]:
-    """Make and warm the cases; return them, the reasons of missing ones, and each case's growth of every rank's memory.
-    Collective.
+def release_freed() -> None:
+    """Return freed memory to the system: arrays of earlier cases, and the allocator's reserve (glibc). Otherwise new
+    arrays would reuse it.
     """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str]]:
+    """Make and warm the cases; return them, and the reasons of missing ones. Collective."""
     cases: list[Case] = []
     skipped: dict[str, str] = {}
-    memory: dict[str, list[Report]] = {}
-    if group.inputs:
-        before = _before()
-        group.inputs.make()
-        memory = {"python": comm.allgather(vars(before)), "inputs": comm.allgather(_growth(before))}
     for name, factory in group.factories.items():
-        before = _before()
         try:
             cases.append(_made(comm, name, factory))
         except Skipped as why:
             skipped[name] = str(why)
-            continue
-        if group.inputs:
-            memory[name] = comm.allgather(_growth(before))
-    return cases, skipped, memory
+    return cases, skipped
 
 
 def _made(comm: Any, name: str, factory: Factory) -> Case:
@@ -213,19 +202,6 @@ def _together(comm: Any, work: Callable[[], Result]) -> Result:
     return result
 
 
-def _before() -> Memory:
-    # Memory of other cases must not be freed, nor reused, during the next case.
-    gc.collect()
-    forget_peak()
-    return Memory.now()
-
-
-def _growth(before: Memory) -> Report:
-    """Return the growth of memory since ``before``, and the peak of all resident memory."""
-    now = Memory.now()
-    return {name: value - vars(before)[name] for name, value in vars(now).items()} | {"peak": now.peak}
-
-
 def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
     """Return the error of each case with a wrong result on any rank. Collective."""
     for case in cases:
@@ -241,7 +217,7 @@ def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
 
 
 def _compare(cases: list[Report], group: Group) -> list[Report]:
-    """Return the wanted ratios, if both sides were measured."""
+    """Return the ratios of medians, if both sides were measured."""
     seconds = {case["name"]: np.array(case["seconds"]) for case in cases}
 
     def median(case: str, beyond: str | None) -> float:
@@ -257,7 +233,7 @@ def _compare(cases: list[Report], group: Group) -> list[Report]:
     return compared
 
 
-def _case_report(case: Case, group: Group) -> Report:
+def _case_report(case: Case) -> Report:
     low, middle, high = map(float, np.quantile(case.seconds, [0.25, 0.5, 0.75]))
     return {
         "name": case.name,
@@ -266,5 +242,4 @@ def _case_report(case: Case, group: Group) -> Report:
         "seconds": case.seconds,
         "repeats": case.repeats,
         "steps": case.steps,
-        "floor": group.floors.get(case.name),
     }

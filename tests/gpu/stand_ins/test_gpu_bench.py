@@ -1,4 +1,4 @@
-"""``mpikv bench --device gpu``: its formulas and tables, and jobs of it on stand-ins for GPUs and NCCL."""
+"""``scripts/bench --device gpu``: its formulas and tables, and jobs of it on stand-ins for GPUs and NCCL."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,16 @@ import pytest
 from support.launching import cleaned, why_no_mpi
 
 import mpikv
-from mpikv.cli.bench import report
-from mpikv.cli.bench.gpu_cases import COLLECTIVES, common_part
-from mpikv.cli.bench.gpu_report import SHARED, bandwidths
-from mpikv.cli.bench.gpus import GpuClock
-from mpikv.cli.bench.options import GPU_GROUPS, GPU_SUITES, parse
 from mpikv.cli.bench.rounds import Case, measure
 from mpikv.cli.launchers import clean
 
 ROOT = Path(__file__).parents[3]
-
+sys.path.insert(0, str(ROOT / "scripts"))
+from benchmark import report  # noqa: E402
+from benchmark.gpu_cases import COLLECTIVES, common_part  # noqa: E402
+from benchmark.gpu_report import SHARED, bandwidths  # noqa: E402
+from benchmark.gpus import time_gpu  # noqa: E402
+from benchmark.options import GPU_SUITES, parse  # noqa: E402
 
 # --- Formulas
 
@@ -102,7 +103,7 @@ def test_each_time_is_that_of_the_slowest_rank() -> None:
     times = Times()
     contender: Any = SimpleNamespace(step=times.work(1e-5, 1e-3))
     case = Case("a", contender)
-    measure(Slower(), [case], 3, lambda done: None, GpuClock(times, lambda: times.host))  # type: ignore[arg-type]
+    measure(Slower(), [case], 3, partial(time_gpu, times, lambda: times.host))  # type: ignore[arg-type]
     assert case.repeats == 1
     assert case.seconds == pytest.approx([2e-3] * 3)
     assert case.returned == pytest.approx([1e-5] * 3)
@@ -175,14 +176,14 @@ def test_what_ranks_shared_is_labelled_at_every_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "groups", "optimizers"),
     [
-        ("", GPU_GROUPS, ("sgd", "adam")),
+        ("", (*GPU_SUITES["latency"], *GPU_SUITES["sets"]), ("sgd", "adam")),
         ("--suite latency", GPU_SUITES["latency"], ("sgd", "adam")),
         ("--only small,kernels --optimizer adam", ("kernels", "small"), ("adam",)),
         ("--ranks-scaling 1,2", GPU_SUITES["sets"], ("sgd", "adam")),
     ],
 )
 def test_what_is_chosen(arguments: str, groups: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
-    options = parse(["--device", "gpu", *arguments.split()], launched=None)
+    options = parse(["--device", "gpu", *arguments.split()], None)
     assert (options.groups, options.optimizers) == (groups, optimizers)
     assert options.settings == {"name": "nccl"}
 
@@ -190,10 +191,10 @@ def test_what_is_chosen(arguments: str, groups: tuple[str, ...], optimizers: tup
 def test_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for count, ranks in ((0, 1), (3, 3)):
         monkeypatch.setattr(
-            "mpikv.cli.bench.options.survey", lambda visible, count=count: SimpleNamespace(devices=["a"] * count)
+            "benchmark.options.survey", lambda visible, count=count: SimpleNamespace(devices=["a"] * count)
         )
-        assert parse(["--device", "gpu"], launched=None).sizes == (ranks,)
-    assert parse(["--device", "gpu", "-n", "2"], launched=None).sizes == (2,)
+        assert parse(["--device", "gpu"], None).sizes == (ranks,)
+    assert parse(["--device", "gpu", "-n", "2"], None).sizes == (2,)
 
 
 # --- Jobs
@@ -210,8 +211,9 @@ def bench(tmp_path: Path) -> Iterator[Run]:
     def run(ranks: int, *arguments: str, gpus: int = 4, plant: str = "") -> subprocess.CompletedProcess[str]:
         script = tmp_path / "bench.py"
         script.write_text(
-            f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom support import faked_gpus\n"
-            f"own = faked_gpus.install({gpus})\n{plant}\nfrom mpikv.cli.bench import main\n"
+            f"import sys\nsys.path[:0] = {[str(ROOT / name) for name in ('tests', 'scripts')]!r}\n"
+            "from support import faked_gpus\n"
+            f"own = faked_gpus.install({gpus})\n{plant}\nfrom benchmark.program import main\n"
             "status = main(sys.argv[1:])\nown.checker.assert_clean()\nsys.exit(status)\n"
         )
         line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script), "--device", "gpu", "--quick"]
@@ -280,11 +282,11 @@ def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
     ("plant", "complaint"),
     [
         (
-            "from mpikv.cli.bench.gpu_cases import Nccl\nNccl.step = lambda self: None",
+            "from benchmark.gpu_cases import Nccl\nNccl.step = lambda self: None",
             "wrong result: sizes/64, allReduce, rank 0: key 0 after",
         ),
         (
-            "from mpikv.cli.bench.gpu_cases import Update\nright = Update.step\ndef step(self):\n    right(self)\n"
+            "from benchmark.gpu_cases import Update\nright = Update.step\ndef step(self):\n    right(self)\n"
             "    if own.ordinal:\n        self._weight[2:3] = 0.5\nUpdate.step = step",
             "wrong result: kernels/sgd, update, rank 1: key 0 after",
         ),
@@ -300,8 +302,8 @@ def test_a_wrong_result_is_an_error(bench: Run, plant: str, complaint: str) -> N
 @pytest.mark.deadline(120)
 def test_without_nccl_one_rank_measures_the_rest(bench: Run, tmp_path: Path) -> None:
     plant = (
-        "from mpikv.errors import TransportUnavailable\nimport mpikv.cli.bench.gpus as gpus\n"
-        "def lacks():\n    raise TransportUnavailable('no NCCL here')\ngpus.find_nccl = lacks"
+        "from mpikv.errors import TransportUnavailable\nfrom mpikv.compute.cuda import gpu\n"
+        "def lacks():\n    raise TransportUnavailable('no NCCL here')\ngpu.find_nccl = lacks"
     )
     done = bench(1, "--only", "sizes", "--rounds", "1", "--json", "all.json", plant=plant)
     assert done.returncode == 0, done.stderr
@@ -315,7 +317,7 @@ def test_without_a_gpu_it_is_one_line(tmp_path: Path, size: int) -> None:
     if why_no_mpi():
         pytest.skip(why_no_mpi())
     done = subprocess.run(
-        [sys.executable, "-m", "mpikv", "bench", "--device", "gpu", "-n", str(size), "--json", "all.json"],
+        [sys.executable, str(ROOT / "scripts/benchmark"), "--device", "gpu", "-n", str(size), "--json", "all.json"],
         env={**clean(os.environ), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         cwd=tmp_path,
         capture_output=True,
@@ -325,5 +327,5 @@ def test_without_a_gpu_it_is_one_line(tmp_path: Path, size: int) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("mpikv run: running as root")]
-    assert line.startswith(("mpikv bench: create: sums on GPUs need the package CuPy", "mpikv bench: create: CuPy"))
+    assert line.startswith(("scripts/bench: create: sums on GPUs need the package CuPy", "scripts/bench: create: CuPy"))
     assert json.loads((tmp_path / "all.json").read_text())["mpikv"] == mpikv.__version__

@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ... import KVStore, SaveWork
-from ...protocols import Array
-from .cases import Comparison, Factory, Group, Inputs
-from .keysets import KeySet, key_set
+from mpikv import KVStore, SaveWork
+from mpikv.cli.bench.cases import Comparison, Factory, Group, Inputs
+from mpikv.cli.bench.keysets import KeySet, key_set
+from mpikv.cli.bench.peers import Memcpy
+from mpikv.cli.bench.rounds import Contender
+from mpikv.cli.bench.single import shown
+from mpikv.cli.bench.stores import open_store
+from mpikv.protocols import Array
+
 from .options import Options
-from .peers import Memcpy
-from .rounds import Contender
-from .single import shown
-from .stores import open_store
+from .work import Work
 
 __all__ = ["one_file"]
 
@@ -38,7 +40,7 @@ _GOALS = {
 }
 
 
-def one_file(comm: Any, options: Options, name: str) -> Group:
+def one_file(comm: Any, options: Options, name: str) -> Work:
     """Return the group with that name: few large keys, or many small ones. Local."""
     if name == "large-file":
         nbytes = 1 << (16 if options.quick else 26)
@@ -46,7 +48,7 @@ def one_file(comm: Any, options: Options, name: str) -> Group:
         bounded = comm.size == 2 and not options.quick
     else:
         keys, bounded = key_set("many", quick=options.quick), False
-    return Group(
+    group = Group(
         name,
         f"a file of {keys.title} ({keys.nbytes / 1e6:.3g} MB)",
         keys,
@@ -57,11 +59,11 @@ def one_file(comm: Any, options: Options, name: str) -> Group:
             Comparison(f"{keys.title}: {goal}", ours, peer, bound if bounded else None)
             for (ours, peer), (goal, bound) in _GOALS.items()
         ],
-        # Bytes read and written per element.
-        dict.fromkeys((*(ours for ours, _ in _GOALS), *(peer for _, peer in _GOALS)), 8),
         # Per rank: gradients and results. Once: four stores, a copy of one, and the peers' memory.
         needed_bytes=keys.nbytes * (2 * comm.size + 10),
     )
+    # Bytes read and written per element.
+    return Work(group, dict.fromkeys((case for pair in _GOALS for case in pair), 8))
 
 
 def _contenders(comm: Any, settings: Mapping[str, Any], keys: KeySet) -> dict[str, Factory]:

@@ -7,11 +7,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ...protocols import Array
-from .cases import Comparison, Factory, Group, unless
-from .keysets import KeySet
+from mpikv.cli.bench.cases import Comparison, Factory, Group, unless
+from mpikv.cli.bench.keysets import KeySet
+from mpikv.cli.bench.single import shown
+from mpikv.protocols import Array
+
 from .options import Options
-from .single import shown
 from .torch_peer import close_group, gloo_problem, open_group
 
 __all__ = ["collectives"]

@@ -12,9 +12,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ...protocols import Array
-from .cases import Comparison, Factory, Group, Skipped, unless
-from .keysets import KeySet
+from mpikv.cli.bench.cases import Comparison, Factory, Group, Skipped, unless
+from mpikv.cli.bench.keysets import KeySet
+from mpikv.protocols import Array
+
 from .options import Options
 from .torch_peer import close_group, gloo_problem, open_group
 

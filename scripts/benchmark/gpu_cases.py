@@ -9,11 +9,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from ... import optimizers
-from ...protocols import Array
+from mpikv import optimizers
+from mpikv.cli.bench.keysets import KeySet
+from mpikv.cli.bench.rounds import Contender
+from mpikv.protocols import Array
+
 from .gpus import RankGpu
-from .keysets import KeySet
-from .rounds import Contender
 from .rules import Rule
 
 __all__ = [

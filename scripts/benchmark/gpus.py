@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ...cluster.environment import place_on_host, visible_gpus
-from ...compute.cuda.gpu import find_gpu, find_nccl
-from ...config import Config
-from ...protocols import Array, Kernels
+from mpikv.cluster.environment import place_on_host, visible_gpus
+from mpikv.compute.cuda import gpu as cuda
+from mpikv.config import Config
+from mpikv.protocols import Array, Kernels
 
-__all__ = ["GpuClock", "RankGpu", "open_gpu"]
+__all__ = ["RankGpu", "open_gpu", "time_gpu"]
 
 _FLOAT = np.dtype(np.float32)
 
@@ -25,7 +25,7 @@ def open_gpu(comm: Any, mpi: Any) -> RankGpu:
     host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     place = place_on_host() or (host.rank, host.size)
     host.Free()
-    gpu = find_gpu(*place, sharing=Config.read().gpu_sharing, visible=visible_gpus())
+    gpu = cuda.find_gpu(*place, sharing=Config.read().gpu_sharing, visible=visible_gpus())
     return RankGpu(comm, gpu, gpu.kernels())
 
 
@@ -76,7 +76,7 @@ class RankGpu:
         Raises:
             TransportUnavailable: it is not here.
         """
-        self._nccl = self._nccl or find_nccl()
+        self._nccl = self._nccl or cuda.find_nccl()
         return self._nccl
 
     def communicator(self) -> Any:
@@ -95,18 +95,13 @@ class RankGpu:
             self._communicator.destroy()
 
 
-class GpuClock:
-    """Times work by marks in the GPU's stream. The host's part is the time until the work is queued.
+def time_gpu(own: RankGpu, now: Callable[[], float], work: Callable[[], object]) -> tuple[float, float]:
+    """Time work by marks in the GPU's stream; return the seconds to its end, and those of the host until it was queued.
 
-    Both begin on an idle GPU. If the host queues more slowly than the GPU works, the waiting counts.
+    Both begin on an idle GPU. If the host queues more slowly than the GPU works, the waiting counts. ``now`` is the
+    host's clock, in seconds.
     """
-
-    def __init__(self, own: RankGpu, now: Callable[[], float]) -> None:
-        """``now`` is the host's clock, in seconds."""
-        self._own, self._now = own, now
-
-    def time(self, work: Callable[[], object]) -> tuple[float, float]:
-        first, began = self._own.gpu.mark(), self._now()
-        work()
-        returned, last = self._now() - began, self._own.gpu.mark()
-        return first.seconds_to(last), returned
+    first, began = own.gpu.mark(), now()
+    work()
+    returned, last = now() - began, own.gpu.mark()
+    return first.seconds_to(last), returned

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from .cases import Group
+from mpikv.cli.bench.report import seconds_text
+from mpikv.cli.bench.rounds import Case
+
 from .gpu_cases import bus_factor
-from .progress import seconds_text
-from .rounds import Case
+from .work import Work
 
 __all__ = ["NOTES", "SHARED", "bandwidths", "gpu_head", "of_the_copy", "on_gpu", "size_rows"]
 
@@ -35,13 +36,13 @@ def bandwidths(nbytes: int, seconds: float, collectives: str, size: int) -> tupl
     return algorithm, algorithm * bus_factor(collectives, size) if collectives else None
 
 
-def on_gpu(case: Case, group: Group, size: int) -> Report:
+def on_gpu(work: Work, size: int, case: Case) -> Report:
     """Return the further fields of a case timed on GPUs."""
-    collectives = group.collectives.get(case.name, "")
+    collectives = work.collectives.get(case.name, "")
     median = float(np.median(case.seconds))
     found: Report = {"returned": float(np.median(case.returned)), "returned_seconds": case.returned}
-    if case.name in group.collectives or (group.collectives and case.name == "copy"):
-        algbw, busbw = bandwidths(group.keys.nbytes, median, collectives, size)
+    if case.name in work.collectives or (work.collectives and case.name == "copy"):
+        algbw, busbw = bandwidths(work.group.keys.nbytes, median, collectives, size)
         found |= {"collectives": collectives, "algbw": algbw, "busbw": busbw}
     return found
 

@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from ...protocols import Array
-from .cases import Comparison, Factory, Group, unless
+from mpikv.cli.bench.cases import Comparison, Factory, Group, unless
+from mpikv.cli.bench.keysets import KeySet, gradients, key_set
+from mpikv.cli.bench.rounds import Contender
+from mpikv.cli.bench.single import shown
+from mpikv.cli.bench.stores import PrivateArrays, SharedStore, Verb
+from mpikv.protocols import Array
+
 from .gpu_cases import COLLECTIVES, Copy, FlatUpdate, Nccl, OnGpu, Pack, Tiled, Update
 from .gpus import RankGpu
-from .keysets import KeySet, gradients, key_set
 from .options import Options
-from .rounds import Contender
-from .rules import RULES, Rule
-from .single import shown
-from .stores import PrivateArrays, SharedStore, Verb
+from .rules import RULES, Rule, floor
 from .torch_peer import TorchBuckets, torch_problem
+from .work import Work
 
-__all__ = ["gpu_groups"]
+__all__ = ["gpu_works"]
 
 _ROUNDS, _SET_ROUNDS, _QUICK_ROUNDS = 41, 15, 2
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(12)), (64, 1 << 16, 1 << 20)
@@ -32,7 +34,7 @@ _REPLICATED = {"placement": "replicated"}
 _VERBS = {"push": "allReduce", "pull": "", "pushpull": "allReduce"}
 
 
-def gpu_groups(comm: Any, options: Options, own: RankGpu) -> Iterator[Group]:
+def gpu_works(comm: Any, options: Options, own: RankGpu) -> Iterator[Work]:
     """Yield the chosen groups; each makes its arrays with its cases. Local."""
     for name in options.groups:
         if name == "sizes":
@@ -68,7 +70,7 @@ class _Arrays:
         return self._own.upload(np.concatenate(parts))
 
 
-def _sum(options: Options, own: RankGpu, nbytes: int) -> Group:
+def _sum(options: Options, own: RankGpu, nbytes: int) -> Work:
     """Return push, pull and pushpull of one array without an updater, beside NCCL by itself, and a copy."""
     # A multiple of the ranks, as in nccl-tests.
     keys = KeySet(shown(nbytes), ((max(1, nbytes // 4 // own.size) * own.size,),))
@@ -92,7 +94,7 @@ def _sum(options: Options, own: RankGpu, nbytes: int) -> Group:
     factories: dict[str, Factory] = {name: verb(name) for name in _VERBS}
     factories |= {name: nccl(name) for name in COLLECTIVES}
     factories["copy"] = lambda: partial(Copy, own, arrays.gradients[0])
-    return Group(
+    group = Group(
         f"sizes/{nbytes}",
         f"sum of {keys.title}",
         keys,
@@ -100,11 +102,11 @@ def _sum(options: Options, own: RankGpu, nbytes: int) -> Group:
         _rounds(options, _ROUNDS),
         factories,
         [Comparison(f"sum of {keys.title}: {case} / NCCL's allReduce", case, "allReduce") for case in ("pushpull",)],
-        collectives={**_VERBS, **{name: name for name in COLLECTIVES}},
     )
+    return Work(group, collectives={**_VERBS, **{name: name for name in COLLECTIVES}})
 
 
-def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Group:
+def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Work:
     """Return the kernel of an optimizer, or of packing, beside a copy; each rank by itself, all with one gradient."""
     tile, tiles = (_QUICK_TILE, _QUICK_TILES) if options.quick else (_TILE, _TILES)
     keys = KeySet(f"{tiles * tile:,} floats", ((tile,),))
@@ -127,16 +129,16 @@ def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Group:
         floors["pack"] = 8
     else:
         factories["update"] = unless(lambda: _no_kernel(rule), tiled(lambda array: Update(own, rule, array)))
-        floors["update"] = rule.floor(1, private=False)
+        floors["update"] = floor(rule, 1, private=False)
     what = f"{_PARTS} parts by one launch" if rule is None else f"the kernel of {rule.title}"
     rounds = _rounds(options, _SET_ROUNDS)
     name = f"kernels/{'copy' if rule is None else rule.name}"
-    return Group(name, f"{what}, {keys.title}", keys, rule, rounds, factories, floors=floors, summed=1, tiles=tiles)
+    return Work(Group(name, f"{what}, {keys.title}", keys, rule, rounds, factories, summed=1, tiles=tiles), floors)
 
 
-def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule) -> Group:
+def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule) -> Work:
     """Return one pushpull of all keys with an optimizer, beside the least work, PyTorch, and a copy of the bytes."""
-    keys = key_set(name, quick=options.quick)
+    keys = _small(options) if name == "small" else key_set(name, quick=options.quick)
     arrays = _Arrays(own, keys)
     title = f"{keys.title}, {rule.title}"
 
@@ -157,7 +159,7 @@ def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule)
         ),
         "copy": lambda: partial(Copy, own, arrays.whole),
     }
-    return Group(
+    group = Group(
         f"{name}/{rule.name}",
         f"{keys.title} ({len(keys.shapes):,} keys, {keys.nbytes / 1e6:.3g} MB), {rule.title}",
         keys,
@@ -166,6 +168,13 @@ def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule)
         factories,
         [Comparison(f"{title}: pushpull / {beside}", "store", peer) for peer, beside in _PEERS.items()],
     )
+    return Work(group)
+
+
+def _small(options: Options) -> KeySet:
+    """Return many equal keys; few with ``--quick``."""
+    count = 20 if options.quick else 1000
+    return KeySet(f"{count:,} keys of 4 KB", ((1024,),) * count)
 
 
 _PEERS: Mapping[str, str] = {

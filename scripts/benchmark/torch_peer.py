@@ -15,7 +15,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ...protocols import Array
+from mpikv.protocols import Array
+
 from .gpus import RankGpu
 from .rules import Rule
 

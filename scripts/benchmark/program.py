@@ -1,0 +1,24 @@
+"""The command ``scripts/bench``, and the program of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpikv.cli import bench
+
+from .measuring import measure
+from .options import parse
+from .report import lines
+
+__all__ = ["PROGRAM", "main"]
+
+_SCRIPTS = str(Path(__file__).resolve().parents[1])
+_RANK = f"import sys; sys.path.insert(1, {_SCRIPTS!r}); from benchmark.program import main; sys.exit(main())"
+
+PROGRAM = bench.Program("scripts/bench", _RANK, parse, measure, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, as ``mpikv bench`` does."""
+    return bench.main(arguments, PROGRAM)
