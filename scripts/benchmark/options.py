@@ -41,26 +41,17 @@ c10d the last four):
   large-file a checkpoint of 4 keys of 64 MB: save, beside plain writes of the same bytes; save with wait=False until it
              returns, beside a copy in memory of what a rank owns; load, beside plain reads
   many-file  the same of 10,000 arrays of 1 to 100 floats
-Files are in the folder for temporary files (TMPDIR), and are read from the page cache.
-  resnet18   a training step of a ResNet-18 in PyTorch (45 MB): alone, with mpikv.torch, and with DDP over mpikv's
-             backend and over gloo
+  resnet18   a training step of a ResNet-18 in PyTorch: alone, with mpikv.torch, with DDP over mpikv and over gloo
   bert-small the same of a transformer with six layers (90 MB)
   muon       an update by PyTorch's Muon: of all matrices, and shared out among ranks
   all-reduce, all-gather, reduce-scatter, broadcast
              calls of torch.distributed on 64 B to 64 MB of float32 and bfloat16, over mpikv's backend and over gloo
-One thread computes on each rank. What mpikv.torch adds to a step is compared with what DDP adds.
 
-On GPUs (--device gpu), one rank for each, arrays stay there, and times are those of the GPU's clock, with the host's
-time until a call returns beside them:
-  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL by itself, with the bandwidths
-             that nccl-tests define, and beside a copy on the GPU
+On GPUs (--device gpu), with one rank for each:
+  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL by itself and a copy
   kernels    what packs arrays and what updates weights, beside a copy
   resnet50, bert-base, many, and small, which are 1,000 arrays of 4 KB
              one pushpull with an optimizer, beside one allReduce and one kernel, beside PyTorch's NCCL, and a copy
-Ranks that are more than the GPUs can share them with MPIKV_GPU_SHARING=1: that shows what works, and not how fast.
-
-A "bound" in the report is the ratio that this project wants to stay below on two ranks with a core each: an aim, and
-no limit of the machine. Where it says "at least", so many bytes per element must move, over all ranks.
 """
 
 _OPTIMIZERS = {"host": "sgd", "gpu": "sgd,adam"}

@@ -22,9 +22,8 @@ SUITES: Suites = {
 }
 
 DESCRIPTION = """\
-Time pushes and pulls beside the same work with mpi4py and numpy alone; check every result; print the ratios first. All
-cases are timed in turns within one run, since a machine drifts by more than most differences: compare ratios, and times
-within one run only."""
+Time pushes and pulls beside the same work with mpi4py and numpy alone, and check every result. Cases are timed in turns
+within one run, since a machine drifts by more than most differences: compare ratios, and times within one run only."""
 
 EPILOG = """\
 what is measured (--suite latency is the first, sets are the others):
@@ -36,8 +35,6 @@ The sets have SGD with momentum: from private arrays to private arrays, and in p
 per key, and beside a copy of the same bytes. MPIKV_KERNELS=numba measures the compiled kernels.
 
 examples:
-  mpikv bench                                     everything, on two ranks
-  mpikv bench -n 4 --suite latency
   mpikv bench --only resnet50,sizes --json today.json
   mpikv bench --ranks-scaling 1,2,4               the sets on several numbers of ranks
   mpiexec -n 4 mpikv bench --only resnet50        on ranks that a launcher has started
