@@ -60,6 +60,8 @@ class ProcessGroup:
         self.divided = ""
         """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
         self._end = ""
+        self.left = -1
+        """The rank that has ended the store, once :meth:`find_end` has found it."""
         self._has_ended = False
         # Messages sent to each rank; at this rank's own place, minus the messages received. Summed over ranks, each
         # place is the number of messages still on their way.
@@ -225,6 +227,7 @@ class ProcessGroup:
                 with self.translated("receiving a shutdown notice"):
                     notice = self.receive_notice(ENDED)
                 if notice:
+                    self.left = notice[0]
                     self._end = f"rank {notice[0]} has left: {notice[1].decode(errors='replace')}"
             return self._end
 

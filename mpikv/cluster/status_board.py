@@ -125,10 +125,14 @@ class StatusBoard:
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
         late = tuple(sorted({*fewer, *missing})) or self._away()
-        texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
+        texts = self.describe(late)
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
         return Answer(late, "; ".join(texts))
+
+    def describe(self, ranks: Sequence[int]) -> list[str]:
+        """Return what the first of some ranks are doing, as far as they are on this host."""
+        return [self._describe(rank) for rank in ranks[:_MOST_ASKED] if rank in self._ranks]
 
     def give_up(self) -> None:
         """Announce that this rank is in no call any more."""

@@ -42,7 +42,7 @@ class Communicator:
             PeerFailed: another rank refused.
             Stalled: a rank did not come.
         """
-        self._check_usable()
+        self.check_usable()
         try:
             staged = bool(message) and self.collectives.stage(*message)
             self._agreement.begin(call, staged)
@@ -57,16 +57,22 @@ class Communicator:
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Tell the other ranks, which make a call, that this one cannot, and raise the error. They raise PeerFailed."""
-        self._check_usable()
+        self.check_usable()
         try:
             self._agreement.refuse(call, error)
         except BaseException as failure:
             self._end_unless_settled(call.verb, failure)
             raise
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise the failure after which no call is made. Local."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+
+    def end(self, error: Exception) -> None:
+        """Let no call in any more on any rank, after a failure outside of the calls. Local."""
+        self._failure = error
+        self._group.announce_end(text_of(error))
 
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Let no call in any more after a failure that the other ranks do not know of. Local."""

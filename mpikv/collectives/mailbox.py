@@ -1,68 +1,71 @@
 """Messages between two ranks: sends and receives with tags, beside the collectives.
 
 As in MPI, messages from one rank to another with the same tag keep their order, and a receive gets the first message
-that fits, of those that come for it; one without a source takes from any rank. A rank takes messages from another only
-while a receive may want one of them. Those that nobody has asked for yet wait in its memory.
+that fits, of those that come for it; one without a source takes from any rank. The ranks of one host send by
+:class:`~mpikv.transports.rings.Rings`: a rank takes messages from another only while a receive may want one of them,
+and those that nobody has asked for wait in its memory. Ranks of several hosts send by MPI, which does all that itself.
 
-The ranks of one host write to rings in shared memory, one for each sender and receiver, or read large messages in
-place; others send by MPI. The caller moves what can be moved at once, and more while it waits (:meth:`Mailbox.help`).
-The rest is done by one thread, which starts with the first call that needs it and sleeps while nothing is pending.
+A call moves what can be moved at once, and more while its caller waits, who looks, and then naps between two looks.
+A thread does the same for calls for which nobody waits, so no rank has to be woken.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from itertools import product
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
-from ..cluster.shared_memory import memory_barrier, sleep_on, wake_sleepers
-from ..errors import Closed, Stalled, TransportError, Unsupported, ValueMismatch
+from ..cluster.status_board import StatusBoard
+from ..errors import Closed, Stalled, TransportError, ValueMismatch
 from ..protocols import Array, Group
+from ..transports.rings import Reader, Rings
 
-# Bytes of one ring, and of all rings of a host: with many ranks each has less.
-_RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
-# Words of a ring before its bytes, in a pair of cache lines for each side: the sender writes how many bytes it has
-# written and whether it has given up, the receiver how many it has read, and how many messages in place.
-_WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD, _LINE = 0, 1, 16, 17, 32, 128
-# Bytes from which on a message is read in place. Shorter ones fit in a ring, and their senders need not wait.
-_LARGE = 256 << 10
-# Seconds to sleep at once. Two ranks that ring at the same moment may make one sound.
-_NAP = 0.01
+# Seconds of the naps of a caller that waits for MPI, and of the thread.
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
-# Looks before a thread sleeps, if ranks have cores of their own: some 100 microseconds.
+# Looks before a caller sleeps, if ranks have cores of their own: some 100 microseconds.
 _SPINS = 20
-# Naps before the thread sleeps until it is woken: in a dialogue it need not be woken for each call.
-_LINGERS = 100
-# Seconds between two looks for deadlines, and for ranks whose processes have ended.
+# Naps of the thread without any call until it ends: in a dialogue, no call starts it anew.
+_LINGERS = 1000
+# Seconds between two looks for deadlines, and for ranks that have ended.
 _PATIENCE = 0.25
-# Calls and messages that did not end well. They keep the memory alive: MPI may still read and write it.
+# Calls that did not end well. They keep their arrays alive: MPI and other ranks may still read and write them.
 _abandoned: list[Any] = []
 
 
-Done: TypeAlias = "Callable[[BaseException | None, int], None]"
+class Ending(Protocol):
+    """What a caller does at the end of a call."""
+
+    def __call__(self, error: BaseException | None, source: int) -> object:
+        """Learn of an error, or of none, and of the rank that has sent what was received, else -1.
+
+        It is called in the thread of the call before that returns, or in any other. If it raises without an error, it
+        is called again with what it has raised.
+        """
 
 
 @dataclass(eq=False)
-class _Call:
-    """A send or a receive."""
+class Message:
+    """A send or a receive that was called."""
 
     verb: str
     bytes: Array
     peer: int | None
     """The other rank; None: any."""
     tag: int
-    done: Done
-    due: float
-    started: Any = None
-    """What the carrier knows of a send."""
-    awaited: int = 0
-    """How many messages in place the receiver has counted when it has taken this one."""
+    end: Ending | None
+    """None once it was called."""
+    timeout: float = math.inf
+    """Seconds that its caller wants to wait."""
+    due: float = math.inf
+    request: Any = None
+    """MPI's."""
     source: int = -1
     """The rank whose message a receive has got."""
 
@@ -71,62 +74,29 @@ class _Call:
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         return f"{self.verb} of {self.bytes.nbytes} bytes with tag {self.tag} {way} {peer}"
 
-    def wants(self, source: int) -> bool:
-        """Return whether it may receive from a rank."""
-        return self.peer is None or self.peer == source
-
-
-@dataclass(eq=False)
-class _Message:
-    """A message whose head has arrived."""
-
-    source: int
-    tag: int
-    bytes: Array
-    receive: _Call | None = None
-    whole: bool = False
-    started: Any = None
-
-
-class Reader(Protocol):
-    """Reads the memory of other ranks of this host."""
-
-    def is_readable(self, array: Array) -> bool:
-        """Return whether others can read an array."""
-
-    def read(self, local_rank: int, address: int, into: Array) -> None:
-        """Fill an array from an address of another rank."""
-
 
 class _Carrier(Protocol):
-    """How messages travel. All methods but the last are local, and move what can be moved now."""
+    """How messages travel. All methods but :meth:`close` are local, and never wait."""
 
-    moved: int
-    """Grows with everything that moves."""
+    def begin(self, message: Message) -> None:
+        """Begin a call."""
 
-    def put(self, send: _Call) -> bool:
-        """Return whether a message has been sent. The caller repeats the call until then."""
-
-    def head(self, source: int) -> tuple[int, int] | None:
-        """Return tag and length of the next message from a rank, if its head has arrived."""
-
-    def take(self, message: _Message) -> bool:
-        """Return whether the bytes after the latest head from a rank have been received."""
+    def step(self) -> Iterable[tuple[Message, str]]:
+        """Move what can be moved; yield the calls that are complete, each with "" or the length of a message that did
+        not fit.
+        """
 
     def look(self) -> int:
         """Return a number that changes when something may move."""
 
-    def sleep(self, seen: int) -> None:
-        """Return soon after the number has changed."""
+    def sleep(self, seen: int, waited: float) -> None:
+        """Return soon after the number has changed, or after a nap; ``waited`` is the wait so far, in seconds."""
 
-    def ring(self, rank: int | None) -> None:
-        """Wake a rank that sleeps; None: this one, in other threads."""
+    def find_lost(self) -> dict[int, str]:
+        """Return the ranks that move no more messages, and why."""
 
     def give_up(self) -> None:
         """Mark this rank's messages as lost."""
-
-    def find_lost(self) -> Sequence[int]:
-        """Return the ranks that have given up, as far as it is known here."""
 
     def close(self) -> None:
         """Free what ranks share. Collective."""
@@ -139,61 +109,70 @@ class Mailbox:
     """
 
     def __init__(
-        self,
-        group: Group,
-        timeout: float,
-        gone: Callable[[], Sequence[int]] = tuple,
-        reader: Reader | None = None,
+        self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], reader: Reader | None = None
     ) -> None:
-        """Collective. ``timeout`` is that of each call, in seconds. ``gone`` lists ranks whose processes have ended.
+        """Collective.
 
-        By ``reader``, equal on all ranks, receivers read large messages in place.
+        Args:
+            group: the ranks.
+            board: knows where the programs of other ranks are.
+            failed: learns of the error after which nothing moves.
+            reader: by it, equal on all ranks, receivers read large messages in place.
         """
-        self._group, self._timeout, self._gone, self._ranks = group, timeout, gone, range(group.size)
+        self._board, self._failed, self._others = board, failed, {*range(group.size)} - {group.rank}
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
-        self._others = {*self._ranks} - {group.rank}
         self._carrier: _Carrier
-        self._failure: BaseException | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._carrier = _Messages(group)
-            if not group.threads:
-                why = "send and recv between hosts need MPI_THREAD_MULTIPLE, and MPI was initialized without it"
-                self._failure = Unsupported(why)
         else:
-            self._carrier = _Rings(group, reader)
-        self._changed = present().condition()
-        self._sends: list[deque[_Call]] = [deque() for _ in self._ranks]
-        self._receives: list[_Call] = []
-        """Those without a message."""
-        self._coming: dict[int, _Message] = {}
-        """The message from each rank whose bytes arrive now."""
-        self._kept: list[_Message] = []
-        """Messages without a receive, in the order of their arrival."""
-        self._ended: deque[tuple[_Call, BaseException | None]] = deque()
+            self._carrier = _Streams(group, board, reader)
+        self._lock = present().lock()
+        self._pending: list[Message] = []
+        self._ended: deque[tuple[Message, BaseException | None]] = deque()
+        self._failure: BaseException | None = None
         self._thread: Any = None
-        self._helpers = 0
+        self._waiting = 0
         self._spins = min(_SPINS, present().polls) if group.size <= group.host_cores else 0
-        self._looked = -math.inf
+        self._looked, self._lost = -math.inf, dict[int, str]()
 
-    def send(self, array: Array, to: int, tag: int, done: Callable[[BaseException | None], None]) -> None:
-        """Send a contiguous array to a rank.
+    def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
+        """Send a contiguous array to a rank. The caller may change it at the end."""
+        return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
-        ``done`` is called with None when the caller may change the array, else with an error: in this thread before the
-        return, or in the mailbox's own. If it raises with None, it is called again with what it has raised.
-        """
-        self._add("send", array, to, tag, lambda error, _: done(error))
-
-    def receive(self, array: Array, source: int | None, tag: int, done: Done) -> None:
+    def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
         """Fill a contiguous array from a rank, or from any.
 
-        ``done`` is called as in :meth:`send`, also with the rank that has sent, -1 for none. A message of another
-        length is lost; the error is ValueMismatch.
+        A message of another length is lost; the error is ValueMismatch.
         """
-        self._add("recv", array, source, tag, done)
+        return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
+
+    def wait(self, message: Message, timeout: float, seconds: float = math.inf) -> None:
+        """Move messages until a call has ended, or some seconds are over.
+
+        The deadline of a call is ``timeout`` after the first wait for it; then it ends with Stalled.
+        """
+        here = present()
+        begin, looks = here.now(), 0
+        with self._lock:
+            if message.due == math.inf:
+                message.timeout, message.due = timeout, begin + timeout
+            self._waiting += 1
+        try:
+            while True:
+                seen = self._carrier.look()
+                self._move()
+                waited, looks = here.now() - begin, looks + 1
+                if message.end is None or waited >= seconds:
+                    return
+                if looks > self._spins:
+                    self._carrier.sleep(seen, waited)
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def abort(self, why: str) -> None:
-        """End all calls, present and later ones, with an error. Local."""
-        with self._changed:
+        """End all calls, present and later ones, with an error."""
+        with self._lock:
             self._break(Closed(f"{why}{self._where}"))
         self._tell()
 
@@ -202,334 +181,196 @@ class Mailbox:
         self.abort("the process group is closed")  # and its thread uses the carrier no more
         self._carrier.close()
 
-    def _add(self, verb: str, array: Array, peer: int | None, tag: int, done: Done) -> None:
-        call = _Call(verb, array.reshape(-1).view(np.uint8), peer, tag, done, present().now() + self._timeout)
-        with self._changed:
-            if self._failure is not None:
-                self._ended.append((call, self._failure))
-            elif verb == "send":
-                self._sends[peer or 0].append(call)
-            else:
-                self._find(call)
-        self._move()
-        with self._changed:
-            if self._pending() and self._thread is None:
-                self._thread = present().thread(self._work, "mpikv mailbox")
+    def _call(self, message: Message) -> Message:
+        self._move(message)
+        with self._lock:
+            if self._pending and self._thread is None:
+                self._thread = present().thread(self._serve, "mpikv mailbox")
                 self._thread.start()
-            self._changed.notify_all()
-
-    def _pending(self) -> list[_Call]:
-        bound = [message.receive for message in self._coming.values() if message.receive is not None]
-        return [*self._receives, *bound, *(send for sends in self._sends for send in sends)]
-
-    def help(self, is_done: Callable[[], bool], seconds: float = math.inf) -> None:
-        """Move messages in this thread, which waits for a call, until it has ended or some seconds are over."""
-        due = present().now() + seconds
-        with self._changed:
-            self._helpers += 1
-        try:
-            self._drive(lambda: not is_done() and self._failure is None and present().now() < due, helping=True)
-        finally:
-            with self._changed:
-                self._helpers -= 1
-                if self._pending():
-                    self._changed.notify_all()
-
-    def _must_wake(self) -> bool:
-        return self._failure is not None or bool(self._pending() and not self._helpers)
-
-    def _must_move(self) -> bool:
-        with self._changed:
-            return self._failure is None and self._must_wake()
-
-    def _work(self) -> None:
-        here, idle = present(), 0
-        while self._failure is None:
-            with self._changed:
-                if idle > _LINGERS:
-                    self._changed.wait_for(self._must_wake)
-            # A caller that waits for its call moves it faster than this thread, and has begun to by then.
-            here.nap(_LONGEST_NAP, here.now() + _LONGEST_NAP)
-            idle = 0 if self._must_move() else idle + 1
-            self._drive(self._must_move)
-
-    def _drive(self, goes_on: Callable[[], bool], helping: bool = False) -> None:
-        looks = 0
-        while goes_on():
-            seen, looks = self._carrier.look(), looks + 1
-            if self._move(helping):
-                looks = 0
-            elif looks >= self._spins:
-                self._carrier.sleep(seen)
-
-    def _move(self, helping: bool = False) -> bool:
-        """Move what can be moved, and tell the callers that waited for it; return whether anything has moved."""
-        with self._changed:
-            before, now = self._carrier.moved, present().now()
-            looks = now >= self._looked + _PATIENCE
-            # Looked up before the move: what a rank has sent before its end still arrives.
-            lost = self._find_lost() if looks else {}
-            try:
-                if self._failure is None:
-                    for sends in self._sends:
-                        while sends and self._carrier.put(sends[0]):
-                            self._ended.append((sends.popleft(), None))
-                    for source in self._ranks if self._receives or self._coming else ():
-                        self._receive(source)
-                    if looks:
-                        self._looked = now
-                        self._check(now, {} if self._carrier.moved > before else lost)
-            except Exception as error:
-                self._break(error)
-            moved = bool(self._ended) or self._carrier.moved > before
-        self._tell()
-        if moved and self._helpers > helping:  # another thread may sleep, and wait for what has ended
-            self._carrier.ring(None)
-        return moved
-
-    def _tell(self) -> None:
-        """Tell callers of the ends of their calls. Without the lock, since they may call again, and wait for others."""
-        while True:
-            with self._changed:
-                if not self._ended:
-                    return
-                call, error = self._ended.popleft()
-            try:
-                call.done(error, call.source)
-            except Exception as fault:
-                if error is not None:
-                    raise
-                self._ended.append((call, fault))
-
-    def _receive(self, source: int) -> None:
-        """Take the messages of a rank, as long as a call may want one of them."""
-        while source in self._coming or any(call.wants(source) for call in self._receives):
-            if source not in self._coming:
-                head = self._carrier.head(source)
-                if head is None:
-                    return
-                self._coming[source] = self._match(source, *head)
-            message = self._coming[source]
-            message.whole = self._carrier.take(message)
-            if not message.whole:
-                return
-            del self._coming[source]
-            self._deliver(message)
-
-    def _match(self, source: int, tag: int, nbytes: int) -> _Message:
-        """Return an arriving message, with the first call that wants it."""
-        for call in self._receives:
-            if call.tag == tag and call.wants(source):
-                self._receives.remove(call)
-                fits = call.bytes.nbytes == nbytes
-                return _Message(source, tag, call.bytes if fits else np.empty(nbytes, np.uint8), call)
-        message = _Message(source, tag, np.empty(nbytes, np.uint8))
-        self._kept.append(message)
         return message
 
-    def _find(self, call: _Call) -> None:
-        """Give a receive the first message that waits for it, or let it wait for one."""
-        for message in self._kept:
-            if message.tag == call.tag and call.wants(message.source):
-                self._kept.remove(message)
-                message.receive = call
-                self._deliver(message)
-                return
-        self._receives.append(call)
+    def _serve(self) -> None:
+        """Move messages for which nobody waits, until there have been none for a while."""
+        idle = 0
+        while True:
+            present().sleep(_LONGEST_NAP)
+            with self._lock:
+                idle = 0 if self._pending else idle + 1
+                if idle > _LINGERS or self._failure is not None:
+                    self._thread = None
+                    return
+                helps = self._pending and not self._waiting
+            if helps:
+                self._move()
 
-    def _deliver(self, message: _Message) -> None:
-        """End the receive of a whole message."""
-        call, data = message.receive, message.bytes
-        if call is None or not message.whole:
-            return
-        call.source, error = message.source, None
-        if data.nbytes != call.bytes.nbytes:
-            text = f"{call}: rank {message.source} has sent {data.nbytes} bytes, which are lost{self._where}"
-            error = ValueMismatch(text)
-        elif data is not call.bytes:
-            call.bytes[:] = data
-        self._ended.append((call, error))
+    def _move(self, new: Message | None = None) -> None:
+        """Begin a new call, move what can be moved, and tell the callers whose calls have ended."""
+        with self._lock:
+            if new is not None:
+                self._pending.append(new)
+            if self._failure is not None:
+                self._break(self._failure)
+            elif self._pending:
+                try:
+                    if new is not None:
+                        self._carrier.begin(new)
+                    for message, sent in self._carrier.step():
+                        self._end(message, sent)
+                    self._check(present().now())
+                except Exception as error:
+                    self._break(error)
+                    self._failed(error)
+        self._tell()
 
-    def _find_lost(self) -> dict[int, str]:
-        """Return the ranks that move no more messages, and why."""
-        lost = {rank: f"rank {rank} has given up its messages" for rank in self._carrier.find_lost()}
-        lost |= dict.fromkeys(self._gone(), "the other process is gone")
-        end = self._group.find_end()
-        return lost | {rank: end for rank in self._others if end.startswith(f"rank {rank} has left")}
+    def _end(self, message: Message, sent: str) -> None:
+        error = None
+        if sent:
+            text = f"rank {message.source} has sent {sent} bytes, which are lost; the array may have changed"
+            error = ValueMismatch(f"{message}: {text}{self._where}")
+        self._pending.remove(message)
+        self._ended.append((message, error))
 
-    def _check(self, now: float, lost: dict[int, str]) -> None:
+    def _check(self, now: float) -> None:
         """Raise if a call has waited for too long, or for a rank that is lost."""
-        for call in self._pending():
-            peers = self._others if call.peer is None else {call.peer}
-            if now >= call.due:
-                raise Stalled(f"{call}: waited {self._timeout:.1f} s{self._where}", peers)
-            if lost and peers <= lost.keys():
-                raise TransportError(f"{call}: {lost[min(peers)]}{self._where}")
+        if now < self._looked + _PATIENCE:
+            return
+        before, self._lost, self._looked = self._lost, self._carrier.find_lost(), now
+        for message in self._pending:
+            peers = self._others if message.peer is None else {message.peer}
+            if now >= message.due:
+                about = "".join(f"; {text}" for text in self._board.describe(sorted(peers)))
+                advice = "; if a rank is only slow, raise timeout="
+                text = f"{message}: waited {message.timeout:.1f} s{about}{advice}{self._where}"
+                raise Stalled(text, sorted(peers))
+            # Lost at two looks: what a rank has sent before its end still arrives.
+            if peers and peers <= before.keys() & self._lost.keys():
+                raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
     def _break(self, error: BaseException) -> None:
         """End all calls, present and later ones, with an error."""
         self._failure = self._failure or error
         self._carrier.give_up()
-        self._ended += [(call, self._failure) for call in self._pending()]
-        _abandoned.extend([*self._coming.values(), *(send for sends in self._sends for send in sends)])
-        self._receives.clear()
-        self._coming.clear()
-        self._kept.clear()
-        for sends in self._sends:
-            sends.clear()
-        self._changed.notify_all()
+        _abandoned.extend(self._pending)
+        self._ended.extend((message, self._failure) for message in self._pending)
+        self._pending.clear()
+
+    def _tell(self) -> None:
+        """Tell callers of the ends of their calls. Without the lock, since they may call again, and wait for others."""
+        while self._ended:
+            with self._lock:
+                if not self._ended:
+                    return
+                message, error = self._ended.popleft()
+            assert message.end is not None
+            try:
+                message.end(error, message.source)
+            except Exception as fault:
+                if error is not None:
+                    raise
+                message.end(fault, message.source)
+            finally:
+                message.end = None
 
 
-def ring_bytes(size: int) -> int:
-    """Return the bytes of each ring among so many ranks.
+@dataclass(eq=False)
+class _Arrival:
+    """A message whose head has arrived."""
 
-    >>> [ring_bytes(size) for size in (2, 16, 100)]
-    [262144, 65536, 4096]
-    """
-    return min(max(_ALL_RINGS // size**2 // 128 * 128, _LEAST_RING), _RING)
-
-
-class _Ring:
-    """Bytes on their way from one rank to another, in shared memory."""
-
-    def __init__(self, memory: Array, order: Callable[[], object]) -> None:
-        self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
-
-    def write(self, data: Array) -> int:
-        """Write as many bytes as there is room for; return their number. By the sender alone."""
-        size, written = self._bytes.size, self.words[_WRITTEN]
-        count = min(data.size, size - (written - self.words[_READ]))
-        if count:
-            self._order()  # not before the reader has read what was there
-            at = written % size
-            first = min(count, size - at)
-            self._bytes[at : at + first] = data[:first]
-            self._bytes[: count - first] = data[first:count]
-            self._order()  # the bytes before their number
-            self.words[_WRITTEN] = written + count
-        return count
-
-    def read(self, into: Array) -> tuple[int, bool]:
-        """Read as many bytes as there are; return their number, and whether the sender may wait for their room. By the
-        receiver alone.
-        """
-        size, read = self._bytes.size, self.words[_READ]
-        count = min(into.size, self.words[_WRITTEN] - read)
-        if count:
-            self._order()
-            at = read % size
-            first = min(count, size - at)
-            into[:first] = self._bytes[at : at + first]
-            into[first:count] = self._bytes[: count - first]
-            self._order()
-            self.words[_READ] = read + count
-            self._order()  # it may have filled the ring meanwhile, and seen no room
-        return count, count > 0 and self.words[_WRITTEN] - read == size
+    source: int
+    tag: int
+    bytes: Array
+    receive: Message | None = None
+    whole: bool = False
 
 
-class _Rings:
-    """The :class:`_Carrier` of ranks that share memory.
+class _Streams:
+    """The :class:`_Carrier` of ranks that share memory."""
 
-    A large message is not written to the ring if the receiver can read it in place. Its sender then waits until the
-    receiver has counted it.
-    """
-
-    def __init__(self, group: Group, reader: Reader | None) -> None:
+    def __init__(self, group: Group, board: StatusBoard, reader: Reader | None) -> None:
         """Collective."""
-        self._rank, size, self._reader = group.rank, group.size, reader
-        # Pages that are never written take no memory.
-        memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), zeroed=False)
-        self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
-        """A word for each rank, which changes when there is something new for it."""
-        rings = memory[size * _LINE :].reshape(size, size, -1)
-        self._order = memory_barrier() or (lambda: None)
-        self._to = [_Ring(part, self._order) for part in rings[self._rank]]
-        self._from = [_Ring(part, self._order) for part in rings[:, self._rank]]
-        # Tag, length, and an address if the message is to be read in place. A head may arrive in parts.
-        self._heads = [(np.zeros(24, np.uint8), [0]) for _ in range(size)]
-        self.moved = 0
+        self._group, self._board, self._rings = group, board, Rings(group, reader)
+        ranks = range(group.size)
+        self._sends: list[deque[Message]] = [deque() for _ in ranks]
+        self._receives: list[Message] = []
+        """Those without a message, in the order of their calls."""
+        self._arrivals: list[_Arrival] = []
+        """Those without a receive, in the order of their arrival."""
+        self._ended: list[tuple[Message, str]] = []
+        self._streams = [*map(self._send_to, ranks), *map(self._receive_from, ranks)]
 
-    def put(self, send: _Call) -> bool:
-        ring, nbytes = self._to[send.peer or 0], send.bytes.nbytes
-        if send.started is None:
-            in_place = nbytes >= _LARGE and self._reader is not None and self._reader.is_readable(send.bytes)
-            head = np.array([send.tag, nbytes, send.bytes.ctypes.data if in_place else 0]).view(np.uint8)
-            send.started = [head] if in_place else [head, send.bytes]
-            send.awaited = ring.words[_TAKEN] + in_place
-        before = self.moved
-        while send.started:
-            written = ring.write(send.started[0])
-            self.moved += written
-            send.started[0] = send.started[0][written:]
-            if send.started[0].size:
-                break
-            del send.started[0]
-        if self.moved > before:
-            self.ring(send.peer)
-        return not send.started and ring.words[_TAKEN] >= send.awaited
+    def begin(self, message: Message) -> None:
+        if message.verb == "send":
+            self._sends[message.peer or 0].append(message)
+        else:
+            self._receives.append(message)
+            self._match([message], self._arrivals)
 
-    def head(self, source: int) -> tuple[int, int] | None:
-        head, filled = self._heads[source]
-        filled[0] += self._read(source, head[filled[0] :])
-        if filled[0] < head.size:
-            return None
-        filled[0] = 0
-        tag, nbytes, _ = head.view(np.int64).tolist()
-        return tag, nbytes
+    def step(self) -> list[tuple[Message, str]]:
+        for stream in self._streams:
+            next(stream)
+        ended, self._ended = self._ended, []
+        return ended
 
-    def take(self, message: _Message) -> bool:
-        address = int(self._heads[message.source][0].view(np.int64)[2])
-        if not address:
-            message.started = (message.started or 0) + self._read(message.source, message.bytes[message.started or 0 :])
-            return bool(message.started == message.bytes.size)
-        words = self._from[message.source].words
-        if self._reader is not None and not words[_GIVEN_UP]:
-            self._reader.read(message.source, address, message.bytes)
-            self._order()
-        if words[_GIVEN_UP]:  # its array may have changed meanwhile
-            raise TransportError(f"recv with tag {message.tag}: rank {message.source} has given up its send")
-        self._order()
-        words[_TAKEN] += 1
-        self.moved += 1
-        self.ring(message.source)
-        return True
+    def _send_to(self, rank: int) -> Iterator[None]:
+        """Send the messages to a rank; yield where nothing can be sent now."""
+        while True:
+            while sends := self._sends[rank]:
+                yield from self._rings.send(rank, sends[0].tag, sends[0].bytes)
+                self._ended.append((sends.popleft(), ""))
+            yield
 
-    def _read(self, source: int, into: Array) -> int:
-        read, was_full = self._from[source].read(into)
-        self.moved += read
-        if was_full:
-            self.ring(source)
-        return read
+    def _receive_from(self, source: int) -> Iterator[None]:
+        """Receive the messages of a rank, as long as a call may want one; yield where nothing can be received now."""
+        while True:
+            while any(call.peer in (None, source) for call in self._receives):
+                tag, nbytes, address = yield from self._rings.receive_head(source)
+                arrival = _Arrival(source, tag, np.empty(0, np.uint8))
+                self._arrivals.append(arrival)
+                self._match(self._receives, [arrival])
+                receive = arrival.receive
+                fits = receive is not None and receive.bytes.size == nbytes
+                arrival.bytes = receive.bytes if receive and fits else np.empty(nbytes, np.uint8)
+                yield from self._rings.receive(source, address, arrival.bytes)
+                arrival.whole = True
+                self._deliver(arrival)
+            yield
 
-    def ring(self, rank: int | None) -> None:
-        """Wake a rank that sleeps."""
-        self._order()  # what it is woken for comes before the bell
-        rank = self._rank if rank is None else rank
-        self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
-        wake_sleepers(self._address + rank * _LINE)
+    def _match(self, receives: Iterable[Message], arrivals: Sequence[_Arrival]) -> None:
+        """Join the first receive and the first message that fit each other, if there are such."""
+        for receive, arrival in product(receives, arrivals):
+            if receive.tag == arrival.tag and receive.peer in (None, arrival.source):
+                self._receives.remove(receive)
+                self._arrivals.remove(arrival)
+                arrival.receive, receive.source = receive, arrival.source
+                self._deliver(arrival)
+                return
+
+    def _deliver(self, arrival: _Arrival) -> None:
+        """End the receive of a whole message."""
+        receive, data = arrival.receive, arrival.bytes
+        if receive is None or not arrival.whole:
+            return
+        fits = data.size == receive.bytes.size
+        if fits and data is not receive.bytes:
+            receive.bytes[:] = data
+        self._ended.append((receive, "" if fits else str(data.size)))
 
     def look(self) -> int:
-        return int(self._bells[self._rank])
+        return self._rings.look()
 
-    def sleep(self, seen: int) -> None:
-        here = present()
-        if here.world is None:
-            sleep_on(self._address + self._rank * _LINE, seen, _NAP)
-        else:
-            here.nap(_NAP, here.now() + _PATIENCE, lambda: self.look() != seen)
+    def sleep(self, seen: int, waited: float) -> None:
+        self._rings.sleep(seen)
+
+    def find_lost(self) -> dict[int, str]:
+        end = self._group.find_end()
+        lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
+        return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
 
     def give_up(self) -> None:
-        for ring in self._to:
-            ring.words[_GIVEN_UP] = 1
-        self._order()
-
-    def find_lost(self) -> list[int]:
-        lost = [rank for rank, ring in enumerate(self._from) if ring.words[_GIVEN_UP]]
-        self._order()  # what they have sent before is read afterwards
-        return lost
+        self._rings.give_up()
 
     def close(self) -> None:
-        self._to, self._from = [], []
+        self._rings.close()
 
 
 class _Messages:
@@ -537,55 +378,49 @@ class _Messages:
 
     def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
-        self._group, self._mpi = group, group.mpi
+        self._group, self._mpi, self._pending = group, group.mpi, list[Message]()
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
-        self._status, self._found, self.moved = group.mpi.Status(), dict[int, Any](), 0
-        self._nap = _SHORTEST_NAP
 
-    def put(self, send: _Call) -> bool:
-        with self._group.translated("send"):
-            if send.started is None:
-                send.started = self._comm.Isend([send.bytes, send.bytes.nbytes, self._mpi.BYTE], send.peer, send.tag)
-            return self._has_ended(send.started)
+    def begin(self, message: Message) -> None:
+        start = self._comm.Isend if message.verb == "send" else self._comm.Irecv
+        peer = self._mpi.ANY_SOURCE if message.peer is None else message.peer
+        with self._group.translated(message.verb):
+            message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
+        self._pending.append(message)
 
-    def head(self, source: int) -> tuple[int, int] | None:
-        with self._group.translated("recv"):
-            found = self._comm.Improbe(source, self._mpi.ANY_TAG, self._status)
-            if found is None:
-                return None
-            self._found[source] = found
-            self.moved += 1
-            return self._status.tag, self._status.Get_count(self._mpi.BYTE)
-
-    def take(self, message: _Message) -> bool:
-        with self._group.translated("recv"):
-            if message.started is None:
-                found = self._found.pop(message.source)
-                message.started = found.Irecv([message.bytes, message.bytes.nbytes, self._mpi.BYTE])
-            return self._has_ended(message.started)
+    def step(self) -> Iterator[tuple[Message, str]]:
+        for message in tuple(self._pending):
+            status, sent = self._mpi.Status(), ""
+            with self._group.translated(message.verb):
+                try:
+                    if not message.request.Test(status):
+                        continue
+                    if message.verb == "recv" and (nbytes := status.Get_count(self._mpi.BYTE)) < message.bytes.size:
+                        sent = str(nbytes)
+                except self._mpi.Exception as error:
+                    if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                        raise
+                    sent = f"more than {message.bytes.size}"
+            if message.verb == "recv":
+                message.source = status.source
+            self._pending.remove(message)
+            yield message, sent
 
     def look(self) -> int:
-        return self.moved
+        return 0
 
-    def sleep(self, seen: int) -> None:
+    def sleep(self, seen: int, waited: float) -> None:
         here = present()
-        self._nap = _SHORTEST_NAP if self.moved != seen else min(1.03 * self._nap, _LONGEST_NAP)
-        here.nap(self._nap, here.now() + _PATIENCE)
+        nap = min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP)
+        here.nap(nap, here.now() + nap)
 
-    def ring(self, rank: int | None) -> None:
-        pass  # threads look again soon
+    def find_lost(self) -> dict[int, str]:
+        end = self._group.find_end()
+        return {self._group.left: end} if end else {}
 
     def give_up(self) -> None:
         pass  # MPI has the bytes of what it sends
-
-    def find_lost(self) -> tuple[()]:
-        return ()  # the group knows
-
-    def _has_ended(self, request: Any) -> bool:
-        ended = bool(request.Test())
-        self.moved += ended
-        return ended
 
     def close(self) -> None:
         with self._group.translated("closing"):

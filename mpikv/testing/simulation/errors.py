@@ -8,6 +8,17 @@ __all__ = ["Deadlock", "Ended", "Hung", "Planted", "SimulatedError"]
 class SimulatedError(RuntimeError):
     """An error that MPI raises, or should raise."""
 
+    number = 0
+
+    def Get_error_class(self) -> int:
+        return self.number
+
+
+class Truncated(SimulatedError):
+    """A message is longer than the memory of its receive."""
+
+    number = 1
+
 
 class Deadlock(RuntimeError):
     """All tasks wait for each other, and none of them has a deadline."""

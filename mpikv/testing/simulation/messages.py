@@ -17,7 +17,7 @@ import numpy as np
 
 from ...cluster import runtime
 from ...cluster.runtime import OfMessages
-from .errors import SimulatedError
+from .errors import SimulatedError, Truncated
 from .faults import Fault, arrival
 from .scheduler import Scheduler
 
@@ -48,16 +48,21 @@ class Status:
 class Request:
     """A started operation."""
 
-    def __init__(self, test: Callable[[], bool]) -> None:
-        self._test, self._done = test, False
+    def __init__(self, test: Callable[[], bool], status: Status | None = None) -> None:
+        """A receive fills the ``status``."""
+        self._test, self._done, self._status = test, False, status
 
     def is_complete(self) -> bool:
         """Return whether it is complete. Also a condition of waiting ranks."""
         self._done = self._done or self._test()
         return self._done
 
-    def Test(self) -> bool:
-        return _looked(self.is_complete())
+    def Test(self, status: Status | None = None) -> bool:
+        try:
+            return _looked(self.is_complete())
+        finally:
+            if status is not None and self._status is not None:
+                vars(status).update(vars(self._status))
 
     def Wait(self) -> None:
         wait(self.is_complete)
@@ -86,7 +91,7 @@ class Library:
     Request, Status = Request, Status
     IN_PLACE, BYTE, SUM, MAX, LOR = map(_Mark, ("IN_PLACE", "BYTE", "SUM", "MAX", "LOR"))
     COMM_TYPE_SHARED, UNDEFINED, ANY_SOURCE, ANY_TAG = 1, -32766, -1, -1
-    THREAD_MULTIPLE = 3
+    THREAD_MULTIPLE, ERR_TRUNCATE = 3, Truncated.number
 
     def __init__(self, scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> None:
         """``hosts`` lists the host of each rank."""
@@ -141,6 +146,14 @@ class _Message:
         self.arrived = False
 
 
+class _Posted:
+    """A receive that has been called."""
+
+    def __init__(self, source: int, tag: int) -> None:
+        self.source, self.tag = source, tag
+        self.message: _Message | None = None
+
+
 class _Shared:
     """The common state of a communicator's ranks."""
 
@@ -148,6 +161,7 @@ class _Shared:
         """``hosts`` lists the host of each rank of the world."""
         self.members, self.hosts = tuple(members), {hosts[member] for member in members}
         self.operations: dict[int, _Operation] = {}
+        self.posted: list[list[_Posted]] = [[] for _ in members]
         self.inboxes: list[list[_Message]] = [[] for _ in members]
         self.latest: dict[tuple[int, int], float] = {}
 
@@ -401,18 +415,21 @@ class Communicator:
     def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
         self._check("Irecv")
         self._check_rank("Irecv from", rank, Library.ANY_SOURCE)
-        memory = _bytes(buffer)
+        memory, status, posted = _bytes(buffer), Status(), _Posted(rank, tag)
+        self._shared.posted[self.rank].append(posted)
 
         def test() -> bool:
-            message = self._take(rank, tag)
+            self._match()
+            message = posted.message
             if message is None:
                 return False
+            status.source, status.tag, status._nbytes = message.source, message.tag, len(message.body)
             if len(message.body) > len(memory):
-                raise SimulatedError(f"a message of {len(message.body)} bytes is received into {len(memory)}")
+                raise Truncated(f"a message of {len(message.body)} bytes is received into {len(memory)}")
             memory[: len(message.body)] = message.body
             return True
 
-        return Request(test)
+        return Request(test, status)
 
     def Recv(self, buffer: Any, rank: int, tag: int) -> None:
         self.Irecv(buffer, rank, tag).Wait()
@@ -433,6 +450,14 @@ class Communicator:
             return _looked(None)
         status.source, status.tag, status._nbytes = message.source, message.tag, len(message.body)
         return _Found(message)
+
+    def _match(self) -> None:
+        """Give each receive the first message that fits, in the order of the receives."""
+        waiting = self._shared.posted[self.rank]
+        for posted in tuple(waiting):
+            posted.message = self._take(posted.source, posted.tag)
+            if posted.message is not None:
+                waiting.remove(posted)
 
     def _find(self, source: int, tag: int) -> _Message | None:
         for message in self._shared.inboxes[self.rank]:

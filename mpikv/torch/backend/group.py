@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache, lru_cache, wraps
+from functools import cache, lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ...cluster.calls import Call
 from ...cluster.printing import log
 from ...cluster.runtime import owned
-from ...collectives.communicator import Communicator
+from ...collectives.mailbox import Message
 from ...engine.plan import digest
 from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, notes, text_of
 from ...protocols import Array
@@ -100,8 +100,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._label = (f"ranks {ranks}",) if ranks else ()
         seconds = given.timeout.total_seconds()
         meeting = self._meeting = open_group(given.store, self._rank, self._size, seconds, given.group_id)
-        self._communicator = Communicator(meeting.transport, meeting.agreement, meeting.group)
-        self._collectives = self._communicator.collectives
+        self._communicator, self._collectives = meeting.communicator, meeting.communicator.collectives
         self._queue = Queue(f"mpikv {given.group_id}", meeting.group.threads)
         meeting.agreement.place = self._queue.place
         self._process, self._why = os.getpid(), ""
@@ -135,7 +134,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             else:
                 self._communicator.refuse(call, error)
 
-        work = Work(str(call), result, self._queue.check_progress, self._queue.saw)
+        work = Work(call.__str__, result, self._queue.check_progress, self._queue.saw)
         return self._queue.add(work, make, waits=not getattr(options, "asyncOp", True))
 
     def _check_open(self, verb: str) -> None:
@@ -337,8 +336,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
         """Send a tensor to one rank. Local."""
         work = self._message("send", tensors, f"to {to}", tag)
-        self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish)
-        return work
+        return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.end))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive a tensor from any rank. Local."""
@@ -349,21 +347,27 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
         (array,), put_back = in_place(tensors)
 
-        def end(error: BaseException | None, sender: int) -> None:
-            work.source = sender
+        def end(error: BaseException | None, source: int) -> None:
             if error is None:
                 put_back()
-            work.finish(error)
+            work.end(error, source)
 
-        self._meeting.mailbox.receive(array, source, tag, end)
-        return work
+        return self._follow(work, self._meeting.mailbox.receive(array, source, tag, end))
 
     def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
         self._check_open(verb)
+        self._communicator.check_usable()
         check_movable(tensors)
-        text = f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
-        work = Work(text, tensors, self._queue.check_progress, self._queue.saw)
-        work.help = self._meeting.mailbox.help
+
+        def text() -> str:
+            return f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
+
+        return Work(text, tensors, self._queue.check_progress, self._queue.saw)
+
+    def _follow(self, work: Work, message: Message) -> Work:
+        """Have threads that wait for a message move it."""
+        if message.end is not None:
+            work.help = partial(self._meeting.mailbox.wait, message, self._timeout.total_seconds())
         return work
 
     # --- Mistakes that every rank can make, and common facts

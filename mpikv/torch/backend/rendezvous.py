@@ -21,6 +21,7 @@ from ...cluster.mpi_library import start_mpi
 from ...cluster.process_group import ProcessGroup
 from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting, Warn
+from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
 from ...errors import RankMismatch, Stalled, TransportError, Unsupported, text_of
@@ -64,6 +65,7 @@ class Meeting:
     board: StatusBoard
     transport: Transport
     agreement: Agreement
+    communicator: Communicator
     mailbox: Mailbox
     deadline: Deadline
 
@@ -164,8 +166,9 @@ def _open_meeting(group: Group, config: Config) -> Meeting:
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     reader = attach(group) if group.one_host and config.single_copy else None
-    mailbox = Mailbox(group, config.timeout, board.gone, reader)
-    return Meeting(group, board, transport, agreement, mailbox, deadline)
+    communicator = Communicator(transport, agreement, group)
+    mailbox = Mailbox(group, board, communicator.end, reader)
+    return Meeting(group, board, transport, agreement, communicator, mailbox, deadline)
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:

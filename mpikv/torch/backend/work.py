@@ -24,14 +24,18 @@ class Work(dist.Work):  # type: ignore[misc]
     """A call, and its result. All methods are local."""
 
     def __init__(
-        self, text: str, result: Any, check_progress: Callable[[str], None], saw: Callable[[BaseException], None]
+        self,
+        describe: Callable[[], str],
+        result: Any,
+        check_progress: Callable[[str], None],
+        saw: Callable[[BaseException], None],
     ) -> None:
-        """``check_progress`` raises where a wait would never end; ``saw`` learns that somebody has seen the error."""
+        """``describe`` returns the text of the call; ``check_progress`` raises where a wait would never end; ``saw`` learns that somebody has seen the error."""
         super().__init__()
-        self.text, self.place = text, ""
+        self._describe, self.place = describe, ""
         self.source = -1
         """The rank that sent what was received."""
-        self.help: Callable[[Callable[[], bool], float], object] | None = None
+        self.help: Callable[[float], object] | None = None
         """Has a thread that waits take part in the work, until it is done or so many seconds are over."""
         self._result, self._check_progress, self._saw = result, check_progress, saw
         self._lock = threading.Lock()
@@ -44,6 +48,11 @@ class Work(dist.Work):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<mpikv Work {self.text} {'failed' if self._error else 'done' if self._done else 'pending'}>"
+
+    @property
+    def text(self) -> str:
+        """The call, with its operands."""
+        return self._describe()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Complete the call, well or with an error. Runs the functions that were given to the future."""
@@ -58,6 +67,11 @@ class Work(dist.Work):  # type: ignore[misc]
             completed.set()
         if begun is not None:
             begun.set_result(None)
+
+    def end(self, error: BaseException | None, source: int) -> None:
+        """Complete a message, from some rank if it was received."""
+        self.source = source
+        self.finish(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the call has completed, and raise what it raised.
@@ -74,17 +88,17 @@ class Work(dist.Work):  # type: ignore[misc]
     synchronize = wait
 
     def _await(self, seconds: float) -> None:
-        if self.help is None:
-            self._check_progress(self.text)
-        else:
-            self.help(self.is_completed, seconds if seconds > 0 else math.inf)
-        with self._lock:
-            if self._done:
-                return
-            if self._completed is None:
-                self._completed = threading.Event()
         # PyTorch's 0 and negative numbers mean "for ever"; the group's own deadline bounds that.
-        if not self._completed.wait(seconds if seconds > 0 else None):
+        if self.help is not None:
+            self.help(seconds if seconds > 0 else math.inf)
+        else:
+            self._check_progress(self.text)
+            with self._lock:
+                if self._completed is None:
+                    self._completed = threading.Event()
+            if not self._done:
+                self._completed.wait(seconds if seconds > 0 else None)
+        if not self._done:
             raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
 
     def get_future(self) -> Any:
@@ -98,6 +112,8 @@ class Work(dist.Work):  # type: ignore[misc]
                 done = False
         if done:
             self._begun.set_result(None)
+        elif self.help is not None:
+            self.help(0)  # the deadline of a message begins
         return self._future
 
     def _value(self, _: Any) -> Any:
