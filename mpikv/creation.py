@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
+from .cluster.agreement import compare_requests
 from .cluster.connecting import connect
 from .cluster.environment import nccl_host, place_on_host, visible_gpus
 from .cluster.printing import log
@@ -23,13 +23,10 @@ from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, slice_bytes, unknown_variables, wants_slices
 from .errors import (
     ConfigError,
-    PeerFailed,
-    RankMismatch,
     Stalled,
     TransportUnavailable,
     Unsupported,
     known_names,
-    mark_repeated,
 )
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
@@ -285,7 +282,9 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         device, lack, problem = _find_device(request.kind, group, settings)
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-    of_ranks = _compare(group, _describe(request), problem, [lack, own, device is not None or has_cupy()])
+    of_ranks = compare_requests(
+        group, "create", _describe(request), problem, [lack, own, device is not None or has_cupy()]
+    )
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
@@ -306,7 +305,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         parts = _Parts(group, settings, board, transport, kernels, waits)
     except Exception as error:
         problem = error
-    _compare(group, {}, problem)  # one host may have less memory than another
+    compare_requests(group, "create", {}, problem)  # one host may have less memory than another
     return parts
 
 
@@ -324,33 +323,6 @@ def _describe(request: _Request) -> dict[str, str]:
     settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
     own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
     return {**own, **settings, "compression": request.compression}
-
-
-def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
-    """Raise on every rank unless all want the same store and can have it; return each rank's ``own``. Collective."""
-    # JSON, never pickle: a rank must not run what another one sends.
-    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
-    texts = group.gather(text)
-    request_of = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
-    where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
-    if problem is not None:
-        problem.args = (f"create: {problem}{where}",)
-        failures = [request_of[text][1] for text in texts]
-        raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
-    first, _, _ = request_of[texts[0]]
-    for text, (other, failure, _) in request_of.items():
-        rank = texts.index(text)
-        if failure:
-            raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
-        if other != first:
-            differing = [
-                f"{key} {first[key]} on rank 0, {other[key]} on rank {rank}"
-                for key in first
-                if first[key] != other[key]
-            ]
-            mismatch = RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
-            raise mark_repeated(mismatch, group.rank == 0)
-    return [request_of[text][2] for text in texts]
 
 
 def _find_device(

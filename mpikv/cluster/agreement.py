@@ -15,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -221,12 +221,41 @@ class Agreement:
         return text if text.endswith(where) else text + where
 
 
+def compare_requests(
+    group: Group, verb: str, wanted: Mapping[str, str], problem: Exception | None, own: Any = None
+) -> list[Any]:
+    """Raise on every rank unless all want the same and none has a problem; return each rank's ``own``. Collective."""
+    # JSON, never pickle: a rank must not run what another one sends.
+    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
+    texts = group.gather(text)
+    request_of = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
+    where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
+    if problem is not None:
+        problem.args = (f"{verb}: {problem}{where}",)
+        failures = [request_of[text][1] for text in texts]
+        raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
+    first, _, _ = request_of[texts[0]]
+    for text, (other, failure, _) in request_of.items():
+        rank = texts.index(text)
+        if failure:
+            raise PeerFailed(f"{verb}: rank {rank} raised {failure}{where}", rank)
+        if other != first:
+            differing = [
+                f"{key} {first[key]} on rank 0, {other[key]} on rank {rank}"
+                for key in first
+                if first[key] != other[key]
+            ]
+            mismatch = RankMismatch(f"{verb}: ranks disagree: {'; '.join(differing)}{where}")
+            raise mark_repeated(mismatch, group.rank == 0)
+    return [request_of[text][2] for text in texts]
+
+
 def _of_peer(call: Call, rank: int, failure: str) -> Exception:
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark_repeated(RankMismatch(text), first=False)
     # It changed nothing: the agreement comes before data move, and a failed update is not stored.
-    return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed in the store", rank)
+    return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed", rank)
 
 
 def format_error(error: BaseException) -> str:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +24,12 @@ from ..cluster.runtime import present
 from ..cluster.status_board import StatusBoard
 from ..errors import Closed, Stalled, TransportError, ValueMismatch
 from ..protocols import Array, Group
-from ..transports.rings import Reader, Rings
+from ..transports.cma import Attached
+from ..transports.rings import Rings
 
 # Seconds of the naps of a caller that waits for MPI, and of the thread.
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
-# Looks before a caller sleeps, if ranks have cores of their own: some 100 microseconds.
+# Looks before a caller sleeps: some 100 microseconds.
 _SPINS = 20
 # Naps of the thread without any call until it ends: in a dialogue, no call starts it anew.
 _LINGERS = 1000
@@ -69,37 +69,14 @@ class Message:
     source: int = -1
     """The rank whose message a receive has got."""
 
+    def fits(self, source: int, tag: int) -> bool:
+        """Return whether a receive may get a message."""
+        return tag == self.tag and self.peer in (None, source)
+
     def __str__(self) -> str:
         way = "to" if self.verb == "send" else "from"
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         return f"{self.verb} of {self.bytes.nbytes} bytes with tag {self.tag} {way} {peer}"
-
-
-class _Carrier(Protocol):
-    """How messages travel. All methods but :meth:`close` are local, and never wait."""
-
-    def begin(self, message: Message) -> None:
-        """Begin a call."""
-
-    def step(self) -> Iterable[tuple[Message, str]]:
-        """Move what can be moved; yield the calls that are complete, each with "" or the length of a message that did
-        not fit.
-        """
-
-    def look(self) -> int:
-        """Return a number that changes when something may move."""
-
-    def sleep(self, seen: int, waited: float) -> None:
-        """Return soon after the number has changed, or after a nap; ``waited`` is the wait so far, in seconds."""
-
-    def find_lost(self) -> dict[int, str]:
-        """Return the ranks that move no more messages, and why."""
-
-    def give_up(self) -> None:
-        """Mark this rank's messages as lost."""
-
-    def close(self) -> None:
-        """Free what ranks share. Collective."""
 
 
 class Mailbox:
@@ -109,7 +86,7 @@ class Mailbox:
     """
 
     def __init__(
-        self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], reader: Reader | None = None
+        self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], reader: Attached | None = None
     ) -> None:
         """Collective.
 
@@ -121,7 +98,7 @@ class Mailbox:
         """
         self._board, self._failed, self._others = board, failed, {*range(group.size)} - {group.rank}
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
-        self._carrier: _Carrier
+        self._carrier: _Streams | _Messages
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._carrier = _Messages(group)
         else:
@@ -132,7 +109,6 @@ class Mailbox:
         self._failure: BaseException | None = None
         self._thread: Any = None
         self._waiting = 0
-        self._spins = min(_SPINS, present().polls) if group.size <= group.host_cores else 0
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
@@ -159,13 +135,12 @@ class Mailbox:
             self._waiting += 1
         try:
             while True:
-                seen = self._carrier.look()
                 self._move()
                 waited, looks = here.now() - begin, looks + 1
                 if message.end is None or waited >= seconds:
                     return
-                if looks > self._spins:
-                    self._carrier.sleep(seen, waited)
+                if looks > _SPINS:
+                    self._carrier.sleep(waited)
         finally:
             with self._lock:
                 self._waiting -= 1
@@ -272,40 +247,36 @@ class Mailbox:
                 message.end = None
 
 
-@dataclass(eq=False)
-class _Arrival:
-    """A message whose head has arrived."""
-
-    source: int
-    tag: int
-    bytes: Array
-    receive: Message | None = None
-    whole: bool = False
-
-
 class _Streams:
-    """The :class:`_Carrier` of ranks that share memory."""
+    """How messages of ranks that share memory travel. All methods but the constructor are local, and never wait."""
 
-    def __init__(self, group: Group, board: StatusBoard, reader: Reader | None) -> None:
+    def __init__(self, group: Group, board: StatusBoard, reader: Attached | None) -> None:
         """Collective."""
         self._group, self._board, self._rings = group, board, Rings(group, reader)
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]
         self._receives: list[Message] = []
         """Those without a message, in the order of their calls."""
-        self._arrivals: list[_Arrival] = []
-        """Those without a receive, in the order of their arrival."""
+        self._kept: list[Message] = []
+        """Messages that nobody has asked for yet, as receives without an end, in the order of their arrival."""
         self._ended: list[tuple[Message, str]] = []
         self._streams = [*map(self._send_to, ranks), *map(self._receive_from, ranks)]
 
     def begin(self, message: Message) -> None:
+        """Begin a call."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
+        elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
+            self._kept.remove(kept)
+            self._deliver(message, kept)
         else:
             self._receives.append(message)
-            self._match([message], self._arrivals)
 
     def step(self) -> list[tuple[Message, str]]:
+        """Move what can be moved; return the calls that are complete, each with "" or the length of a message that did
+        not fit.
+        """
+        self._rings.look()
         for stream in self._streams:
             next(stream)
         ended, self._ended = self._ended, []
@@ -324,57 +295,56 @@ class _Streams:
         while True:
             while any(call.peer in (None, source) for call in self._receives):
                 tag, nbytes, address = yield from self._rings.receive_head(source)
-                arrival = _Arrival(source, tag, np.empty(0, np.uint8))
-                self._arrivals.append(arrival)
-                self._match(self._receives, [arrival])
-                receive = arrival.receive
-                fits = receive is not None and receive.bytes.size == nbytes
-                arrival.bytes = receive.bytes if receive and fits else np.empty(nbytes, np.uint8)
-                yield from self._rings.receive(source, address, arrival.bytes)
-                arrival.whole = True
-                self._deliver(arrival)
+                receive = self._take_receive(source, tag)
+                alike = receive is not None and receive.bytes.size == nbytes
+                data = receive.bytes if receive and alike else np.empty(nbytes, np.uint8)
+                yield from self._rings.receive(source, address, data)
+                arrived = Message("recv", data, source, tag, None, source=source)
+                # A call that fits may have come meanwhile.
+                if receive := receive or self._take_receive(source, tag):
+                    self._deliver(receive, arrived)
+                else:
+                    self._kept.append(arrived)
             yield
 
-    def _match(self, receives: Iterable[Message], arrivals: Sequence[_Arrival]) -> None:
-        """Join the first receive and the first message that fit each other, if there are such."""
-        for receive, arrival in product(receives, arrivals):
-            if receive.tag == arrival.tag and receive.peer in (None, arrival.source):
-                self._receives.remove(receive)
-                self._arrivals.remove(arrival)
-                arrival.receive, receive.source = receive, arrival.source
-                self._deliver(arrival)
-                return
+    def _take_receive(self, source: int, tag: int) -> Message | None:
+        """Return the first receive that wants a message, and which then wants no other."""
+        receive = next((call for call in self._receives if call.fits(source, tag)), None)
+        if receive is not None:
+            self._receives.remove(receive)
+        return receive
 
-    def _deliver(self, arrival: _Arrival) -> None:
-        """End the receive of a whole message."""
-        receive, data = arrival.receive, arrival.bytes
-        if receive is None or not arrival.whole:
-            return
-        fits = data.size == receive.bytes.size
-        if fits and data is not receive.bytes:
-            receive.bytes[:] = data
-        self._ended.append((receive, "" if fits else str(data.size)))
+    def _deliver(self, receive: Message, arrived: Message) -> None:
+        """End a receive by a whole message."""
+        receive.source, fits = arrived.source, receive.bytes.size == arrived.bytes.size
+        if fits and arrived.bytes is not receive.bytes:
+            receive.bytes[:] = arrived.bytes
+        self._ended.append((receive, "" if fits else str(arrived.bytes.size)))
 
-    def look(self) -> int:
-        return self._rings.look()
-
-    def sleep(self, seen: int, waited: float) -> None:
-        self._rings.sleep(seen)
+    def sleep(self, waited: float) -> None:
+        """Return soon after something may move, or after a nap; ``waited`` is the wait so far, in seconds."""
+        self._rings.sleep()
 
     def find_lost(self) -> dict[int, str]:
+        """Return the ranks that move no more messages, and why."""
         end = self._group.find_end()
         lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
         return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
 
     def give_up(self) -> None:
+        """Mark this rank's messages as lost."""
         self._rings.give_up()
 
     def close(self) -> None:
+        """Free what ranks share."""
         self._rings.close()
 
 
 class _Messages:
-    """The :class:`_Carrier` of ranks on several hosts: MPI's messages on a communicator of their own."""
+    """How messages of ranks on several hosts travel: as MPI's, on a communicator of their own.
+
+    Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local, and never wait.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
@@ -407,10 +377,7 @@ class _Messages:
             self._pending.remove(message)
             yield message, sent
 
-    def look(self) -> int:
-        return 0
-
-    def sleep(self, seen: int, waited: float) -> None:
+    def sleep(self, waited: float) -> None:
         here = present()
         nap = min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP)
         here.nap(nap, here.now() + nap)

@@ -8,7 +8,6 @@ else sleeps, and the ranks that write for it or make room for it ring its bell.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from ..cluster.runtime import present
 from ..cluster.shared_memory import memory_barrier, sleep_on, wake_sleepers
 from ..errors import TransportError
 from ..protocols import Array, Group
+from .cma import Attached
 
 # Bytes of one ring, and of all rings of a host: with many ranks each has less.
 _RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
@@ -26,16 +26,6 @@ _WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD, _LINE = 0, 1, 16, 17, 32, 128
 _LARGE = 256 << 10
 # Seconds to sleep at once. Two ranks that ring at the same moment may make one sound.
 _NAP = 1e-3
-
-
-class Reader(Protocol):
-    """Reads the memory of other ranks of this host."""
-
-    def is_readable(self, array: Array) -> bool:
-        """Return whether others can read an array."""
-
-    def read(self, local_rank: int, address: int, into: Array) -> None:
-        """Fill an array from an address of another rank."""
 
 
 def ring_bytes(size: int) -> int:
@@ -90,14 +80,14 @@ class _Ring:
 class Rings:
     """The rings of one rank. All methods but the constructor are local."""
 
-    def __init__(self, group: Group, reader: Reader | None) -> None:
+    def __init__(self, group: Group, reader: Attached | None) -> None:
         """Collective. By ``reader``, equal on all ranks, receivers read large messages in place."""
         self._reader, size = reader, group.size
         # Pages that are never written take no memory.
         memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), zeroed=False)
         self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
         """A word for each rank, which changes when there is something new for it."""
-        self._rank, self._order = group.rank, memory_barrier() or (lambda: None)
+        self._rank, self._seen, self._order = group.rank, 0, memory_barrier() or (lambda: None)
         rings = memory[size * _LINE :].reshape(size, size, -1)
         self._to = [_Ring(part, self._order) for part in rings[group.rank]]
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
@@ -157,17 +147,17 @@ class Rings:
         self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
         wake_sleepers(self._address + rank * _LINE)
 
-    def look(self) -> int:
-        """Return a number that changes when something may move."""
-        return int(self._bells[self._rank])
+    def look(self) -> None:
+        """Remember the bell before a look at all rings, for a sleep after it."""
+        self._seen = self._bells[self._rank]
 
-    def sleep(self, seen: int) -> None:
-        """Return soon after the number has changed, or after a nap."""
+    def sleep(self) -> None:
+        """Return soon after a ring of the bell since the look, or after a nap."""
         here = present()
         if here.world is None:
-            sleep_on(self._address + self._rank * _LINE, seen, _NAP)
+            sleep_on(self._address + self._rank * _LINE, self._seen, _NAP)
         else:
-            here.nap(_NAP, here.now() + _NAP, lambda: self.look() != seen)
+            here.nap(_NAP, here.now() + _NAP, lambda: self._bells[self._rank] != self._seen)
 
     def give_up(self) -> None:
         """Mark this rank's messages as lost."""

@@ -64,6 +64,50 @@ def test_a_rank_that_does_not_come(fault: str, words: str, tmp_path: Path) -> No
     assert re.search(words, done.stdout + done.stderr), done.stdout + done.stderr
 
 
+ALONE = """
+import time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("mpikv", timeout=timedelta(seconds=3))
+dist.barrier()
+if dist.get_rank() == 1:
+    time.sleep(6)
+else:
+    for call in (lambda: CALL, lambda: dist.send(torch.ones(2), 1)):
+        try:
+            call()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            "dist.recv(torch.ones(2), 1, tag=7)",
+            r"(Stalled: recv of 8 bytes with tag 7 from rank 1: waited 3\.0 s; rank 1 began call #1 barrier.*program\.py:"
+            r"\d+ in <module>; if a rank is only slow, raise timeout= \[rank 0/2\]\n)\1",
+        ),
+        (
+            "dist.irecv(torch.ones(2), 1).get_future().wait()",
+            r"RuntimeError: Stalled: recv of 8 bytes with tag 0 from rank 1: waited 3\.0 s; [\s\S]*\nStalled: recv.*\n",
+        ),
+        (
+            "dist.new_group([1, 0], timedelta(seconds=3))",
+            r"Stalled: waited 3 s for ranks \[1\], which have not made the process group of ranks \[0, 1\] .rank 0/2.\n",
+        ),
+    ],
+    ids=["message", "future", "group"],
+)
+def test_a_rank_that_is_alone(call: str, words: str, tmp_path: Path) -> None:
+    """After a message that does not come, the group cannot be used."""
+    done = run(ALONE.replace("CALL", call), tmp_path)
+    assert re.fullmatch(words, done.stdout), done
+
+
 EARLY = """
 import time
 import torch.distributed as dist
@@ -87,7 +131,7 @@ SETTINGS = """
 import os
 import torch.distributed as dist
 if os.environ["RANK"] == "1":
-    os.environ["MPIKV_SINGLE_COPY"] = "0"
+    CHANGE
 try:
     dist.init_process_group("mpikv")
 except Exception as error:
@@ -96,10 +140,36 @@ except Exception as error:
 
 
 @pytest.mark.deadline(60)
-def test_different_settings_are_named(tmp_path: Path) -> None:
-    done = run(SETTINGS, tmp_path)
-    text = "RankMismatch: init_process_group: ranks disagree: single_copy True on rank 0, False on rank 1"
-    assert sorted(done.stdout.splitlines()) == [f"{text} [rank 0/2]", f"{text} [rank 1/2]"], done
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "os.environ['MPIKV_SINGLE_COPY'] = '0'",
+            ["RankMismatch: init_process_group: ranks disagree: single_copy True on rank 0, False on rank 1"] * 2,
+        ),
+        (
+            "os.environ['MPIKV_SINGLE_COPY'] = 'maybe'",
+            [
+                "PeerFailed: init_process_group: rank 1 raised ConfigError: MPIKV_SINGLE_COPY='maybe' is not a switch",
+                "ConfigError: init_process_group: MPIKV_SINGLE_COPY='maybe' is not a switch",
+            ],
+        ),
+        (
+            "__import__('mpi4py').rc.thread_level = 'serialized'",
+            [
+                "PeerFailed: init_process_group: rank 1 raised Unsupported: the backend 'mpikv' needs MPI_THREAD",
+                "Unsupported: init_process_group: the backend 'mpikv' needs MPI_THREAD_MULTIPLE",
+            ],
+        ),
+    ],
+    ids=["unlike", "bad", "threads"],
+)
+def test_settings_of_one_rank_are_named_on_all(change: str, words: list[str], tmp_path: Path) -> None:
+    done = run(SETTINGS.replace("CHANGE", change), tmp_path)
+    lines = done.stdout.splitlines()
+    for rank, text in enumerate(words):
+        assert any(line.startswith(text) and line.endswith(f"[rank {rank}/2]") for line in lines), done
+    assert len(lines) == 2
 
 
 def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,7 @@ def test_every_call(size: int) -> None:
 
 
 def test_a_late_rank_is_named() -> None:
-    text = "rank 0: Stalled waited 3 s for ranks [1], which have not made the process group [rank 0/2]"
+    text = "rank 0: Stalled waited 3 s for ranks [1], which have not made the process group of ranks [0, 1] [rank 0/2]"
     assert text in torchrun(2, "late")
 
 

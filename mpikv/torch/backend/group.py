@@ -7,7 +7,6 @@ A method plans a call: the facts, the parts of the message, and a function that 
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import sys
@@ -52,12 +51,10 @@ class _Plan(NamedTuple):
     """The parts of the message, if it may be staged: the facts give its size."""
 
 
-def _issued(verb: str) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
-    """Turn a method that plans a call into one that issues it. PyTorch's options are the last argument."""
+def _issued(verb: str, operands: int) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
+    """Turn a method that plans a call into one that issues it. PyTorch's options, if any, come after the operands."""
 
     def decorate(plan: Callable[..., _Plan]) -> Callable[..., Work]:
-        operands = len(inspect.signature(plan).parameters) - 2
-
         @wraps(plan)
         def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
             _keep_dynamo_out()
@@ -96,12 +93,13 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = given.group_rank, given.group_size
         super().__init__(self._rank, self._size)
         self._name, self._timeout = given.group_id, given.timeout
-        ranks = list(given.global_ranks_in_group)
+        ranks = list(given.global_ranks_in_group)  # none for the group of all
         self._label = (f"ranks {ranks}",) if ranks else ()
         seconds = given.timeout.total_seconds()
-        meeting = self._meeting = open_group(given.store, self._rank, self._size, seconds, given.group_id)
+        place = given.store, self._rank, self._size, seconds, given.group_id, ranks or range(self._size)
+        meeting = self._meeting = open_group(*place)
         self._communicator, self._collectives = meeting.communicator, meeting.communicator.collectives
-        self._queue = Queue(f"mpikv {given.group_id}", meeting.group.threads)
+        self._queue = Queue(f"mpikv {given.group_id}")
         meeting.agreement.place = self._queue.place
         self._process, self._why = os.getpid(), ""
         _open_groups().append(self)
@@ -145,7 +143,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- Reductions
 
-    @_issued("all_reduce")
+    @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
         """Reduce each tensor, in place on every rank."""
         tensors, (op, factor) = _listed(tensors), _reduction(options)
@@ -188,7 +186,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return _Plan(("sum", "sparse", tensor.sparse_dim(), describe(tensor)), run, [tensor])
 
-    @_issued("reduce")
+    @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
         """Reduce a tensor, in place at the root."""
         tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
@@ -202,7 +200,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return _Plan((op.value, f"to {root}", describe(tensors[0])), run, tensors, [array])
 
-    @_issued("reduce_scatter")
+    @_issued("reduce_scatter", 2)
     def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Reduce every rank's r-th part into the output of rank r, for one output or each of a list. The input of an
         output is a list of tensors, or one in equal parts.
@@ -227,7 +225,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # --- Copies
 
-    @_issued("broadcast")
+    @_issued("broadcast", 1)
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
         """Copy the root's tensor to every rank's."""
         tensors, root = _listed(tensors), self._root(options)
@@ -240,7 +238,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array])
 
-    @_issued("all_gather")
+    @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy every rank's input to all, for one input or each of a list. The output of an input is a list of tensors,
         or one in equal parts.
@@ -270,7 +268,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Do the same for a list of inputs; ``outs`` has a list of outputs for each rank."""
         return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
 
-    @_issued("gather")
+    @_issued("gather", 2)
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy every rank's tensor to the root."""
         root = self._root(options)
@@ -284,7 +282,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return _Plan((f"to {root}", _kind(ins[0])), run, outs)
 
-    @_issued("scatter")
+    @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy the root's r-th tensor to rank r."""
         root = self._root(options)
@@ -298,9 +296,19 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return _Plan((f"from {root}", _kind(outs[0])), run, outs)
 
-    @_issued("all_to_all")
+    @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy this rank's r-th tensor to rank r, for every r."""
+        return self._plan_all_to_all(outs, ins, outs)
+
+    @_issued("all_to_all", 4)
+    def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
+        """Copy the r-th rows of this rank's tensor to rank r, for every r; without numbers of rows equally many."""
+        return self._plan_all_to_all(self._cut(out, out_rows), self._cut(tensor, in_rows), [out])
+
+    alltoall_base = all_to_all_single
+
+    def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
         check_movable([*self._one_each(outs), *self._one_each(ins)])
         arrays, put_back = in_place(outs)
 
@@ -308,16 +316,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._collectives.all_to_all([read(one) for one in ins], arrays)
             put_back()
 
-        return _Plan((_kind(ins[0]),), run, outs)
-
-    @_issued("all_to_all")
-    def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
-        """Copy the r-th rows of this rank's tensor to rank r, for every r; without numbers of rows equally many."""
-        parts = self._cut(out, out_rows), self._cut(tensor, in_rows)
-        plan: _Plan = inspect.unwrap(type(self).alltoall)(self, *parts, options)
-        return plan._replace(result=[out])
-
-    alltoall_base = all_to_all_single
+        return _Plan((_kind(ins[0]),), run, result)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
         """Return the parts of a tensor for each rank, along its first dimension."""
@@ -326,7 +325,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
         return tensor.split(rows)
 
-    @_issued("barrier")
+    @_issued("barrier", 0)
     def barrier(self, options: Any) -> _Plan:
         """Wait until every rank has come."""
         return _Plan((), lambda staged: None, [])

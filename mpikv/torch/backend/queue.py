@@ -26,9 +26,8 @@ _Call: TypeAlias = "tuple[Work, Callable[[], object]]"
 class Queue:
     """The pending calls of a process group. All methods are local."""
 
-    def __init__(self, name: str, threads: bool) -> None:
-        """Without ``threads``, as where MPI serves one thread alone, every call is made in its caller's."""
-        self._name, self._threads = name, threads
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._changed = threading.Condition()
         self._calls: deque[_Call] = deque()
         self._busy = self._ended = False
@@ -50,11 +49,9 @@ class Queue:
             self._make(work, run)
             return work
         with self._changed:
-            if not self._threads:
-                self._changed.wait_for(lambda: not self._busy)
             if self._ended:
                 raise Closed(f"{work.text}: the process group was shut down")
-            at_once = (waits or not self._threads) and not self._calls and not self._busy
+            at_once = waits and not self._calls and not self._busy
             if at_once:
                 self._busy = True
             else:

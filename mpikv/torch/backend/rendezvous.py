@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from ...cluster.agreement import Agreement
+from ...cluster.agreement import Agreement, compare_requests
 from ...cluster.connecting import connect
 from ...cluster.environment import launch_by_mpi
 from ...cluster.mpi_library import start_mpi
@@ -24,7 +24,7 @@ from ...cluster.waiting import Waiting, Warn
 from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
-from ...errors import RankMismatch, Stalled, TransportError, Unsupported, text_of
+from ...errors import ConfigError, Stalled, TransportError, Unsupported, text_of
 from ...protocols import Group, Transport
 from ...transports import open_transport
 from ...transports.cma import attach
@@ -98,9 +98,9 @@ class Meeting:
 class StoreWords:
     """The :class:`~mpikv.transports.meeting.Words` of ranks that share PyTorch's Store."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        """``timeout`` is in seconds."""
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Sequence[int]) -> None:
+        """``timeout`` is in seconds. ``names`` are the numbers of the ranks for messages."""
+        self._store, self._rank, self._size, self._timeout, self._names = store, rank, size, timeout, names
 
     def allgather(self, word: bytes) -> list[bytes]:
         """Return the words of all ranks, in rank order. Collective.
@@ -122,27 +122,32 @@ class StoreWords:
 
     def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
         try:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in zip(self._names, keys, strict=False) if not self._store.check([key])]
         except RuntimeError:  # the process that has the store has ended
             missing = []
         if not missing:
             return TransportError(f"PyTorch's store fails: {text_of(error)}")
         who = f"waited {self._timeout:g} s for ranks {missing}, which have not made the process group"
-        return Stalled(f"{who} [rank {self._rank}/{self._size}]", missing)
+        return Stalled(f"{who} of ranks {list(self._names)} [rank {self._rank}/{self._size}]", missing)
 
 
-def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> Meeting:
-    """Return the meeting of the ranks of a group. Collective over them. ``timeout`` is in seconds.
+def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
+    """Return the meeting of the ranks of a group. Collective over them. ``timeout`` is in seconds. ``ranks`` are their
+    numbers among all ranks.
 
     Raises:
         Unsupported: nothing can join these ranks.
         RankMismatch: ranks have different settings.
         Stalled: not all ranks have come.
     """
-    config = Config.read(timeout=timeout)
-    group = _join(StoreWords(store, rank, size, timeout), rank, size, config, name)
+    config, problem = Config(timeout=timeout), None
     try:
-        return _open_meeting(group, config)
+        config = Config.read(timeout=timeout)
+    except ConfigError as error:  # the other ranks wait to hear
+        problem = error
+    group = _join(StoreWords(store, rank, size, timeout, ranks), rank, size, config, name)
+    try:
+        return _open_meeting(group, config, problem)
     except Stalled:  # of ranks that would not come to a close either
         raise
     except Exception:
@@ -150,16 +155,15 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str) -> M
         raise
 
 
-def _open_meeting(group: Group, config: Config) -> Meeting:
+def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Meeting:
+    if not group.threads:
+        problem = problem or Unsupported(
+            "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
+            "initialized without it; leave mpi4py.rc.thread_level as it is, or start the ranks by torchrun"
+        )
     # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
-    settings = {key: value for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
-    first, *others = map(json.loads, group.gather(json.dumps(settings)))
-    for other, found in enumerate(others, 1):
-        if unlike := [
-            f"{key} {first[key]} on rank 0, {found[key]} on rank {other}" for key in first if first[key] != found[key]
-        ]:
-            where = f"[rank {group.rank}/{group.size}]"
-            raise RankMismatch(f"init_process_group: ranks disagree: {'; '.join(unlike)} {where}")
+    wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
+    compare_requests(group, "init_process_group", wanted, problem)
     deadline = Deadline(config.timeout, config.warn_after)
     board = StatusBoard(group)
     deadline.warn = board.warn

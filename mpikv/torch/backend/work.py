@@ -30,7 +30,9 @@ class Work(dist.Work):  # type: ignore[misc]
         check_progress: Callable[[str], None],
         saw: Callable[[BaseException], None],
     ) -> None:
-        """``describe`` returns the text of the call; ``check_progress`` raises where a wait would never end; ``saw`` learns that somebody has seen the error."""
+        """``describe`` returns the text of the call. ``check_progress`` raises where a wait would never end. ``saw``
+        learns that somebody has seen the error.
+        """
         super().__init__()
         self._describe, self.place = describe, ""
         self.source = -1
