@@ -2,7 +2,7 @@
 
 As in MPI, messages from one rank to another with the same tag keep their order, and a receive gets the first message
 that fits, of those that come for it; one without a source takes from any rank. The ranks of one host send by
-:class:`~mpikv.transports.rings.Rings`: a rank takes messages from another only while a receive may want one of them,
+the rings of ``transports/rings.py``: a rank takes messages from another only while a receive may want one of them,
 and those that nobody has asked for wait in its memory. Ranks of several hosts send by MPI, which does all that itself.
 
 A call moves what can be moved at once, and more while its caller waits, who looks, and then naps between two looks.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +24,6 @@ from ..cluster.runtime import present
 from ..cluster.status_board import StatusBoard
 from ..errors import Closed, Stalled, TransportError, ValueMismatch
 from ..protocols import Array, Group
-from ..transports.cma import Attached
-from ..transports.rings import Rings
 
 # Seconds of the naps of a caller that waits for MPI, and of the thread.
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
@@ -79,6 +77,34 @@ class Message:
         return f"{self.verb} of {self.bytes.nbytes} bytes with tag {self.tag} {way} {peer}"
 
 
+class Rings(Protocol):
+    """Streams of bytes between each two ranks of a host. All methods are local, and never wait but for one."""
+
+    def send(self, to: int, tag: int, data: Array) -> Iterator[None]:
+        """Send a message; yields where nothing can be sent now."""
+
+    def receive_head(self, source: int) -> Generator[None, None, Sequence[int]]:
+        """Receive tag, length and address of the next message of a rank."""
+
+    def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
+        """Receive the message after the latest head."""
+
+    def look(self) -> None:
+        """Begin a look at all rings."""
+
+    def sleep(self) -> None:
+        """Return soon after something may move since the look, or after a nap."""
+
+    def give_up(self) -> None:
+        """Mark this rank's messages as lost."""
+
+    def find_lost(self) -> Sequence[int]:
+        """Return the ranks that have given up."""
+
+    def close(self) -> None:
+        """Release the memory."""
+
+
 class Mailbox:
     """Sends and receives of one rank. All methods but the constructor and :meth:`close` are local.
 
@@ -86,7 +112,7 @@ class Mailbox:
     """
 
     def __init__(
-        self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], reader: Attached | None = None
+        self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], rings: Rings | None
     ) -> None:
         """Collective.
 
@@ -94,15 +120,16 @@ class Mailbox:
             group: the ranks.
             board: knows where the programs of other ranks are.
             failed: learns of the error after which nothing moves.
-            reader: by it, equal on all ranks, receivers read large messages in place.
+            rings: those of ranks that share memory. Without, messages travel by MPI.
         """
         self._board, self._failed, self._others = board, failed, {*range(group.size)} - {group.rank}
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
         self._carrier: _Streams | _Messages
-        if isinstance(group, ProcessGroup) and not group.one_host:
+        if rings is None:
+            assert isinstance(group, ProcessGroup)
             self._carrier = _Messages(group)
         else:
-            self._carrier = _Streams(group, board, reader)
+            self._carrier = _Streams(group, board, rings)
         self._lock = present().lock()
         self._pending: list[Message] = []
         self._ended: deque[tuple[Message, BaseException | None]] = deque()
@@ -248,11 +275,10 @@ class Mailbox:
 
 
 class _Streams:
-    """How messages of ranks that share memory travel. All methods but the constructor are local, and never wait."""
+    """How messages of ranks that share memory travel. All methods are local, and only :meth:`sleep` waits."""
 
-    def __init__(self, group: Group, board: StatusBoard, reader: Attached | None) -> None:
-        """Collective."""
-        self._group, self._board, self._rings = group, board, Rings(group, reader)
+    def __init__(self, group: Group, board: StatusBoard, rings: Rings) -> None:
+        self._group, self._board, self._rings = group, board, rings
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]
         self._receives: list[Message] = []
@@ -343,7 +369,7 @@ class _Streams:
 class _Messages:
     """How messages of ranks on several hosts travel: as MPI's, on a communicator of their own.
 
-    Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local, and never wait.
+    Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,24 +46,15 @@ class Process:
         ctypes.memmove(into.ctypes.data, address, into.nbytes)
 
 
-class Board(StatusBoard):
-    """Knows ranks whose processes have ended."""
-
-    ended: Sequence[int] = ()
-
-    def gone(self) -> tuple[int, ...]:
-        return tuple(self.ended)
-
-
 class Calls:
     """Issues calls on a mailbox, and keeps their ends."""
 
-    def __init__(self, comm: Any, timeout: float = 20.0, gone: Sequence[int] = ()) -> None:
+    def __init__(self, comm: Any, timeout: float = 20.0, gone: Any = ()) -> None:
         self.group, self.timeout = ProcessGroup(comm), timeout
-        self.board = Board(self.group)
-        self.board.ended = gone
-        self.failures: list[Exception] = []
-        self.box = Mailbox(self.group, self.board, self.failures.append, Process())
+        self.board = StatusBoard(self.group)
+        self.board.gone = lambda: gone
+        streams = rings.Rings(self.group, Process()) if self.group.one_host else None
+        self.box = Mailbox(self.group, self.board, str, streams)
         self.issued: list[Message] = []
 
     def send(self, data: Any, to: int, tag: int = 0) -> list[Any]:
@@ -135,14 +125,16 @@ def test_random_messages(hosts: int, size: int, seed: int) -> None:
         if not seed % 2:
             issue_sends()
         Waiting(100.0).until(lambda: not any(sends), tuple)
-        calls.wait()
+        if seed % 2:  # else the thread does all
+            calls.wait()
+        Waiting(100.0).until(lambda: all(message.end is None for message in calls.issued), tuple)
         anyhow = [into.tobytes() for _, into, tag, *_ in expected if tag == 2]
         for end, into, tag, number, nbytes, wrong in expected:
             error, source = end
             if wrong:
                 assert isinstance(error, ValueMismatch)
                 assert re.search(
-                    rf"rank {source} has sent (more than {into.size}|{nbytes}) bytes, which are lost", str(error)
+                    rf"{source} has sent (more than {into.size}|{nbytes}) bytes, which are lost", str(error)
                 )
             elif tag < 2:
                 assert error is None
@@ -167,18 +159,17 @@ def test_a_message_that_does_not_come(hosts: int) -> None:
         if comm.rank == 0:
             ends = [calls.receive(into, 1, 7), calls.receive(into, None, 8)]
             present().sleep(5.0)
+            calls.box.wait(calls.issued[0], 2.0, 0.5)
+            assert 5.5 <= present().now() < 6
             assert ends == [[], []]
             calls.wait()
             error = ends[0][0]
             assert isinstance(error, Stalled)
             about = "" if hosts == 2 else "; rank 1 has made no call yet and is now at .*"
-            words = (
-                rf"recv of 12 bytes with tag 7 from rank 1: waited 2.0 s{about}; if a rank is only slow, raise timeout="
-            )
-            assert re.fullmatch(rf"{words} \[rank 0/2\]", str(error))
+            words = rf"recv of 12 bytes with tag 7 from rank 1: waited 2.0 s{about}; if a rank is only slow, .*"
+            assert re.fullmatch(words, str(error))
             assert error.missing == (1,)
             assert [end[0] for end in (ends[1], calls.send(into, 1))] == [error, error]
-            assert calls.failures == [error]
         calls.close()
 
     cluster(2, hosts=hosts).run(program)
@@ -266,19 +257,6 @@ def test_an_end_that_fails_is_told_and_hides_no_other() -> None:
         calls.wait()
         assert end == [None, comm.rank]
         assert list(map(str, told)) == ["None", "a fault"]
-        calls.close()
-
-    cluster(2).run(program)
-
-
-def test_a_caller_waits_for_some_seconds() -> None:
-    def program(comm: Any) -> None:
-        calls = Calls(comm)
-        end = calls.receive(np.zeros(1), 1 - comm.rank)
-        before = present().now()
-        calls.box.wait(calls.issued[0], calls.timeout, 0.5)
-        assert not end
-        assert 0.5 <= present().now() - before < 1
         calls.close()
 
     cluster(2).run(program)

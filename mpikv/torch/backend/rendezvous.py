@@ -30,6 +30,7 @@ from ...transports import open_transport
 from ...transports.cma import attach
 from ...transports.meeting import HostGroup
 from ...transports.requests import AbortableWaiting
+from ...transports.rings import Rings
 
 
 class Deadline:
@@ -169,9 +170,9 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     deadline.warn = board.warn
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
-    reader = attach(group) if group.one_host and config.single_copy else None
+    rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
     communicator = Communicator(transport, agreement, group)
-    mailbox = Mailbox(group, board, communicator.end, reader)
+    mailbox = Mailbox(group, board, communicator.end, rings)
     return Meeting(group, board, transport, agreement, communicator, mailbox, deadline)
 
 
