@@ -50,12 +50,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
         PeerFailed,
         r"float32\[3\] is expanded",
     ),
-    "mean": (
-        lambda odd: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.AVG),
-        Unsupported,
-        Unsupported,
-        "mean of int",
-    ),
+    "mean": (lambda odd: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.AVG), Unsupported, Unsupported, "the mean"),
     "parts": (
         lambda odd: dist.all_gather([torch.ones(3)] * (dist.get_world_size() + odd), torch.ones(3)),
         ValueMismatch,
