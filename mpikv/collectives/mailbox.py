@@ -279,6 +279,7 @@ class _Streams:
 
     def __init__(self, group: Group, board: StatusBoard, rings: Rings) -> None:
         self._group, self._board, self._rings = group, board, rings
+        self.give_up, self.close = rings.give_up, rings.close
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]
         self._receives: list[Message] = []
@@ -356,14 +357,6 @@ class _Streams:
         end = self._group.find_end()
         lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
         return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
-
-    def give_up(self) -> None:
-        """Mark this rank's messages as lost."""
-        self._rings.give_up()
-
-    def close(self) -> None:
-        """Free what ranks share."""
-        self._rings.close()
 
 
 class _Messages:
