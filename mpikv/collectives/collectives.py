@@ -1,16 +1,15 @@
 """Collectives of flat arrays of any length.
 
 A small message lies in the send buffer before ranks agree, so one barrier serves the agreement and the exchange. A
-large reduction is cut into messages. Of each message every rank reduces its part, into memory of all where ranks share
-some; each copies the whole of it out one message later, behind the barrier of the next.
+large reduction is cut into messages, or ranks read each other's arrays where they lie. Every rank reduces its part, and
+copies the others' parts of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
-from math import prod
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..arrays.arrays import accumulator, add_in_pairs_over
 from ..engine.alltoallv import Alltoallv
 from ..errors import ValueMismatch, settled
 from ..memory.host import private
-from ..protocols import Array, SumsInPlace, Transport
+from ..protocols import Array, ReadsInPlace, SumsInPlace, Transport
 from .operations import Op, combine
 
 # Bytes that one rank reads in a reduction by one exchange. Beyond, it is faster if each rank reduces a part.
@@ -42,18 +41,16 @@ class Collectives:
         """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`."""
         self.memory = transport.memory
         self._transport, self._size, self._rank = transport, transport.size, transport.rank
-        self._in_pairs, self._combine = in_pairs, partial(combine, size=transport.size, in_pairs=in_pairs)
+        self._in_pairs, self._alltoallv = in_pairs, Alltoallv(transport)
+        self.combine: Callable[..., None] = partial(combine, size=transport.size, in_pairs=in_pairs)
+        """Reduces terms into an array by an operation. A library of arrays may do it faster."""
         self._small = min(_SMALL // self._size, transport.limit)
-        self._alltoallv = Alltoallv(transport)
         # Twice the limit: half precision is summed in float32. Unwritten pages take no memory.
         self._received = private(transport)(2 * transport.limit)
-        # Two messages: one is copied out while the next is reduced.
-        sizes = 2, transport.limit
-        self._shared = transport.allocate(prod(sizes)).reshape(sizes) if transport.sharing_size > 1 else None
 
     def close(self) -> None:
         """Release the memory, which is the transport's. Local."""
-        self._received, self._shared = self.memory.zeros(0), None
+        self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
         """Put a message, made of parts, into the send buffer, if it is small and that saves a barrier. Local.
@@ -78,7 +75,7 @@ class Collectives:
             apart = [pair for pair in pairs if pair[0] is not pair[1]]
             self.memory.copy([out for _, out in apart], [send for send, _ in apart])
         elif self.memory.is_host:
-            self._reduce_each(pairs, op, staged)
+            self._reduce_each([pair for pair in pairs if not self._reduce_in_place(*pair, op)], op, staged)
         else:
             self._sum_on_gpus(pairs, op)
 
@@ -93,11 +90,7 @@ class Collectives:
             counts = [part.size if rank == root else 0 for rank in range(self._size)]
             terms = self._transport.reduce(send, self._recv(part), root) if op.adds else self._exchange(send, counts)
             if self._rank == root:
-                # A term may be the array itself, and adding the terms before it would overwrite it.
-                into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
-                self._combine(terms, into, op)
-                if into is not part:
-                    np.copyto(part, into)
+                self._reduce_over(terms, part, op)
         if self._transport.single_copy and array.nbytes > self._small:
             # The root reads large arrays in place, and has read this one when it comes to the fence.
             self._transport.fence()
@@ -111,12 +104,11 @@ class Collectives:
             send, counts = self._packed(pieces, staged), [piece.size for piece in pieces]
             terms = self._terms(send, counts, op)
             if counts[self._rank]:
-                self._combine(terms, out[low : low + counts[self._rank]], op)
+                self.combine(terms, out[low : low + counts[self._rank]], op)
 
     def all_gather(self, buffer: Array, counts: Sequence[int], staged: bool = False) -> None:
         """Fill ``buffer``: its r-th part, of ``counts[r]`` elements, is there on rank r. The message is that part."""
-        ends = np.cumsum(counts).tolist()
-        parts = [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        parts = [buffer[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
         longest = max(counts) * buffer.itemsize
         if not (staged or (self._transport.shared and longest <= self._small)):
             self._transport.all_gather(buffer, counts)
@@ -166,35 +158,51 @@ class Collectives:
         none = [receive[:0]] * self._size
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
+    def _reduce_in_place(self, send: Array, out: Array, op: Op) -> bool:
+        """Reduce a large array that other ranks may read where it lies; return whether it is one. Collective."""
+        if send.nbytes > self._small and isinstance(self._transport, ReadsInPlace):
+            counts = self._divide(send)
+            if (pieces := self._transport.read_terms(send, counts)) is not None:
+                self._reduce_parts(pieces, out, counts, op)
+                return True
+        return False
+
     def _reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
         """Reduce a message at a time: small arrays together, or a part of a large one. Collective."""
-        behind: Pair | None = None
-        half = 0
         for message in self._messages(pairs):
             sends, outs = zip(*message, strict=True)
-            send, out, counts = sends[0], outs[0], None
+            send, counts = sends[0], None
             if send.nbytes > self._small:
-                bounds = [send.size * rank // self._size for rank in range(self._size + 1)]
-                counts = [high - low for low, high in pairwise(bounds)]
+                counts = self._divide(send)
             elif staged or len(sends) > 1 or self._transport.shared:
                 send = self._packed(sends, staged)
             terms = self._terms(send, counts, op)
-            # Only now: other ranks have read the message before where it lies, and their parts of it are complete.
-            if behind is not None:
-                np.copyto(*behind)
-                behind = None
             if counts is None:
                 self._unpack(terms, outs, op)
-                continue
-            into = out if self._shared is None else self._shared[half][: out.nbytes].view(out.dtype)
-            self._combine(terms, into[bounds[self._rank] : bounds[self._rank + 1]], op)
-            if not self._transport.shared:
-                self._transport.all_gather(into, counts)
-            if into is not out:
-                behind, half = (out, into), 1 - half
-        if behind is not None:
-            self._transport.fence()
-            np.copyto(*behind)
+            else:
+                self._reduce_parts([terms], outs[0], counts, op)
+
+    def _divide(self, array: Array) -> list[int]:
+        """Return the size of each rank's part of an array."""
+        return [array.size * (rank + 1) // self._size - array.size * rank // self._size for rank in range(self._size)]
+
+    def _reduce_parts(self, pieces: Iterable[Sequence[Array]], out: Array, counts: Sequence[int], op: Op) -> None:
+        """Reduce this rank's part of an array, from the terms of each piece of it, and copy the others'. Collective."""
+        begin = sum(counts[: self._rank])
+        for terms in pieces:
+            end = begin + terms[0].size
+            self._reduce_over(terms, out[begin:end], op)
+            begin = end
+        # By now, no rank reads the others' parts of an array that is sent and filled.
+        self._transport.all_gather(out, counts)
+
+    def _reduce_over(self, terms: Sequence[Array], part: Array, op: Op) -> None:
+        """Reduce terms into an array that may be this rank's term. Local."""
+        # Adding the terms before it would overwrite it.
+        into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
+        self.combine(terms, into, op)
+        if into is not part:
+            np.copyto(part, into)
 
     def _messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
         """Cut arrays into messages."""
@@ -215,16 +223,12 @@ class Collectives:
 
     def _unpack(self, terms: Sequence[Array], outs: Sequence[Array], op: Op) -> None:
         """Reduce terms into arrays that lie in them one after the other. Local."""
-        if len(outs) == 1:
-            self._combine(terms, outs[0], op)
-            return
-        whole = self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
-        self._combine(terms, whole, op)
+        whole = outs[0] if len(outs) == 1 else self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
+        self.combine(terms, whole, op)
         begin = 0
-        for out in outs:
-            end = begin + out.size
-            out[...] = whole[begin:end]
-            begin = end
+        for out in outs if len(outs) > 1 else ():
+            out[...] = whole[begin : begin + out.size]
+            begin += out.size
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
         """Sum arrays of GPUs: in place by one call where the library adds their dtype, else by messages. Collective."""
@@ -276,8 +280,4 @@ class Collectives:
 
     def _pack(self, parts: Sequence[Array]) -> None:
         """Copy arrays to the send buffer, one after the other. Local."""
-        send, begin = self._transport.send_buffers[self._transport.slot], 0
-        for part in parts:
-            end = begin + part.nbytes
-            send[begin:end] = part.view(_BYTES)
-            begin = end
+        np.concatenate([part.view(_BYTES) for part in parts], out=self._front(sum(part.nbytes for part in parts)))

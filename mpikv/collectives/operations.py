@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import accumulator, add, add_in_pairs, name_of
-from ..arrays.float16 import narrow, widen
+from ..arrays.float16 import narrow
 from ..errors import Unsupported
 from ..protocols import Array
 
@@ -34,25 +33,15 @@ class Op(Enum):
 
 
 _FUNCTIONS = {
-    Op.PRODUCT: np.multiply,
-    Op.MIN: np.minimum,
-    Op.MAX: np.maximum,
-    Op.BAND: np.bitwise_and,
-    Op.BOR: np.bitwise_or,
-    Op.BXOR: np.bitwise_xor,
+    Op.PRODUCT: np.multiply.reduce,
+    Op.MIN: np.minimum.reduce,
+    Op.MAX: np.maximum.reduce,
+    Op.BAND: np.bitwise_and.reduce,
+    Op.BOR: np.bitwise_or.reduce,
+    Op.BXOR: np.bitwise_xor.reduce,
 }
 # Elements of half precision per step, so that the step stays in the cache.
 _BLOCK = 1 << 15
-
-
-class _Scratch(threading.local):
-    """Memory for half precision made wider, each thread's own."""
-
-    def __init__(self) -> None:
-        self.total, self.term = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)
-
-
-_scratch = _Scratch()
 
 
 def check(op: Op, dtype: np.dtype[Any]) -> None:
@@ -80,9 +69,9 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
     if accumulator(out.dtype) is out.dtype:
         _combine(terms, out, op, size, in_pairs)
         return
+    wide = np.empty(min(out.size, _BLOCK), np.float32)
     for low in range(0, out.size, _BLOCK):
-        part = out[low : low + _BLOCK]
-        total = _scratch.total[: part.size]
+        part, total = out[low : low + _BLOCK], wide[: out.size - low]
         _combine([term[low : low + _BLOCK] for term in terms], total, op, size, in_pairs)
         narrow(total, part)
 
@@ -93,12 +82,6 @@ def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bo
         (add_in_pairs if in_pairs else add)(terms, 0, out.size, out)
         if op is Op.MEAN:
             np.divide(out, size, out=out)
-        return
-    first, *others = terms
-    widen(first, out)
-    for term in others:
-        if term.dtype != out.dtype:
-            wide = _scratch.term[: term.size]
-            widen(term, wide)
-            term = wide
-        _FUNCTIONS[op](out, term, out=out)
+    else:
+        # A copy of all terms, since one of them may be the result.
+        _FUNCTIONS[op](np.asarray(terms, out.dtype), out=out)

@@ -13,7 +13,7 @@ from .group import Group
 from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
-from .transport import SumsInPlace, Transport
+from .transport import ReadsInPlace, SumsInPlace, Transport
 from .updater import Updater
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "ListKernels",
     "Memory",
     "Placement",
+    "ReadsInPlace",
     "Rounds",
     "Shard",
     "Slots",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -137,3 +137,16 @@ class SumsInPlace(Protocol):
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Sum every rank's first array of each pair into the second at every rank, or both in one. Collective."""
+
+
+@runtime_checkable
+class ReadsInPlace(Protocol):
+    """A transport whose ranks may read each other's arrays of any size where they lie."""
+
+    def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
+        """Return the terms of this rank's part of a sum, a piece of them at a time; None on every rank if one's array
+        is small or cannot be read. Collective.
+
+        Terms come in rank order, this rank's own in place. They may be read until the next piece. No rank may change
+        another's part of its ``send`` before the next exchange.
+        """

@@ -105,7 +105,7 @@ class CopyChoice:
 
     Example:
         >>> choice = CopyChoice()
-        >>> for turn in range(34):
+        >>> for turn in range(4):
         ...     way = choice.next()
         ...     choice.took(way, 2.0 if way else 3.0, 1)
         >>> choice.next()
@@ -117,12 +117,12 @@ class CopyChoice:
         self._pace = [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, 0 until
-        both are known.
+        """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, or the one
+        that has not been measured yet.
         """
         # By the count alone, no clock and no chance: ranks then try a way in the same exchange.
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
-        return turn if turn < 2 else int(0 < self._pace[1] < self._pace[0])
+        return turn if turn < 2 else int(self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
         """Record the seconds of a way for an amount of work."""

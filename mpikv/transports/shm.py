@@ -17,7 +17,7 @@ counts until they are as high. So a wait has a deadline, names the missing ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -97,7 +97,7 @@ class ShmTransport:
         self.single_copy = self._attached is not None
         # The private message that other ranks may be reading. Held here, so its memory outlives the caller's reference.
         self._exposed: Array | None = None
-        self._choice = CopyChoice()
+        self._choice, self._choice_of_gather = CopyChoice(), CopyChoice()
         # A row for each rank. Unwritten pages take no memory.
         self._inbox = zeros(self.size * limit if self.single_copy else 0).reshape(self.size, -1)
 
@@ -118,39 +118,40 @@ class ShmTransport:
         counts = tuple(counts)
         return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
+    def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
+        """See :class:`~mpikv.protocols.ReadsInPlace`. Collective."""
+        if (addresses := self._expose(send.view(np.uint8))) is None:
+            return None
+        return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
+
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         # The terms of a sum are every rank's part, not yet added: just an exchange.
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        whole = buffer[: sum(counts)].view(np.uint8)
+        whole, longest = buffer[: sum(counts)].view(np.uint8), max(counts) * buffer.itemsize
         parts = np.split(whole, np.cumsum(counts[:-1]) * buffer.itemsize)
-        if (addresses := self._expose(whole)) is not None:
-            begin = 0
+        is_large = whole.size >= self._large
+        way = self._choice_of_gather.next() if is_large else _COPY
+        addresses, began = self._expose(whole, way == _SINGLE_COPY), perf_counter()
+        if addresses is not None:
             for rank, part in enumerate(parts):
-                self._fill(part, rank, addresses[rank] + begin)
-                begin += part.nbytes
+                self._fill(part, rank, addresses[rank] + part.ctypes.data - whole.ctypes.data)
             self._arrive()  # no rank changes what others still read
-            return
-        # All ranks make as many exchanges as the longest part needs, some of them with nothing to send.
-        for begin in range(0, max(counts) * buffer.itemsize, self.limit):
-            pieces = [part[begin : begin + self.limit] for part in parts]
-            half = self._halves[self._exchange(pieces[self.rank])]
-            for rank, piece in enumerate(pieces):
-                if rank != self.rank:
-                    piece[:] = half[rank, : piece.size]
+        else:
+            way = _COPY
+            # All ranks make as many exchanges as the longest part needs, some of them with nothing to send.
+            for begin in range(0, longest, self.limit):
+                pieces = [part[begin : begin + self.limit] for part in parts]
+                half = self._halves[self._exchange(pieces[self.rank])]
+                for rank, piece in enumerate(pieces):
+                    if rank != self.rank:
+                        piece[:] = half[rank, : piece.size]
+        if is_large:
+            self._choice_of_gather.took(way, perf_counter() - began, longest)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        whole = buffer.view(np.uint8)
-        if (addresses := self._expose(whole)) is not None:
-            self._fill(whole, root, addresses[root])
-            self._arrive()
-            return
-        for begin in range(0, whole.size, self.limit):
-            part = whole[begin : begin + self.limit]
-            half = self._halves[self._exchange(part if self.rank == root else part[:0])]
-            if self.rank != root:
-                part[:] = half[root, : part.size]
+        self.all_gather(buffer, [buffer.size if rank == root else 0 for rank in range(self.size)])
 
     def fence(self, send_ready: bool = False) -> None:
         self._arrive()
@@ -207,18 +208,25 @@ class ShmTransport:
                 terms[peer // _STRIDE] = self._read(peer // _STRIDE, address + low * send.itemsize, terms[self.rank])
         return terms
 
-    def _expose(self, whole: Array) -> list[int] | None:
-        """Return the addresses at which ranks have a large array; None if it is small, or one cannot be read.
-        Collective.
+    def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
+        """Return the addresses at which ranks have a large array; None if it is small, or one cannot be read or is not
+        offered. Collective.
         """
         if self._attached is None or whole.size < self._large:
             return None
-        address = whole.ctypes.data if self._attached.is_readable(whole) else 0
+        address = whole.ctypes.data if offers and self._attached.is_readable(whole) else 0
         self._flags[self._mine + _ADDRESS + self.slot] = address
         half = self._meet()
         self._exposed = whole
         addresses = [self._flags[rank * _STRIDE + _ADDRESS + half] for rank in range(self.size)]
         return addresses if all(addresses) else None
+
+    def _read_pieces(self, send: Array, addresses: Sequence[int], low: int, high: int) -> Iterator[Sequence[Array]]:
+        """Yield every rank's elements ``[low, high)``, a piece at a time. Local."""
+        for begin in range(low, high, self.limit // send.itemsize):
+            own = send[begin : min(begin + self.limit // send.itemsize, high)]
+            there = [address + begin * own.itemsize for address in addresses]
+            yield [own if rank == self.rank else self._read(rank, there[rank], own) for rank in range(self.size)]
 
     def _fill(self, part: Array, rank: int, address: int) -> None:
         """Read another rank's memory into an array. Local."""
@@ -235,9 +243,8 @@ class ShmTransport:
 
     def _read(self, peer: int, address: int, like: Array) -> Array:
         """Return a copy of this rank's part of another rank's exposed message. Local."""
-        assert self._attached is not None
         copy, began = self._inbox[peer, : like.nbytes].view(like.dtype), perf_counter()
-        self._attached.read(peer, address, copy)
+        self._fill(copy, peer, address)
         self._choice.took(_SINGLE_COPY, perf_counter() - began, like.nbytes)
         return copy
 

@@ -84,7 +84,8 @@ class TestShmThatLends(TestShm):
         transport = super().make(group, limit, timeout)
         if not transport.single_copy:
             pytest.skip("the system does not let ranks read each other's memory")
-        transport._large, transport._choice = 1, Chosen(*self.ways[group.rank % 2 :])
+        transport._large = 1
+        transport._choice = transport._choice_of_gather = Chosen(*self.ways[group.rank % 2 :])
         return transport
 
 

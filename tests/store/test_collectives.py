@@ -20,13 +20,15 @@ from mpikv.testing.transport import dtypes
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.fixture(params=[1 << 20, 1000], ids=["small", "large"])
+@pytest.fixture(params=[(1 << 20, 1), (1000, 1 << 20), (1000, 1)], ids=["small", "large", "read in place"])
 def world(
     request: pytest.FixtureRequest, comm: Any, transport: str, monkeypatch: Any, simulate_ranks_per_host: int
 ) -> Iterator[Ranks]:
-    """Return ranks that send most messages as small ones, or as large ones."""
-    monkeypatch.setattr("mpikv.collectives.collectives._SMALL", request.param)
+    """Return ranks that send most messages as small ones, or as large ones that are copied or read in place."""
+    small, large = request.param
+    monkeypatch.setattr("mpikv.collectives.collectives._SMALL", small)
     world = Ranks(comm, transport, simulate_ranks_per_host if transport == "hierarchical" else 0)
+    vars(world.transport).update(_large=large)  # of shared memory
     yield world
     world.close()
 
@@ -82,17 +84,14 @@ def test_reduce_scatter(world, kind, counts, seed, staged, inside):
     dtype=st.sampled_from(dtypes()), counts=st.tuples(SIZES, SIZES, SIZES, SIZES), seed=SEEDS, root=st.integers(0, 3)
 )
 def test_all_gather_and_broadcast(world, dtype, counts, seed, root):
-    counts, root = counts[: world.size], root % world.size
-    whole = brought(dtype, sum(counts), seed)
-    for even in (False, True):
-        if even:
-            counts = [counts[0]] * world.size
-            whole = brought(dtype, sum(counts), seed)
-        low = sum(counts[: world.rank])
+    uneven, root = counts[: world.size], root % world.size
+    for even, sizes in enumerate((uneven, [counts[0]] * world.size)):
+        whole = brought(dtype, sum(sizes), seed)
+        low = sum(sizes[: world.rank])
         buffer = np.zeros_like(whole)
-        mine = buffer[low : low + counts[world.rank]]
+        mine = buffer[low : low + sizes[world.rank]]
         mine[:] = whole[low : low + mine.size]
-        world.call("all_gather", buffer, counts, message=[mine] * even)
+        world.call("all_gather", buffer, sizes, message=[mine] * even)
         assert buffer.tobytes() == whole.tobytes()
         array = whole.copy() if world.rank == root else np.zeros_like(whole)
         world.call("broadcast", array, root, message=[array] * even)
