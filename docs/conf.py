@@ -24,8 +24,10 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 templates_path = ["_templates"]
 exclude_patterns = ["_templates"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary"]
 myst_heading_anchors = 3
+# The notebook starts ranks; where its cells fail, so does the build.
+nb_execution_mode, nb_execution_timeout, nb_execution_raise_on_error = "force", 300, True
 
 add_module_names = False
 autodoc_member_order = "bysource"
