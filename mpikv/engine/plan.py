@@ -43,8 +43,8 @@ from .spans import Spans
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
 # send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
 _DIRECT_BYTES = 64 << 10
-# Keys in all plans of a half of the cache. Each takes some kilobytes at most.
-_MOST_KEYS = 32 << 10
+# Keys in all plans of lists together. Each takes some kilobytes at most.
+_MOST_KEYS = 64 << 10
 # From this size on a pushpull unpacks each bucket while it is in the cache. Smaller calls fit in the last level of
 # cache, and there the check that this is safe would take longer than it saves.
 _STREAMED_BYTES = 8 << 20
@@ -268,44 +268,31 @@ class Plan:
 
 
 class Plans:
-    """The plans of a store: all those of single keys, and the lists used last, up to a number of keys.
+    """The plans of a store: all those of single keys, and those of lists, up to a number of keys.
 
-    The lists are in two halves, so that no call pays for the order of use. A full younger half becomes the older one,
-    and the plans left in the older one are dropped.
+    A full cache is emptied, so that no call pays for the order of use: a list that is used again gets a new plan.
     """
 
     def __init__(self) -> None:
         self.single: dict[Key, Plan] = {}
-        self.recent: dict[tuple[Key, ...], Plan] = {}
-        self._old: dict[tuple[Key, ...], Plan] = {}
-        self._held, self._most = 0, _MOST_KEYS
-
-    def find(self, keys: tuple[Key, ...]) -> Plan | None:
-        """Return the plan of several keys, if it is kept."""
-        plan = self.recent.get(keys)
-        if plan is None and (plan := self._old.pop(keys, None)) is not None:
-            self._keep(plan)
-        return plan
+        self.lists: dict[tuple[Key, ...], Plan] = {}
+        self._held = 0
 
     def add(self, plan: Plan, known: int) -> None:
-        """Keep a plan. A half has room for all ``known`` keys of the store at least."""
+        """Keep a plan. There is room for lists of all ``known`` keys of the store at least."""
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
-        else:
-            self._most = max(known, _MOST_KEYS)
-            self._keep(plan)
-
-    def _keep(self, plan: Plan) -> None:
-        # Plans not used while the younger half filled up are dropped with the older one.
-        if self._held + len(plan.keys) > self._most:
-            self.recent, self._old, self._held = {}, self.recent, 0
-        self.recent[plan.keys] = plan
+            return
+        if self._held + len(plan.keys) > max(known, _MOST_KEYS):
+            self.lists.clear()
+            self._held = 0
+        self.lists[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all."""
-        for plans in (self.single, self.recent, self._old):
-            plans.clear()
+        self.single.clear()
+        self.lists.clear()
         self._held = 0
 
 

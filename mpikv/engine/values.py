@@ -45,7 +45,7 @@ class Values:
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys. Local."""
-        plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.find(keys)
+        plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.lists.get(keys)
         if plan is None:
             self.table.check_kind(keys)
             plan = self.planner.plan(self.table.find(keys))

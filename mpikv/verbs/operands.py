@@ -51,11 +51,7 @@ class Operands:
         if kind not in _LISTS or not key:
             return None
         try:
-            plan = (
-                plans.single.get(key[0])
-                if len(key) == 1
-                else plans.recent.get(names := tuple(key)) or plans.find(names)
-            )
+            plan = plans.single.get(key[0]) if len(key) == 1 else plans.lists.get(tuple(key))
         except TypeError:  # an item without a hash is no key: the caller's parser raises the right error
             return None
         if plan is None or type(plan.keys[0]) is str:

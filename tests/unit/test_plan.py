@@ -270,16 +270,8 @@ class TestPlans:
         finally:
             gc.enable()
         assert [len(plan.keys) for plan in kept] == list(range(200 - len(kept), 200))
-        assert 800 < sum(len(plan.keys) for plan in kept) <= 2000
-        assert all(plans.find(plan.keys) is plan for plan in kept)
-
-    def test_what_is_used_is_kept(self, made, monkeypatch):
-        monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 1000)
-        plans, used = Plans(), plan_of(made[:10])
-        plans.add(used, 0)
-        for start in range(0, 900, 2):
-            plans.add(plan_of(made[start : start + 100]), 0)
-            assert plans.find(used.keys) is used
+        assert 0 < sum(len(plan.keys) for plan in kept) <= 1000
+        assert all(plans.lists.get(plan.keys) is plan for plan in kept)
 
     def test_single_keys_and_a_list_of_all_are_kept(self, made, monkeypatch):
         """However many there are: they are no more than the store has."""
@@ -289,9 +281,9 @@ class TestPlans:
             plans.add(plan_of([entry]), 1000)
         for _ in range(3):
             for half in halves:
-                assert plans.find(half.keys) is half or plans.add(half, 1000) is None
-        assert [plans.find(half.keys) for half in halves] == halves
+                assert plans.lists.get(half.keys) is half or plans.add(half, 1000) is None
+        assert [plans.lists.get(half.keys) for half in halves] == halves
         assert list(plans.single) == list(range(1000))
         plans.clear()
         assert not plans.single
-        assert plans.find(halves[0].keys) is None
+        assert plans.lists.get(halves[0].keys) is None
