@@ -137,7 +137,7 @@ class Collectives:
             ValueMismatch: on every rank, if one sends another number of bytes than the receiver expects.
         """
         notes = [array.nbytes for array in (*sends, *receives)]
-        received, table = self._alltoallv.to_each([[send] for send in sends], "all_to_all", notes)
+        received, table = self._alltoallv.send([[send] for send in sends], "all_to_all", notes)
         sent, expected = table[:, : self._size], table[:, self._size :].T
         for source, to in np.argwhere(sent != expected).tolist():
             raise settled(

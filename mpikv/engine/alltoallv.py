@@ -43,44 +43,23 @@ class Alltoallv:
         """Bytes that this rank has sent to others, padding included. A transport may carry fewer, where one copy of a
         message to all serves several ranks."""
 
-    def to_each(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send ``parts[r]`` to rank r. Collective.
+    def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
+        """Send ``parts[r]`` to rank r, or the only part to all. Collective.
 
         Args:
-            parts: one part per rank.
+            parts: one part per rank, or a single one.
             label: names the call, the same on every rank: lengths are remembered by it.
             notes: a few numbers for all ranks, equally many on each.
 
         Returns:
-            The parts for this rank as uint8, in rank order; this rank's own entry is undefined. Read them before the
-            next exchange. Then the notes, one row per rank.
+            The parts for this rank as uint8, in rank order; of several, this rank's own entry is undefined. Read them
+            before the next exchange. Then the notes, one row per rank.
         """
-        sizes = [sum(map(_nbytes, part)) for part in parts]
-        # This rank has its own part: sent as well, it would take room in every message.
-        sizes[self._transport.rank] = 0
-        return self._pass(parts, sizes, label, notes)
-
-    def to_all(self, part: Part, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send ``part`` to every rank; otherwise as :meth:`to_each`. Collective."""
-        return self._pass([part], [sum(map(_nbytes, part))], label, notes)
-
-    def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Send ``parts[r]`` to rank r, or the only part to all. Collective. Uses no memory of the host.
-
-        ``sizes`` has a row for each sender, with its bytes for each receiver, or for all. Every rank passes the same.
-
-        Returns:
-            The parts for this rank, as new arrays of uint8, in rank order.
-        """
-        mine = sizes[:, self._transport.rank if len(parts) > 1 else 0].tolist()
-        longest = -(-sizes.max(axis=0) // _EVEN) * _EVEN
-        return self._rest(parts, (), mine, longest, np.zeros_like(longest))
-
-    def _pass(
-        self, parts: Sequence[Part], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
-    ) -> tuple[list[Array], Array]:
-        """Send one part to each rank, or one to all. Collective."""
         each, limit = len(parts) > 1, self._transport.limit
+        sizes = [sum(map(_nbytes, part)) for part in parts]
+        if each:
+            # This rank has its own part: sent as well, it would take room in every message.
+            sizes[self._transport.rank] = 0
         row = np.array([*sizes, *notes], np.int64)
         label = label, each
         done = self._rooms.get(label, np.zeros(len(parts), np.int64))
@@ -92,7 +71,7 @@ class Alltoallv:
             if int(done.sum()) + row.nbytes * len(parts) > limit:
                 done = np.minimum(done, (limit // len(parts) - row.nbytes) // 8 * 8)
             heads = [(row, *part) for part in parts]
-            first = self._exchange(heads, [0] * len(parts), (done + row.nbytes).tolist(), each)
+            first = self._exchange(heads, [0] * len(parts), (done + row.nbytes).tolist())
             table = np.stack([part[: row.nbytes].view(np.int64) for part in first])
         longest = table[:, : len(parts)].max(axis=0)
         # All at once, on all ranks in the same call: each rank must size the next message alike.
@@ -106,6 +85,18 @@ class Alltoallv:
         else:
             received = self._rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
         return received, table[:, len(parts) :]
+
+    def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
+        """Send ``parts[r]`` to rank r, or the only part to all. Collective. Uses no memory of the host.
+
+        ``sizes`` has a row for each sender, with its bytes for each receiver, or for all. Every rank passes the same.
+
+        Returns:
+            The parts for this rank, as new arrays of uint8, in rank order.
+        """
+        mine = sizes[:, self._transport.rank if len(parts) > 1 else 0].tolist()
+        longest = -(-sizes.max(axis=0) // _EVEN) * _EVEN
+        return self._rest(parts, (), mine, longest, np.zeros_like(longest))
 
     def _rest(
         self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
@@ -123,19 +114,17 @@ class Alltoallv:
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)
             begin = int(done[self._transport.rank if each else 0])
-            got = self._exchange(parts, done.tolist(), counts.tolist(), each)
+            got = self._exchange(parts, done.tolist(), counts.tolist())
             self._put(zip(received, repeat(begin), got, strict=False))
             done = done + counts
         return received
 
-    def _exchange(
-        self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int], each: bool
-    ) -> Sequence[Array]:
+    def _exchange(self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int]) -> Sequence[Array]:
         """Send ``counts[r]`` bytes to rank r, or ``counts[0]`` to all, from byte ``begins[r]`` of its part. Collective.
 
         The message is undefined where it is longer than the part.
         """
-        rank, at = self._transport.rank, 0
+        each, rank, at = len(parts) > 1, self._transport.rank, 0
         send = self._transport.send_buffers[self._transport.slot][: sum(counts)]
         places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):

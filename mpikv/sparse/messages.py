@@ -48,7 +48,7 @@ class Packed:
         """How many bytes this rank has sent to others so far, padding included. Local."""
         return self._alltoallv.sent
 
-    def to_each(
+    def send(
         self,
         numbers: Sequence[Sequence[Array]],
         rows: Callable[[], Sequence[Sequence[Array]]],
@@ -56,32 +56,24 @@ class Packed:
         label: Hashable,
         ready: Ready,
     ) -> list[list[Selected]]:
-        """Send the rows ``numbers[r]`` to rank r; return each rank's rows for this one. Collective.
+        """Send the rows ``numbers[r]`` to rank r, or the only ones to all; return each rank's rows for this one.
+        Collective.
 
         ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
         """
-        parts = map(_paired, numbers, rows())
-        packed = [() if to == self._rank else _pack(part) for to, part in enumerate(parts)]
-        received, _ = self._alltoallv.to_each(packed, label)
+        received, _ = self._alltoallv.send([_pack(part) for part in map(_paired, numbers, rows())], label)
         return [_unpack(part, kinds) for part in received]
-
-    def to_all(
-        self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
-    ) -> list[list[Selected]]:
-        """Send rows to every rank; otherwise as :meth:`to_each`. Collective."""
-        received, _ = self._alltoallv.to_all(_pack(_paired(numbers, rows)), label)
-        return [_unpack(each, kinds) for each in received]
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         """Return the rows ``wanted[r]`` of each value from each rank r; ``take`` returns this rank's. Collective."""
-        asked, _ = self._alltoallv.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
+        asked, _ = self._alltoallv.send([_pack(_numbers(part)) for part in wanted], ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
         # since the asking rank knows their order.
         answers = [_aligned(take(_numbers_in(part, kinds))) for part in asked]
-        received, _ = self._alltoallv.to_each(answers, ("answer", label))
+        received, _ = self._alltoallv.send(answers, ("answer", label))
         return _answers(received, wanted, kinds, self._rank)
 
 
@@ -95,7 +87,7 @@ class Split:
     def sent(self) -> int:
         return self._numbers.sent + self._rows.sent
 
-    def to_each(
+    def send(
         self,
         numbers: Sequence[Sequence[Array]],
         rows: Callable[[], Sequence[Sequence[Array]]],
@@ -103,39 +95,35 @@ class Split:
         label: Hashable,
         ready: Ready,
     ) -> list[list[Selected]]:
-        numbers_received, table = self._exchange_numbers(numbers, kinds, label)
+        received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
-        ready(numbers_received)
-        sent = [_aligned([] if to == self._rank else part) for to, part in enumerate(rows())]
-        return _join(numbers_received, self._rows.carry(sent, table), kinds)
-
-    def to_all(
-        self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
-    ) -> list[list[Selected]]:
-        received, table = self._numbers.to_all(_pack(_numbers(numbers)), label, [_nbytes(numbers, kinds)])
-        numbers_received = [_numbers_in(part, kinds) for part in received]
-        ready(numbers_received)
-        return _join(numbers_received, self._rows.carry([_aligned(rows)], table), kinds)
+        ready(received)
+        sent = [_aligned(part) for part in self._of_others(rows())]
+        return _join(received, self._rows.carry(sent, table), kinds)
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        asked, table = self._exchange_numbers(wanted, kinds, ("ask", label))
+        asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         ready(asked)
         # Transposed: the table says how much each rank asks for, and the answers go the other way.
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return _answers(answers, wanted, kinds, self._rank)
 
-    def _exchange_numbers(
+    def _send_numbers(
         self, numbers: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable
     ) -> tuple[list[list[Array]], Array]:
-        """Send numbers to each other rank. Collective. Return the numbers received from each, and a table of bytes of
-        rows: one line per sender, one column per receiver.
+        """Send numbers to each other rank, or the only ones to all. Collective. Return the numbers received from each,
+        and a table of bytes of rows: one line per sender, one column per receiver, or one for all.
         """
-        parts = [[] if to == self._rank else part for to, part in enumerate(numbers)]
+        parts = self._of_others(numbers)
         sizes = [_nbytes(part, kinds) for part in parts]
-        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in parts], label, sizes)
+        received, table = self._numbers.send([_pack(_numbers(part)) for part in parts], label, sizes)
         return [_numbers_in(part, kinds) for part in received], table
+
+    def _of_others(self, parts: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
+        """Return the parts without this rank's own, which stays here; a single part is for all."""
+        return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
 
 RowMessages: TypeAlias = "Packed | Split"

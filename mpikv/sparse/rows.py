@@ -167,7 +167,7 @@ class Rows:
 
         if self._exchange.placement.everywhere:
             parts = [numbers]
-            addends = self._messages.to_all(numbers, values, kinds, label, ready)
+            addends = self._messages.send(parts, lambda: [values], kinds, label, ready)
             # Its own rows without a detour: the exchange leaves that part undefined.
             addends[rank] = list(given)
         else:
@@ -181,7 +181,7 @@ class Rows:
                 rows.extend(zip(*some, strict=True))
                 return rows
 
-            addends = self._messages.to_each(parts, split, kinds, label, ready)
+            addends = self._messages.send(parts, split, kinds, label, ready)
             addends[rank] = list(zip(parts[rank], rows[rank], strict=True))
         return addends
 
@@ -211,7 +211,7 @@ class Rows:
 
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
-        received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
+        received = self._messages.send([numbers], lambda: [rows], kinds, ("init", tuple(keys)), ready)
         if sent or not self._memory.is_host:
             return sent or received[self._root]
         # Copy: entering the keys may send messages through the same receive buffer.
