@@ -19,6 +19,7 @@ from ..arrays.arrays import accumulator, name_of
 from ..cluster.calls import Call
 from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
+from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import check_state
 from ..protocols import (
     Array,
@@ -461,8 +462,8 @@ class Planner:
     @lazy
     def _gpu_kernels(self) -> GpuKernels | None:
         """The kernels that update several keys in one launch though their steps differ; None without such."""
-        apart = self.whole or self.updater.assigns or self.transport.memory.is_host
-        return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
+        there = not self.transport.memory.is_host and is_recordable(self.updater)
+        return self.kernels if there and isinstance(self.kernels, GpuKernels) else None
 
     def kept(self, block: Block) -> Spans:
         """Return the elements of a block that get state on this rank: on a GPU those it owns, else all."""
@@ -488,7 +489,7 @@ class Planner:
     def bind_whole(
         self, entries: Sequence[Entry], totals: Sequence[Array | None]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that updates all whole values by their totals in few launches, None without a GPU."""
+        """Return a function that updates all whole values by their totals in few launches, None without such."""
         if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
             return None
         pairs = zip(entries, totals, strict=True)

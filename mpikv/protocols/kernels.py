@@ -97,12 +97,12 @@ class GpuKernels(Kernels, Protocol):
         """Return a function of one step per range that updates each range, as one function of :meth:`~Kernels.bind` per
         range would.
 
-        Ranges are adjacent and end at ``ends``.
+        Ranges are adjacent and end at ``ends``. The updater is an optimizer with a rule.
         """
 
-    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
         """Return a function of one step per value that updates each value, as :meth:`Updater.update` does. It uses the
-        updater's options at the time of each call.
+        updater's options at the time of each call. None where it saves nothing.
         """
 
     def codec(self, codec: Codec) -> Codec:

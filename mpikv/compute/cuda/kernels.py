@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,20 +116,16 @@ class CudaKernels:
 
         Raises: as :meth:`bind`.
         """
-        if is_recordable(updater):
-            return _Updates(updater, Whole(total, value, state), ends, MANY)
-        parts = (slice(low, high) for low, high in pairwise((0, *ends)))
-        arrays = ((total[part], value[part], {name: array[part] for name, array in state.items()}) for part in parts)
-        return partial(_each, [updater.bind(*each) for each in arrays])
+        assert isinstance(updater, Optimizer)
+        return _Updates(updater, Whole(total, value, state), ends, MANY)
 
-    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
-        """Return a function that updates some whole values, by a step each; it keeps them alive.
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
+        """Return a function that updates some whole values, by a step each, with three launches; it keeps them alive.
+        None for optimizers without such kernels.
 
         Raises: as :meth:`bind`.
         """
-        if layerwise.has_kernels(updater):
-            return layerwise.bind(updater, wholes)
-        return partial(_each, [self.bind(updater, *whole) for whole in wholes])
+        return layerwise.bind(updater, wholes) if layerwise.has_kernels(updater) else None
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # NCCL sums completely; there is no second addend left
@@ -163,11 +157,6 @@ def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
 
 def _nothing(step: Any) -> None:
     pass
-
-
-def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> None:
-    for update, step in zip(updates, steps, strict=True):
-        update(step)
 
 
 class _Updates:

@@ -290,12 +290,6 @@ class TestRanges:
         assert value.tobytes() == expected[1].tobytes()
         assert all(state[name].tobytes() == expected[2][name].tobytes() for name in state)
 
-    def test_of_updaters_without_kernels(self):
-        upwards = SimpleNamespace(bind=lambda total, value, state: lambda step: np.add(value, total * step, out=value))
-        value = np.zeros(5)
-        CudaKernels().bind_ranges(upwards, np.ones(5), value, {}, (2, 4, 5))([1, 2, 3])
-        assert value.tolist() == [1, 1, 2, 2, 3]
-
 
 @pytest.mark.parametrize(
     ("keys", "launched"),
