@@ -334,10 +334,7 @@ class Checkpoints:
     def _check_weights(self) -> None:
         """Raise Unsupported if values are sums of gradients: a Trainer keeps the weights and their state elsewhere."""
         table = self._exchange.values.table
-        if not table.summed.any():
-            return
-        # A row of the table may belong to no key any more; its flag is cleared only when the row is used again.
-        if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
+        if (key := next((name for name in table if name in table.summed), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "
                 "keeps the weights and the optimizer's state itself; save its parameters as arrays and its state by "

@@ -29,7 +29,7 @@ class Entry:
 
     key: Key
     index: int
-    """The row of this key in the table's ``counts``, ``earlier``, ``stale``, ``buffered`` and ``summed``."""
+    """The row of this key in the table's ``counts``, ``earlier``, ``stale`` and ``buffered``."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     place: Place
@@ -94,8 +94,8 @@ class KeyTable:
         """Whether only the owners have the newest value."""
         self.buffered = np.zeros(64, np.bool_)
         """Whether a user asked for the key's buffers. Its block may have them because of another key."""
-        self.summed = np.zeros(64, np.bool_)
-        """Whether the value is a sum for a Trainer that keeps the weight itself. Checkpoints leave it out."""
+        self.summed = set[Key]()
+        """The keys of sums for a Trainer that keeps the weights itself. Checkpoints leave them out."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -146,6 +146,7 @@ class KeyTable:
     def remove(self, key: Key) -> Place:
         """Remove a key; return the place of its value."""
         entry = self._entries.pop(key)
+        self.summed.discard(key)
         self._free_rows.append(entry.index)
         return entry.place
 
@@ -185,7 +186,7 @@ class KeyTable:
 
     def _free_row(self) -> int:
         row = self._free_rows.pop()
-        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.summed[row] = 0
+        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = 0
         return row
 
     def _new_row(self) -> int:
@@ -195,7 +196,7 @@ class KeyTable:
         return self._rows - 1
 
     def _grow(self, rows: int) -> None:
-        for name in ("counts", "earlier", "stale", "buffered", "summed"):
+        for name in ("counts", "earlier", "stale", "buffered"):
             old = getattr(self, name)
             new = np.zeros(rows, old.dtype)
             new[: old.size] = old

@@ -117,14 +117,12 @@ class CapturedStep:
         self._known: _Known | None = None
         # Cached: the last call, how it runs, and its description for other ranks.
         self._described: tuple[Call | None, str | None, Call | None] = _UNKNOWN
-        # Cached, as between launches only the steps change: the state and the call of a launch, and the prepared call.
-        self._launch: tuple[_Known | None, Call | None, PreparedCall | None] = _UNKNOWN
         self._steps = _NO_STEPS
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
         """Drop the recorded graph: values move, or are updated in another way, from now on. Local."""
-        self._known, self._described, self._launch = None, _UNKNOWN, _UNKNOWN
+        self._known, self._described = None, _UNKNOWN
 
     def __call__(self, *, wait: bool = True) -> Any:
         """Push and pull. Collective.
@@ -178,13 +176,11 @@ class CapturedStep:
         same = steps.uniform is known.uniform and updater.revision == known.revision
         if not same and not known.suits(steps, updater):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
-        self._steps, (of, from_call, launch) = steps, self._launch
-        if launch is not None and of is known and from_call is call:
-            return launch
+        self._steps = steps
         if known.graph is not None:
-            launch = self._describe(call, _LAUNCHED), self._launcher(memory, known)
-            self._launch = known, call, launch
-            return launch
+            # The queue keeps the arrays of the graph alive until the GPU is done.
+            run = partial(self._run, known)
+            return self._describe(call, _LAUNCHED), partial(memory.order.queue, f"pushpull({known.plan.label})", run)
         if not known.ready:
             return self._describe(call, _AGAIN), lambda: self._queue_first(known)
         return self._describe(call, _RECORDED), lambda: self._record(memory, known)
@@ -255,11 +251,8 @@ class CapturedStep:
         # NCCL waits for all ranks in a graph: if one cannot launch it, none may.
         lack = self._lack_anywhere(lack)
         known = self._known = replace(known, graph=None if lack else graph, lack=lack)
-        return self._run(known) if lack else self._launcher(memory, known)()
-
-    def _launcher(self, memory: DeviceMemory, known: _Known) -> Callable[[], Any]:
-        """Return a function that launches the graph, and keeps its arrays alive until the GPU is done."""
-        return partial(memory.order.queue, f"pushpull({known.plan.label})", partial(self._run, known))
+        run = partial(self._run, known)
+        return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
         """Write the present steps, queue the work or launch its graph; return the result, filled later."""

@@ -217,8 +217,7 @@ class KVStore(KVStoreBase):
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._exchange.values.table.summed[self._exchange.values.table[key].index] = True
+        self._exchange.values.table.summed.update(keys)
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store has a capability: optimizer, sparse, compression, async or gpu. Local.
