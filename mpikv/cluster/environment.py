@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -184,14 +183,14 @@ def demands_munge(environ: Mapping[str, str] = os.environ) -> bool:
 # comes first.
 _OF_SRUN = (
     ("CRAY", "cray_shasta", ""),
-    ("Intel", "pmi2", " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
+    ("Intel", "pmi2", ", and I_MPI_PMI_LIBRARY is set to Slurm's libpmi2.so"),
     ("MPICH", "pmi2", ""),
-    ("Open MPI", "pmix", " with an Open MPI that was built for this cluster"),
+    ("Open MPI", "pmix", ", and Open MPI was built for this cluster"),
 )
 
 
 def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """Return the commands that start ``size`` ranks here; in Slurm also srun, if it offers the MPI library's protocol.
+    """Return the commands that start ``size`` ranks here; in Slurm also srun with the MPI library's protocol.
 
     >>> advise_start(4, environ={})
     'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
@@ -199,25 +198,13 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
     command = f"mpikv run -n {size} SCRIPT"
     if "SLURM_JOB_ID" not in environ:
         return f"{command} , or the mpiexec of the MPI library that Python loads"
-    # Only what this srun offers: a library that finds no protocol starts each process as a rank of its own.
-    ways = [(kind, condition) for name, kind, condition in _OF_SRUN if name in library][:1]
-    offered = _kinds_of_srun(environ) if ways else set()
-    srun = [f", or  srun --mpi={way} -n {size} python SCRIPT {condition}" for way, condition in ways if way in offered]
-    return "".join([f"{command}  without srun, inside of salloc or sbatch", *srun]).rstrip()
-
-
-def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
-    """Return the values that ``srun --mpi=list`` prints; none if it does not answer within 5 seconds."""
-    import subprocess  # slow to import
-
-    try:
-        # On no terminal and not for long: it is called to complete the message of an error.
-        answer = subprocess.run(
-            ["srun", "--mpi=list"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    return set(re.findall(r"^(?:srun:)?\s*(\w+)$", answer.stdout + answer.stderr, re.MULTILINE))
+    # With the condition: a library that finds no protocol starts each process as a rank of its own.
+    srun = [
+        f", or  srun --mpi={kind} -n {size} python SCRIPT  if 'srun --mpi=list' shows {kind}{condition}"
+        for name, kind, condition in _OF_SRUN
+        if name in library
+    ]
+    return "".join([f"{command}  without srun, inside of salloc or sbatch", *srun[:1]])
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
