@@ -85,10 +85,6 @@ class DeviceMemory:
         self._warn_of_copies(array)
         return self.gpu.upload(array)
 
-    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        array = self.source(value) if self.gpu.owns(value) or lies_elsewhere(value) else source(value)
-        return array.shape, array.dtype
-
     def target(self, out: Any) -> Array:
         if self.gpu.owns(out):
             if not out.flags.c_contiguous:

@@ -54,15 +54,6 @@ class HostMemory:
                 raise
             return self._fetched(value)
 
-    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        try:
-            array = arrays.source(value)
-        except Unsupported:
-            if arrays.lies_on_host(value):
-                raise
-            array = self._found(value)[1]
-        return array.shape, array.dtype
-
     def target(self, out: Any) -> Array:
         try:
             return arrays.target(out)
@@ -148,20 +139,16 @@ class HostMemory:
         self.order.add(partial(_fill, gpu, there, whole, array))
         return array
 
-    def _found(self, value: Any) -> tuple[Gpu, Array]:
-        """Return the GPU of an array, and the array as one of its library's."""
-        gpu = self.find(value)
-        # owns() has proved that it is an Array; a type guard cannot say so.
-        return gpu, value if gpu.owns(value) else gpu.adopt(value)
-
     def _copied(self, value: Any) -> tuple[Gpu, Array]:
-        """Return the same for an array about to be copied to the host; warn once per store."""
+        """Return the GPU of an array to copy to the host, and the array as its library's; warn once per store."""
         if self._find is not None and here.makes_calls:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"
             )
-        gpu, there = self._found(value)
+        gpu = self.find(value)
+        # owns() has proved that it is an Array; a type guard cannot say so.
+        there = value if gpu.owns(value) else gpu.adopt(value)
         if not self._warned:
             self._warned = True
             log(

@@ -98,9 +98,6 @@ class Memory(Protocol):
             Unsupported: it cannot be copied here.
         """
 
-    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return shape and dtype of the array of :meth:`source`, and raise the same errors."""
-
     def target(self, out: Any) -> Array:
         """Return an array over the memory of ``out`` for :meth:`copy` to write to.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import aligned, castable, is_array, is_immutable, is_read_only, lies_on_host
+from ..arrays.arrays import aligned, castable, is_array, is_immutable, is_read_only, lies_on_host, source
 from ..engine.keys import Entry, Form, KeyTable, flatten, parse
 from ..engine.plan import Plan, label
 from ..errors import ConfigError, ValueMismatch, a_kind
@@ -118,7 +118,10 @@ def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
         return None
     if isinstance(array, (np.ndarray, np.generic)):
         return np.empty(array.shape, array.dtype)
-    return aligned(*memory.facts(array)) if hasattr(array, "__array_namespace__") else None
+    if not hasattr(array, "__array_namespace__"):
+        return None
+    like = source(array) if lies_on_host(array) else array
+    return aligned(like.shape, np.dtype(like.dtype))
 
 
 def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
