@@ -325,7 +325,7 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
     if nbytes >= _MAPPED_BYTES:
         return _mapped(nbytes, huge_pages)  # aligned to a page
     memory = np.zeros(nbytes + alignment, np.uint8)
-    start = -memory.__array_interface__["data"][0] % alignment
+    start = -address_of(memory) % alignment
     return memory[start : start + nbytes]
 
 

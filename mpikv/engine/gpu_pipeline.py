@@ -7,7 +7,7 @@ each waits only for the transfer that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -98,9 +98,6 @@ class GpuPipeline(Pipeline):
 
     _run = _with_transfers_apart(Pipeline._run)
     publish = _with_transfers_apart(Pipeline.publish)
-
-    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        self._memory.copy(targets, sources)
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         if self._updater.may_raise:

@@ -192,15 +192,12 @@ class KeyTable:
     def _new_row(self) -> int:
         self._rows += 1
         if self._rows > self.counts.size:
-            self._grow(2 * self.counts.size)
+            self._grow(self.counts.size)
         return self._rows - 1
 
-    def _grow(self, rows: int) -> None:
+    def _grow(self, more: int) -> None:
         for name in ("counts", "earlier", "stale", "buffered"):
-            old = getattr(self, name)
-            new = np.zeros(rows, old.dtype)
-            new[: old.size] = old
-            setattr(self, name, new)
+            setattr(self, name, np.pad(getattr(self, name), (0, more)))
         self.tally = self.counts.data
 
 

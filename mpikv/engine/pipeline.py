@@ -49,7 +49,7 @@ class Pipeline:
         self._values, self._transport, self._memory = values, transport, transport.memory
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
         self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
-        self._add = add_in_pairs if planner.in_pairs else add
+        self._copy, self._add = self._memory.copy, add_in_pairs if planner.in_pairs else add
         self._compression = compression
         self.streams: GpuOrder | None = None
         """The streams of a GPU, where transfers run beside updates; None on the host."""
@@ -106,7 +106,7 @@ class Pipeline:
         elif targets:
             pairs = zip(plan.entries, targets, strict=True)
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
-            self._memory.copy([out for out, _ in copies], [entry.value for _, entry in copies])
+            self._copy([out for out, _ in copies], [entry.value for _, entry in copies])
         return result
 
     def pushpull(
@@ -256,15 +256,7 @@ class Pipeline:
                 sums.append(local_sum(arrays, bucket.value.dtype, self._in_pairs))
             else:  # a rank that has left join() brings none
                 send[piece.low : piece.high].fill(0)
-        self._memory.copy(targets, sums)
-
-    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy arrays of the store's memory, of the same shapes and dtypes. Here, so that a call stays in this file."""
-        if len(targets) == 1:  # zip takes longer to begin than a copy
-            targets[0][...] = sources[0]
-        else:
-            for target, array in zip(targets, sources, strict=True):
-                target[...] = array
+        self._copy(targets, sums)
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
         """Return this rank's message where it lies, if it is part of one array of the caller's; else None."""

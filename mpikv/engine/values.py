@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from ..arrays.arrays import address_of
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Gpu, Key, Transport
@@ -289,5 +290,4 @@ def _is_same(array: Array, other: Array) -> bool:
     """Return whether two arrays are the same elements of memory."""
     if array.shape != other.shape or array.dtype != other.dtype or not array.flags.c_contiguous:
         return False
-    first, of_other = (each.__array_interface__["data"][0] for each in (array, other))
-    return bool(first == of_other)
+    return address_of(array) == address_of(other)

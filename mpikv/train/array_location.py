@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import check_mutable, lies_elsewhere, source, target
+from ..arrays.arrays import address_of, check_mutable, lies_elsewhere, source, target
 from ..compute.cuda.gpu import gpu_of
 from ..protocols import Array, Gpu
 
@@ -43,7 +43,7 @@ class Located(NamedTuple):
     @property
     def extent(self) -> tuple[Any, ...]:
         """A key that is equal for arrays over exactly the same elements."""
-        return self.outline.__array_interface__["data"][0], self.array.shape, self.array.strides, self.array.dtype.name
+        return address_of(self.outline), self.array.shape, self.array.strides, self.array.dtype.name
 
 
 def readable(value: Any) -> Located:

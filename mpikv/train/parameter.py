@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import accumulator, castable, is_array, is_immutable, lies_on_host, local_sum, source
+from ..arrays.arrays import accumulator, address_of, castable, is_array, is_immutable, lies_on_host, local_sum, source
 from ..engine.keys import flatten
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..memory.host import HOST, HostMemory
@@ -252,7 +252,7 @@ def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
 
 def _byte_bounds(array: Array) -> tuple[int, int]:
     """Return the address of the first byte of an array, and the address after its last byte."""
-    start = array.__array_interface__["data"][0]
+    start = address_of(array)
     spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
     return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize
 

@@ -22,6 +22,7 @@ import numpy as np
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...arrays.arrays import address_of
 from ...protocols import Array
 from .compiling import compile_cached, inner
 
@@ -45,14 +46,14 @@ class BoundList:
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._count, self._objects = len(arrays), _objects_of(arrays)
         self._sizes = np.array([array.nbytes for array in arrays], np.int64)
-        self._begin = _address_of(self._objects)
+        self._begin = address_of(self._objects)
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
         # Lengths first: the loop below reads as many addresses as this list has.
         if len(others) != self._count:
             return False
         objects, flags = _objects_of(others), _C_CONTIGUOUS | (_WRITEABLE if writable else 0)
-        return bool(compile_cached(_all_alike)(_address_of(objects), self._begin, self._count, flags, own))
+        return bool(compile_cached(_all_alike)(address_of(objects), self._begin, self._count, flags, own))
 
     def take(self, others: Sequence[Any]) -> bool:
         return self._copied(_objects_of(others), len(others), taking=True)
@@ -63,7 +64,7 @@ class BoundList:
     def _copied(self, objects: Array, count: int, taking: bool) -> bool:
         if count != self._count:
             return False
-        theirs = _address_of(objects)
+        theirs = address_of(objects)
         targets, sources = (self._begin, theirs) if taking else (theirs, self._begin)
         return bool(compile_cached(_copy_all)(targets, sources, self._sizes))
 
@@ -71,11 +72,6 @@ class BoundList:
 def _objects_of(arrays: Sequence[Any]) -> Array:
     """Return an object array of the arrays: the loop reads their addresses from it, and it keeps them alive."""
     return np.fromiter(arrays, object, len(arrays))
-
-
-def _address_of(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 @cache
@@ -95,7 +91,7 @@ def _has_known_header(array: Array) -> bool:
     base = 0 if array.base is None else id(array.base)
     flags = array.flags.c_contiguous * _C_CONTIGUOUS + array.flags.writeable * _WRITEABLE
     return (
-        words == {_TYPE: id(type(array)), _DATA: _address_of(array), _BASE: base, _DTYPE: id(array.dtype)}
+        words == {_TYPE: id(type(array)), _DATA: address_of(array), _BASE: base, _DTYPE: id(array.dtype)}
         and numbers[_NDIM] == array.ndim
         and numbers[_FLAGS] & (_C_CONTIGUOUS | _WRITEABLE) == flags
     )
