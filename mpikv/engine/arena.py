@@ -80,7 +80,7 @@ class Block:
     """No value has been in it from this element on."""
     sums: Array | None = None
     """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes pages
-    for it only where it is written."""
+    for it only where it is written. To give it back, set None: no plan may refer to it."""
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return the sums of elements that this rank keeps, side by side."""
@@ -99,10 +99,6 @@ class Block:
             # Float32, however wide the values are: it is added to the gradient before the codec rounds.
             self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
 
-    def drop_sums(self) -> None:
-        """Give the memory for sums back. No plan may refer to it."""
-        self.sums = None
-
     def ensure_state(self, slots: Slots) -> None:
         """Add zeros for the slots that have no state yet. On GPUs collective."""
         self.state |= self.new_state(
@@ -120,7 +116,7 @@ class Block:
     def keep(self, kept: Spans, state: dict[str, Array]) -> None:
         """Replace the state, and the elements that have some."""
         if kept != self.kept:
-            self.drop_sums()
+            self.sums = None
         self.kept, self.state = kept, state
 
     def state_of(self, low: int, high: int) -> dict[str, Array]:
@@ -191,12 +187,7 @@ class _Holes:
         if (start := self._starts.get((memory, end))) is not None:
             self.remove(kind, memory, start)
 
-    def take(self, kind: str, size: int) -> tuple[int, int] | None:
-        """Take the first ``size`` of the smallest hole that fits; return its memory and start."""
-        found = self.take_several(kind, size, 1)
-        return None if found is None else found[:2]
-
-    def take_several(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
+    def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
         """Take up to ``most`` ranges of one size, side by side, from the smallest hole that fits one.
 
         Returns:
@@ -344,7 +335,7 @@ class Arena:
         """Yield ``most`` places of one size in blocks that small values share. Collective."""
         room = self._room(dtype, size)
         while most:
-            found = self._holes.take_several(name_of(dtype), room, most)
+            found = self._holes.take(name_of(dtype), room, most)
             if found is None:
                 self._add_pool(dtype)
                 continue
@@ -373,7 +364,7 @@ class Arena:
         """
         size, transport = starts[-1], self._transport
         nbytes = self._nbytes(dtype, size)
-        number, start = self._holes.take(_BYTES, nbytes) or self._in_new_segment(nbytes, coming)
+        number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._in_new_segment(nbytes, coming)
         cell, line = self._grid(dtype)
         length = self._padded(dtype, size)
         values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)

@@ -159,7 +159,7 @@ class Values:
                 block.residuals.clear()
             for residual in block.residuals:
                 residual.fill(0)
-            block.drop_sums()
+            block.sums = None
         for entry in self.table.entries():
             entry.codec_state.clear()
 

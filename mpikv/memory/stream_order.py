@@ -248,22 +248,6 @@ class GpuOrder:
         finally:
             call.on_worker = False
 
-    def run_issued(self, issued: Issued, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, a call issued by another thread. Local: the worker calls it inside :meth:`on_worker`."""
-        made: list[Any] = []
-        call = self.call
-        outer = call.caller, call.begin, call.made
-        call.caller, call.begin, call.made = issued.caller, issued.begin, made
-        try:
-            return run()
-        finally:
-            call.caller, call.begin, call.made = outer
-            # A push that only reads lets the caller go on after the last read, before the update.
-            issued.done = call.read or self.stream.record()
-            call.read = None
-            # Keep the arguments even if the call was refused: it may have queued reads of them before.
-            self._keep(issued.done, (run, made))
-
     def rejoin(self) -> None:
         if self._some_issued:
             self.follow(self.stream.record())
@@ -404,7 +388,18 @@ class Issued:
         """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        return self._order.run_issued(self, call)
+        order, state, made = self._order, self._order.call, list[Any]()
+        outer = state.caller, state.begin, state.made
+        state.caller, state.begin, state.made = self.caller, self.begin, made
+        try:
+            return call()
+        finally:
+            state.caller, state.begin, state.made = outer
+            # A push that only reads lets the caller go on after the last read, before the update.
+            self.done = state.read or order.stream.record()
+            state.read = None
+            # Keep the arguments even if the call was refused: it may have queued reads of them before.
+            order._keep(self.done, (call, made))
 
     def rejoin(self) -> None:
         if self.done is not None:
