@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 import mpikv
 from mpikv import codecs
-from mpikv.compute.kernels import find_codec
+from mpikv.compute.kernels import compile_codec
 from mpikv.protocols import ElementwiseCodec
 
 PACKING = ("2bit", "1bit", "fp16", "bf16")
@@ -44,7 +44,7 @@ def seconds(work: Callable[[], object], times: int) -> float:
 def packing(name: str, kernels: str, times: int) -> tuple[float, float] | None:
     """Return how many GB per second are packed, and unpacked and added; None where nothing is compiled."""
     plain = codecs.create(name)
-    codec: ElementwiseCodec = find_codec(plain, kernels)
+    codec: ElementwiseCodec = compile_codec(plain, kernels)
     if kernels == "numba" and codec is plain:
         return None
     gradient = np.random.default_rng(0).standard_normal(SIZE).astype(np.float32)

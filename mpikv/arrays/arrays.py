@@ -323,13 +323,13 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
         MemoryError: the process cannot have as much.
     """
     if nbytes >= _MAPPED_BYTES:
-        return _mapped(nbytes, huge_pages)  # aligned to a page
+        return _map_memory(nbytes, huge_pages)  # aligned to a page
     memory = np.zeros(nbytes + alignment, np.uint8)
     start = -address_of(memory) % alignment
     return memory[start : start + nbytes]
 
 
-def _mapped(nbytes: int, huge_pages: bool) -> Array:
+def _map_memory(nbytes: int, huge_pages: bool) -> Array:
     """Return a mapping that goes back to the system with the last array over it."""
     # Not numpy.zeros: it asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with
     # zeros first.

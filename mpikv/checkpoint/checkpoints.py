@@ -215,7 +215,7 @@ class Checkpoints:
             # Arrays of one element each (strides of 0): they give shape and dtype, and take no memory.
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
             sparse = {key for key, kind in header.pairs if kind.row_sparse}
-            exchange.values.enter(header.keys, [likes[number] for number in header.kind_of], sparse)
+            exchange.values.add_keys(header.keys, [likes[number] for number in header.kind_of], sparse)
             self._read(call, reader, checks=True)
         except BaseException:
             # The memory may hold a part of the file, and the caller may try another one.

@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
 from ..cluster.containers import may_read_processes
-from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, name_rank
+from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts
@@ -37,7 +37,7 @@ def main() -> None:
     launch = launch_of()
     if not may_read_processes():
         forgo_single_copy()  # before the script can start MPI
-    name_rank(launch, os.environ.get("MPIKV_MASTER", ""))
+    set_rank_variables(launch, os.environ.get("MPIKV_MASTER", ""))
     rank, size = (launch.rank, launch.size) if launch else (0, 1)
     prefix = f"[rank {rank}/{size}] " if size > 1 else ""
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -19,9 +19,9 @@ from .environment import (
     is_named,
     launch_by_mpi,
     launch_of,
-    name_rank,
     place_on_host,
     run_directory,
+    set_rank_variables,
     tasks_set_aside,
 )
 from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, name_rivals, start_mpi
@@ -29,7 +29,7 @@ from .printing import log
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
 from .shared_memory import SHARED
-from .shutdown import abort_on_exception, complete, was_forked
+from .shutdown import abort_on_exception, wait_or_abandon, was_forked
 
 # Seconds that ranks wait for each other to import mpikv.torch; bytes of the first rank's address.
 _TIMEOUT, _ADDRESS = 60.0, 300
@@ -88,7 +88,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     return group
 
 
-def name_rank_of_mpiexec() -> None:
+def set_rank_variables_of_mpiexec() -> None:
     """Set PyTorch's variables of a rank that a bare mpiexec has started. Collective there, and starts MPI: the first
     rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
 
@@ -104,8 +104,8 @@ def name_rank_of_mpiexec() -> None:
     if comm.rank == 0:
         text = f"{host},{free_port()}".encode()
         address[: len(text)] = text
-    complete(comm.Ibcast(address, 0), comm, range(comm.size), _TIMEOUT)
-    name_rank(launch, address.rstrip(b"\0").decode())
+    wait_or_abandon(comm.Ibcast(address, 0), comm, range(comm.size), _TIMEOUT)
+    set_rank_variables(launch, address.rstrip(b"\0").decode())
 
 
 def _is_worker() -> bool:

@@ -92,12 +92,12 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
     return None
 
 
-def name_rank(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
+def set_rank_variables(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_* and MASTER_* of PyTorch in ``environ``, where they are missing.
 
     ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
 
-    >>> name_rank(Launch("PMI", 2, 1), "127.0.0.1,29400", environ := {"MASTER_PORT": "29500"})
+    >>> set_rank_variables(Launch("PMI", 2, 1), "127.0.0.1,29400", environ := {"MASTER_PORT": "29500"})
     >>> sorted(environ.items())
     [('MASTER_ADDR', '127.0.0.1'), ('MASTER_PORT', '29500'), ('RANK', '1'), ('WORLD_SIZE', '2')]
     """

@@ -22,7 +22,7 @@ from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
 from .shared_memory import allocate_shared
-from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
+from .shutdown import PATIENCE, announce_shutdown, await_shutdown, end_job, receive_shutdowns, wait_or_abandon
 from .waiting import Waiting
 
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
@@ -169,7 +169,7 @@ class ProcessGroup:
         return joined
 
     def _complete(self, request: Any) -> None:
-        complete(request, self._control, range(self.size), self._timeout)
+        wait_or_abandon(request, self._control, range(self.size), self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
         """Raise MPI's errors as TransportError."""

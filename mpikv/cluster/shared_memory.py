@@ -31,7 +31,7 @@ _ALIGNMENT = 128
 # Memory for which the system may not have made the pages yet, so it still reports them as free; and its bytes.
 _PROMISED = "promised memory"
 # The numbers of membarrier(2) and futex(2), then their commands MEMBARRIER_CMD_GLOBAL_EXPEDITED, WAIT and WAKE.
-_MEMBARRIER = {"aarch64": 283, "loongarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356}
+_MEMBARRIER = {"aarch64": 283, "loongarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356, "x86_64": 324}
 _FUTEX = {"aarch64": 98, "loongarch64": 98, "ppc64le": 221, "riscv64": 98, "s390x": 238, "x86_64": 202}
 _GLOBAL_EXPEDITED, _WAIT, _WAKE = 2, 0, 1
 _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
@@ -138,17 +138,18 @@ def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | 
     Raises:
         TransportError: the system offers none for this processor.
     """
-    return None if machine in ("x86_64", "AMD64") else kernel_barrier(_MEMBARRIER.get(machine, 0), machine)
+    return None if machine in ("x86_64", "AMD64") else find_membarrier(machine)
 
 
-def kernel_barrier(number: int, machine: str) -> Callable[[], object]:
+def find_membarrier(machine: str) -> Callable[[], object]:
     """Return a function that orders this thread's memory accesses, by the system call membarrier. Local.
 
-    Raises TransportError if ``number`` is 0 or the call fails; ``machine`` is for its text.
+    Raises:
+        TransportError: the call is unknown for this processor, or fails.
     """
-    call = system_function("syscall")
+    call, number = system_function("syscall"), _MEMBARRIER.get(machine)
     # The kernel itself makes a full barrier in the caller, before and after it looks for processes that asked for one.
-    if not number or call(number, _GLOBAL_EXPEDITED, 0, 0) != 0:
+    if number is None or call(number, _GLOBAL_EXPEDITED, 0, 0) != 0:
         raise TransportError(
             f"the system offers no memory barrier (membarrier) on {machine}, so ranks of a host cannot share memory; "
             "set MPIKV_TRANSPORT=mpi"

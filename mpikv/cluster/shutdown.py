@@ -79,7 +79,7 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
     return []
 
 
-def complete(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
+def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
     """Wait at most ``timeout`` seconds for an MPI request of all ranks of ``comm``, else abandon it. Collective.
 
     ``ranks`` are their numbers in the store.

@@ -43,7 +43,7 @@ def find_kernels(name: str) -> Kernels:
     return compiled
 
 
-def find_codec(codec: Codec, kernels: str) -> Codec:
+def compile_codec(codec: Codec, kernels: str) -> Codec:
     """Return the codec compiled by numba, or the codec itself if numba has no loop or is not asked for. Local."""
     if kernels == "numpy":
         return codec

@@ -75,7 +75,7 @@ class Values:
         """The dtypes of values. Local."""
         return {block.values.dtype for block in self.blocks}
 
-    def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
+    def add_keys(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
         """Allocate memory for keys; it may hold old data, so write it next. Known keys are replaced. Collective.
 
         Values have the shapes and dtypes of the arrays; those in ``sparse`` are row-sparse.

@@ -277,7 +277,7 @@ def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
     return cast
 
 
-def merged_rows(
+def sum_rows(
     addends: Sequence[tuple[Array, Array]],
     dtype: np.dtype[Any],
     in_pairs: bool = False,
@@ -289,14 +289,14 @@ def merged_rows(
     Each addend is a pair of rising numbers and rows of ``tables``. ``empty`` returns memory for the sum, in ``dtype``.
     Addends are added from first to last; with ``in_pairs``, as a binary tree, like the dense sum of the same ranks.
 
-    >>> merged_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
+    >>> sum_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
     (array([0, 2]), array([[1.],
            [2.]]))
     """
     # As dense sums: the tree depends on the number of ranks alone.
     if in_pairs and len(addends) > 2:
         middle = len(addends) // 2
-        addends = [merged_rows(half, dtype, True, empty, tables) for half in (addends[:middle], addends[middle:])]
+        addends = [sum_rows(half, dtype, True, empty, tables) for half in (addends[:middle], addends[middle:])]
     (ids, rows), *others = addends
     if not others:
         total = empty(rows.shape, dtype)

@@ -20,7 +20,7 @@ from ..engine.calls import Confirm, Steps
 from ..engine.keys import Entry
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted
-from ..memory.row_sparse import RowSparse, cast_rows, merged_rows
+from ..memory.row_sparse import RowSparse, cast_rows, sum_rows
 from ..memory.workspace import ALIGNMENT
 from ..optimizers.updaters import CallableUpdater
 from ..protocols import Array, Key, Placement, Workspace
@@ -73,7 +73,7 @@ class Rows:
             for dtype in dict.fromkeys(dtypes):
                 self._tables.prepare_rows(dtype)
 
-    def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
+    def add_keys(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
         """Give keys their memory, and store the root's rows.
 
         Raises:
@@ -83,7 +83,7 @@ class Rows:
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
         with ExitStack() as held:
             sent = self._from_root(keys, given, held)
-            self._exchange.values.enter(keys, likes, sparse=keys)
+            self._exchange.values.add_keys(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
             for entry, (ids, rows) in zip(entries, sent, strict=True):
                 # One rank of those that share a value's memory writes it; the fence below shows it to the others.
@@ -151,7 +151,7 @@ class Rows:
             if not self._memory.is_host:
                 self._reserve(self._needed(entries, [[ids for ids, _ in given]]), held)
         return [
-            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
+            sum_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*addends, strict=True), strict=True)
         ]
 

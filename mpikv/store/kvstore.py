@@ -18,7 +18,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import here, owned
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
-from ..compute.kernels import find_codec, find_kernels
+from ..compute.kernels import compile_codec, find_kernels
 from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
 from ..engine.lazy import lazy
@@ -106,11 +106,11 @@ class KVStore(KVStoreBase):
         self._memory, self._quiet = transport.memory, quiet()
         self._agreement = Agreement(transport, group, board, config.verify_calls)
         placement = self._placement or config.placement
-        found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
+        compiler = partial(compile_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root)
-        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, found_codec)
+        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, compiler)
         self._control = ControlVerbs(self._agreement, group, root)
         self._order = transport.memory.order
         # Whether calls are made in the order of streams.

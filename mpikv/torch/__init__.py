@@ -22,7 +22,7 @@ except ImportError as error:
         f"mpikv.torch needs PyTorch, which cannot be imported ({error}); pip install 'mpikv[torch]' installs it"
     ) from error
 
-from ..cluster.connecting import name_rank_of_mpiexec as _name_rank
+from ..cluster.connecting import set_rank_variables_of_mpiexec as _name_rank
 from ..torch_backend import register as _register
 from .attached import Attached, attach
 from .data import broadcast, sampler

@@ -29,9 +29,9 @@ class Verbs:
     """The verbs of one store, by their families."""
 
     def __init__(
-        self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int, find_codec: Callable[[Codec], Codec]
+        self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int, compile_codec: Callable[[Codec], Codec]
     ) -> None:
-        """``find_codec`` returns the implementation of a codec for the store's memory, or raises."""
+        """``compile_codec`` returns the implementation of a codec for the store's memory, or raises."""
         self._exchange = exchange
         memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
@@ -42,7 +42,7 @@ class Verbs:
         self.values = ValueVerbs(*parts, rows)
         self.rows = RowVerbs(*parts, rows)
         self.push_pull = PushPull(*parts, self.rows)
-        self.settings = SettingVerbs(exchange, self.comparison, find_codec)
+        self.settings = SettingVerbs(exchange, self.comparison, compile_codec)
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:

@@ -137,13 +137,13 @@ def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
 
 def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, Mapping):
-        return _mapped(tree, {key: _replaced(leaf, change) for key, leaf in tree.items()})
+        return _make_mapping(tree, {key: _replaced(leaf, change) for key, leaf in tree.items()})
     if isinstance(tree, (list, tuple)):
         return contained(tree, [_replaced(leaf, change) for leaf in tree])
     return change(tree)
 
 
-def _mapped(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _make_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping of like's type with the items; of a dict, a copy, so order and default factory stay."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, castable, is_array, run_quietly
 from ..engine.keys import Entry, parse
 from ..errors import Unsupported, ValueMismatch, a_kind
-from ..memory.row_sparse import RowSparse, cast_rows, merged_rows, row_ids
+from ..memory.row_sparse import RowSparse, cast_rows, row_ids, sum_rows
 from ..memory.workspace import ALIGNMENT
 from ..protocols import Array, Key, Memory
 from .arguments import WIDER, writable
@@ -256,7 +256,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)
-        ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
+        ids, rows = run_quietly(sum_rows, terms, wide, in_pairs, tables.empty, tables)
     else:
         ids, rows = only.indices, only.values
         # On a GPU the caller's rows may also be the out, and get other rows before the GPU has read these: copy them.

@@ -19,8 +19,8 @@ from .comparison import Comparison, text_call
 class SettingVerbs:
     """Prepares these calls of one store."""
 
-    def __init__(self, exchange: Exchange, comparison: Comparison, find_codec: Callable[[Codec], Codec]) -> None:
-        self._exchange, self._comparison, self._find_codec = exchange, comparison, find_codec
+    def __init__(self, exchange: Exchange, comparison: Comparison, compile_codec: Callable[[Codec], Codec]) -> None:
+        self._exchange, self._comparison, self._compile_codec = exchange, comparison, compile_codec
         self._memory = exchange.transport.memory
         self.codec: Codec | None = None
         """The codec as the user set it: a GPU's store may run another implementation of it."""
@@ -56,7 +56,7 @@ class SettingVerbs:
         """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
-        found = self._find_codec(codec)
+        found = self._compile_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
         log(

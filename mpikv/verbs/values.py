@@ -37,14 +37,14 @@ class ValueVerbs:
             exchange.check_storable([each.values for each in rows])
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
-            return call, lambda: self._rows.enter(keys, rows)
+            return call, lambda: self._rows.add_keys(keys, rows)
         arrays = singles(form, None, self._memory, True)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
         apart = exchange.values.set_apart(arrays)
 
         def run() -> None:
-            exchange.values.enter(keys, apart)
+            exchange.values.add_keys(keys, apart)
             exchange.values.write(keys, apart)
 
         return call, run
@@ -77,7 +77,7 @@ class ValueVerbs:
 
         def run() -> Any:
             new = [(key, array) for key, array in zip(keys, apart, strict=True) if key not in table]
-            exchange.values.enter([key for key, _ in new], [array for _, array in new])
+            exchange.values.add_keys([key for key, _ in new], [array for _, array in new])
             exchange.values.write(keys, apart)
             exchange.pipeline.pull(exchange.values.plan(keys), targets)
             return answer(result)

@@ -19,7 +19,7 @@ from support.published import BITS
 
 import mpikv
 from mpikv import codecs
-from mpikv.compute.kernels import find_codec
+from mpikv.compute.kernels import compile_codec
 from mpikv.errors import ConfigError
 from mpikv.testing import ElementwiseCodecContract, TensorCodecContract
 from mpikv.testing.codec import together
@@ -72,7 +72,7 @@ def both(codec):
     with_feedback = codecs.ErrorFeedback(codec)
     if find_spec("numba") is None:
         return [with_feedback]
-    twin = find_codec(with_feedback, "numba")
+    twin = compile_codec(with_feedback, "numba")
     assert type(twin) is not type(with_feedback)
     return [with_feedback, twin]
 
@@ -419,7 +419,7 @@ COMPILED = find_spec("numba") is not None
 
 def compiled(name):
     return pytest.param(
-        lambda: find_codec(codecs.create(name), "numba"),
+        lambda: compile_codec(codecs.create(name), "numba"),
         lambda: codecs.create("fp16"),
         marks=pytest.mark.skipif(not COMPILED, reason="numba is not installed: pip install 'mpikv[numba]'"),
         id=f"{name}, compiled",

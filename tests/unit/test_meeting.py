@@ -179,7 +179,7 @@ def test_a_sleeper_is_woken(monkeypatch: pytest.MonkeyPatch, machine: str) -> No
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is that of x86-64")
 def test_the_kernels_barrier() -> None:
-    assert shared_memory.kernel_barrier(324, "x86_64")() == 0
+    assert shared_memory.find_membarrier("x86_64")() == 0
 
 
 def test_processors_that_reorder_memory() -> None:

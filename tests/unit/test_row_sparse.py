@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv import RowSparse, ValueMismatch
-from mpikv.memory.row_sparse import merged_rows
+from mpikv.memory.row_sparse import sum_rows
 from mpikv.verbs.row_arguments import asks_rows
 
 
@@ -73,7 +73,7 @@ def test_what_is_no_number_of_a_row():
 @given(st.lists(st.lists(st.integers(0, 6), unique=True).map(sorted), min_size=1, max_size=6), st.booleans())
 def test_sums_of_several(every, in_pairs):
     terms = [(np.array(ids, np.int64), np.full((len(ids), 2), number + 1.0)) for number, ids in enumerate(every)]
-    ids, total = merged_rows(terms, np.dtype(np.float64), in_pairs)
+    ids, total = sum_rows(terms, np.dtype(np.float64), in_pairs)
     dense = np.zeros((7, 2))
     for one, rows in terms:
         dense[one] += rows

@@ -177,7 +177,7 @@ class _Updates:
         low = 0
         while low < len(steps):
             some = steps[low : low + self._room.ranges]
-            rule, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            rule, count = self._use_table(some) if isinstance(some[0], Row) else self._write(some)
             # A step of all ranges uses the same cut each time: rewrite the argument only if it differs.
             if self._cut != (low, low + count):
                 self._take(low, low + count)
@@ -185,7 +185,7 @@ class _Updates:
                 _kernel_of(rule, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
             low += count
 
-    def _point(self, steps: Sequence[Any]) -> tuple[Rule, int]:
+    def _use_table(self, steps: Sequence[Any]) -> tuple[Rule, int]:
         """Use rows of a table for the ranges. Return the rule, and the number of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
