@@ -174,9 +174,6 @@ class _Message:
 class RangeCompression:
     """Sums by an elementwise codec. Each array of a list is packed by itself, with a residual of its own."""
 
-    by_bucket = True
-    """Whether each bucket is exchanged when it is summed; else all of the push is when it begins."""
-
     def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
         """On GPUs collective."""
         self.codec, self._transport, self._memory = codec, transport, transport.memory
@@ -330,8 +327,6 @@ class ValueCompression:
     The codec works on the host, and the host's transport carries its messages. For values on a GPU, this rank copies
     the sum of each list to the host, waits for it, and copies its own elements of the sum over ranks back.
     """
-
-    by_bucket = False
 
     def __init__(self, codec: TensorCodec, transport: Transport, in_pairs: bool) -> None:
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory

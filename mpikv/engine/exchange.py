@@ -197,9 +197,8 @@ class Exchange:
     def compress(self, codec: Codec | None) -> None:
         """Compress pushes from now on, or stop compressing (None). Residuals of earlier pushes are dropped."""
         # Before anything changes, as there may be too little memory.
-        self.compression = compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
+        self.compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
-        by_bucket = compression is None or compression.by_bucket
-        self._settle(replace(self.values.planner, compressed=compression is not None, by_bucket=by_bucket))
+        self._settle(replace(self.values.planner, compressed=codec is not None))
         # Kernels add inside the update rule only without compression: other kernels may be needed now.
         self._ready(self.updater, self.values.dtypes)

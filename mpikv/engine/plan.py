@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
@@ -165,10 +165,10 @@ class Plan:
     label: str
     raw: bool
     """Whether arrays are pushed as they are: from the host, not compressed."""
-    calls: dict[str, Call]
-    """The calls that update nothing, by their verbs."""
-    update_calls: dict[tuple[str, Contribution], UpdateCall]
     planner: Planner
+    calls: dict[str, Call] = field(default_factory=dict)
+    """The calls that update nothing, by their verbs."""
+    update_calls: dict[tuple[str, Contribution], UpdateCall] = field(default_factory=dict)
 
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
@@ -220,9 +220,9 @@ class Plan:
     def streams(self) -> bool:
         """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
         planner = self.planner
-        if not planner.transport.memory.is_host:
-            return not (planner.whole or planner.compressed)
-        return planner.by_bucket and not planner.whole and self.nbytes >= _STREAMED_BYTES
+        if planner.whole or planner.compressed:
+            return False
+        return not planner.transport.memory.is_host or self.nbytes >= _STREAMED_BYTES
 
     @lazy
     def overlaps(self) -> bool:
@@ -397,8 +397,6 @@ class Planner:
     in_pairs: bool = False
     """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
     compressed: bool = False
-    by_bucket: bool = True
-    """Whether each bucket's sum is an exchange: no rank leaves it before all have updated the bucket before."""
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
         """Return the plan for some keys. Buckets are cut on first use."""
@@ -411,8 +409,6 @@ class Planner:
             digest=digest("\n".join(texts)),
             label=label(keys),
             raw=self.transport.memory.is_host and not self.compressed,
-            calls={},
-            update_calls={},
             planner=self,
         )
 
