@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
-from ..cluster.containers import may_read_processes
 from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
+from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts

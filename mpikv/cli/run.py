@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from ..cluster.containers import why_no_room
 from ..cluster.environment import free_port
-from ..cluster.mpi_library import name_rivals
+from ..cluster.mpi_library import name_rivals, why_no_room
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers

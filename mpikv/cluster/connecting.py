@@ -8,7 +8,6 @@ from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError, TransportUnavailable, Unsupported
-from .containers import may_read_processes, why_no_room
 from .environment import (
     FILES,
     Launch,
@@ -24,7 +23,16 @@ from .environment import (
     set_rank_variables,
     tasks_set_aside,
 )
-from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, name_rivals, start_mpi
+from .mpi_library import (
+    check_world,
+    find_mapped_files,
+    load_mpi,
+    may_read_processes,
+    name_library,
+    name_rivals,
+    start_mpi,
+    why_no_room,
+)
 from .printing import log
 from .process_group import ProcessGroup, warn_once
 from .runtime import present

@@ -12,9 +12,8 @@ import numpy as np
 from ..arrays.arrays import is_array, source
 from ..errors import ValueMismatch, a_kind
 from ..protocols import Array, Workspace
-from .device import found, read
+from .device import GpuWorkspace, found, read
 from .host import HOST
-from .workspace import GpuWorkspace
 
 
 class RowSparse:

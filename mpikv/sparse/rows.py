@@ -20,8 +20,8 @@ from ..engine.calls import Confirm, Steps
 from ..engine.keys import Entry
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted
+from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, sum_rows
-from ..memory.workspace import ALIGNMENT
 from ..optimizers.updaters import CallableUpdater
 from ..protocols import Array, Key, Placement, Workspace
 from .messages import Kind, Selected, row_messages

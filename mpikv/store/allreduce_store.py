@@ -38,8 +38,7 @@ from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer, widened
 from .kvstore import KVStore, let_gpus_queue
-from .plugins import KVStoreBase
-from .wrapped import Wrapped
+from .plugins import KVStoreBase, Wrapped
 
 __tracebackhide__ = hidden_from_pytest
 

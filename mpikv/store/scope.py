@@ -12,7 +12,7 @@ from ..errors import ConfigError, Unsupported, a_kind
 from ..options import naming_arguments
 from ..protocols import Key
 from ..verbs.renewed import contained
-from .wrapped import Wrapped
+from .plugins import Wrapped
 
 __tracebackhide__ = hidden_from_pytest
 

@@ -12,8 +12,8 @@ import numpy as np
 from ..arrays.arrays import accumulator, castable, is_array, run_quietly
 from ..engine.keys import Entry, parse
 from ..errors import Unsupported, ValueMismatch, a_kind
+from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, row_ids, sum_rows
-from ..memory.workspace import ALIGNMENT
 from ..protocols import Array, Key, Memory
 from .arguments import WIDER, writable
 from .renewed import check_integers, check_out

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.memory.workspace import GpuWorkspace
+from mpikv.memory.device import GpuWorkspace
 
 
 def forbid_more_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:

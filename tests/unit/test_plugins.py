@@ -14,6 +14,7 @@ from mpikv import ConfigError, KVStoreBase, Unsupported
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    _ = mpikv.create  # registers the stores of this package, if nothing has loaded them before
     monkeypatch.setattr(KVStoreBase, "kv_registry", dict(KVStoreBase.kv_registry))
 
 

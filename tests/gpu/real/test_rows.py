@@ -9,7 +9,7 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.cluster.environment import visible_gpus
 from mpikv.compute.cuda.gpu import find_gpu
-from mpikv.memory.workspace import GpuWorkspace
+from mpikv.memory.device import GpuWorkspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 

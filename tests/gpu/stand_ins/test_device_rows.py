@@ -16,7 +16,7 @@ from support.sparing import forbid_more_memory
 import mpikv
 from mpikv import RowSparse
 from mpikv.errors import PeerFailed, Unsupported
-from mpikv.memory.workspace import GpuWorkspace
+from mpikv.memory.device import GpuWorkspace
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakestreams import MisuseError

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from mpikv import codecs, optimizers
 from mpikv.errors import TransportError, Unsupported
-from mpikv.memory.device import DeviceMemory
-from mpikv.memory.workspace import GpuWorkspace
+from mpikv.memory.device import DeviceMemory, GpuWorkspace
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, MisuseError, RaceError

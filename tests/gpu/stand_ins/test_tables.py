@@ -16,8 +16,8 @@ from support.emulation import OnDevice, compiler, cupy_on_host, emulated
 from mpikv.arrays.arrays import accumulator
 from mpikv.compute.cuda import loading
 from mpikv.compute.cuda.gpu import CupyGpu
+from mpikv.memory.device import GpuWorkspace
 from mpikv.memory.host import HOST
-from mpikv.memory.workspace import GpuWorkspace
 from mpikv.protocols import Array, Workspace
 from mpikv.testing.fakegpu import FakeGpu
 
