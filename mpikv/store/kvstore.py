@@ -32,7 +32,7 @@ from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.control import ControlVerbs, check_head
 from .door import Door, State, show_keys
-from .plugins import KVStoreBase
+from .plugins import RankedStore
 from .scope import Scope
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _ENDED = State.ENDED
 
 
 @naming_arguments
-class KVStore(KVStoreBase):
+class KVStore(RankedStore):
     """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
 
     Made by :func:`mpikv.create`. Every method marked *collective* must be called by every rank of :attr:`comm`, in the
@@ -135,37 +135,9 @@ class KVStore(KVStoreBase):
     # --- Facts
 
     @property
-    def rank(self) -> int:
-        """This process's number among the ranks of the store, from 0."""
-        return self._group.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._group.size
-
-    num_workers = size
-    """The number of ranks, under MXNet's name."""
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among the ranks of its host, from 0."""
-        return self._group.local_rank
-
-    @property
-    def type(self) -> str:
-        """The name that was given to :func:`mpikv.create`, in lower case."""
-        return self._type
-
-    @property
     def root(self) -> int:
         """The rank whose values count at ``init``, ``set`` and ``broadcast``, and which runs Python updaters."""
         return self._root
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the root."""
-        return self._group.rank == self._root
 
     @property
     def comm(self) -> Any:

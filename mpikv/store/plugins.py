@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from ..cluster.tracebacks import hiding_frames
 from ..errors import ConfigError, Unsupported, a_kind
 from ..protocols import Key
+
+if TYPE_CHECKING:
+    from ..cluster.process_group import ProcessGroup
 
 GROUP = "mpikv.stores"
 """The group of entry points in which an installed package names its stores."""
@@ -175,11 +178,48 @@ class KVStoreBase:
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call")
 
 
-class Wrapped(KVStoreBase):
+class RankedStore(KVStoreBase):
+    """The facts of a store of a group of ranks."""
+
+    _group: ProcessGroup
+    _type: str
+    _root: int
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of the store, from 0."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._group.size
+
+    num_workers = size
+    """The number of ranks, under MXNet's name."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host, from 0."""
+        return self._group.local_rank
+
+    @property
+    def type(self) -> str:
+        """The name that was given to :func:`mpikv.create`, in lower case."""
+        return self._type
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root: its values count at ``init``, ``set`` and ``broadcast``."""
+        return self._group.rank == self._root
+
+
+class Wrapped(RankedStore):
     """A store that is made of a :class:`mpikv.KVStore`."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._group, self._type, self._root = store._group, store._type, store._root
 
     def __getattr__(self, name: str) -> NoReturn:
         known = not name.startswith("_") and hasattr(type(self._store), name)
@@ -189,36 +229,6 @@ class Wrapped(KVStoreBase):
     def _where(self, name: str) -> str:
         """Say where something is that this store has not, and the one that it is made of has."""
         return f"the store that mpikv.create('dist_sync') makes has {name!r}"
-
-    @property
-    def type(self) -> str:
-        """The name that was given to :func:`mpikv.create`, in lower case."""
-        return str(self._store.type)
-
-    @property
-    def rank(self) -> int:
-        """This process's number among the ranks, from 0."""
-        return int(self._store.rank)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return int(self._store.size)
-
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks, under MXNet's name."""
-        return int(self._store.size)
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among the ranks of its host, from 0."""
-        return int(self._store.local_rank)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank's values count where the root's do."""
-        return bool(self._store.is_root)
 
     @property
     def _assigns(self) -> bool:
