@@ -42,7 +42,7 @@ class Verbs:
         self.values = ValueVerbs(*parts, rows)
         self.rows = RowVerbs(*parts, rows)
         self.push_pull = PushPull(*parts, self.rows)
-        self.settings = SettingVerbs(exchange, self.comparison, compile_codec)
+        self.settings = SettingVerbs(exchange, compile_codec)
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:

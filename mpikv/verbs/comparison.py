@@ -40,8 +40,6 @@ class Comparison:
 
     def __init__(self, exchange: Exchange, agreement: Agreement) -> None:
         self._exchange, self._agreement = exchange, agreement
-        self.compression: str | None = None
-        """The settings of the codec that the user set."""
         # Cached, as describing an updater takes longer than the rest of making a call.
         self._described: tuple[Updater, int, str] | None = None
 
@@ -105,7 +103,8 @@ class Comparison:
         updater, known = self._exchange.updater, self._described
         if known is None or known[0] is not updater or known[1] != updater.revision:
             known = self._described = updater, updater.revision, f"updater {updater.settings()}"
-        return [known[2]] if self.compression is None else [known[2], f"compression {self.compression}"]
+        compression = self._exchange.compression
+        return [known[2], *([] if compression is None else [f"compression {compression.codec.settings()}"])]
 
 
 def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:

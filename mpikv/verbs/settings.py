@@ -13,14 +13,14 @@ from ..errors import brief
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
-from .comparison import Comparison, text_call
+from .comparison import text_call
 
 
 class SettingVerbs:
     """Prepares these calls of one store."""
 
-    def __init__(self, exchange: Exchange, comparison: Comparison, compile_codec: Callable[[Codec], Codec]) -> None:
-        self._exchange, self._comparison, self._compile_codec = exchange, comparison, compile_codec
+    def __init__(self, exchange: Exchange, compile_codec: Callable[[Codec], Codec]) -> None:
+        self._exchange, self._compile_codec = exchange, compile_codec
         self._memory = exchange.transport.memory
         self.codec: Codec | None = None
         """The codec as the user set it: a GPU's store may run another implementation of it."""
@@ -68,7 +68,6 @@ class SettingVerbs:
         return HostFallback(codec, self._memory) if codec.elementwise else codec
 
     def _compress(self, meant: Codec | None, working: Codec | None) -> None:
-        # First what may fail: the settings are shown and compared from then on.
+        # First what may fail: the codec is shown from then on.
         self._exchange.compress(working)
         self.codec = meant
-        self._comparison.compression = None if meant is None else meant.settings()
