@@ -110,6 +110,12 @@ def test_an_error_that_a_hook_hides_is_raised_by_the_next_call(group: Any) -> No
     dist.barrier()
 
 
+def test_a_function_that_handles_an_error_asks_for_it(group: Any) -> None:
+    work = dist.all_reduce(torch.ones(2 + (group.rank() == 1)), async_op=True)
+    assert isinstance(work.get_future().then(lambda _: work.exception()).wait(), RankMismatch)
+    dist.barrier()
+
+
 def test_the_end_logs_an_error_that_nobody_has_seen(group: Any, caplog: Any) -> None:
     part = dist.new_group(list(range(group.size())))
     dist.all_reduce(torch.ones(2 + (group.rank() == 1)), group=part, async_op=True)
