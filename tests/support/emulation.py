@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mpikv import optimizers
-from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
+from mpikv.compute.cuda import kernels, layerwise, loading
 from mpikv.optimizers.recording import rule_of
 
 from .rules import LAYERWISE, RULES, plain
@@ -47,6 +47,14 @@ DTYPES = (
 )
 RULED = "rules.cu", "layerwise.cu"
 """Files whose kernels run a rule, which stands before them."""
+STRUCTS = {
+    "codes.cu": "Codes",
+    "copies.cu": "Pairs",
+    "layerwise.cu": "Layers",
+    "norms.cu": "Arrays",
+    "rows.cu": "Rows",
+    "steps.cu": "Numbers",
+}
 CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 # As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
 # Unique symbols would give the block memory of one library to all later ones of the process.
@@ -187,15 +195,9 @@ def launched(name, folder):
 def structure(name, expression):
     """Return what a kernel of a file takes."""
     if name == "rules.cu":
-        return kernels.update_of(kernels.MANY if expression.endswith("many>") else kernels.ONE)
-    return {
-        "codes.cu": codes.CODES,
-        "copies.cu": copies.PAIRS,
-        "layerwise.cu": layerwise.LAYERS,
-        "norms.cu": norms.ARRAYS,
-        "rows.cu": rows.ROWS,
-        "steps.cu": steps.WRITTEN,
-    }[name]
+        room = kernels.MANY if expression.endswith("many>") else kernels.ONE
+        return loading.argument(name, "Update", ranges=room.ranges, rows=room.rows)
+    return loading.argument(name, STRUCTS[name])
 
 
 def own_text(name):

@@ -3,7 +3,7 @@
 
 enum { PART = 1 << 12 };
 
-// What one launch is given, by value; mpikv/compute/cuda/codes.py has the same. Decoding reads `payload` and adds to `numbers`.
+// What one launch is given, by value; loading.py reads its fields here. Decoding reads `payload` and adds to `numbers`.
 struct Codes {
     const float* gradient;  // null where something is decoded
     float* numbers;         // the residual, null where none is kept; or what is added to

@@ -14,20 +14,7 @@ from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import kernel, pointer
-
-CODES = np.dtype(
-    [
-        ("gradient", np.uintp),
-        ("numbers", np.uintp),
-        ("payload", np.uintp),
-        ("size", np.int64),
-        ("bytes", np.int64),
-        ("threshold", np.float64),
-    ],
-    align=True,
-)
-"""The argument of one launch: ``Codes`` of codes.cu."""
+from .loading import argument, kernel, pointer
 
 PART, THREADS = 1 << 12, 256
 """Elements per block, and threads per block."""
@@ -94,7 +81,7 @@ class CudaCodec(SamePayloads):
             kernel("codes.cu", self._decode_add)((self._blocks(payload),), (THREADS,), (given,))
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
-        given = np.zeros(1, CODES)
+        given = np.zeros(1, argument("codes.cu", "Codes"))
         numbers_at = 0 if numbers is None else pointer(numbers)
         given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
         return given

@@ -5,7 +5,7 @@
 
 enum { PAIRS = 127, PART = 1 << 15, CAST_PART = 1 << 12 };
 
-// What one launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/copies.py has the same.
+// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
 struct Pairs {
     const char* source[PAIRS];
     char* target[PAIRS];

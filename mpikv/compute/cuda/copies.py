@@ -11,24 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...protocols import Array
-from .loading import kernel
+from .loading import argument, kernel
 
 MOST = 127
-PAIRS = np.dtype(
-    [
-        ("source", np.uintp, MOST),
-        ("target", np.uintp, MOST),
-        ("size", np.int64, MOST),
-        ("end", np.int64, MOST),
-        ("count", np.int64),
-        ("bound", np.float64),
-    ],
-    align=True,
-)
-"""The argument of one launch: ``Pairs`` of copies.cu. Every GPU takes at least 4096 bytes of arguments, and some no
-more.
-"""
-
 PART, CAST_PART = 1 << 15, 1 << 12
 """The part of a pair per block: in bytes for a copy, in elements for a cast."""
 THREADS = 256
@@ -121,7 +106,7 @@ class _Arguments(threading.local):
     """Memory for the argument of a launch, one per thread; a launch copies it before it returns."""
 
     def __init__(self) -> None:
-        self.pairs = np.zeros(1, PAIRS)
+        self.pairs = np.zeros(1, argument("copies.cu", "Pairs"))
         columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
         self.facts, self.ends = columns[:3], columns[3]
         self.count, self.bound = self.pairs["count"], self.pairs["bound"]

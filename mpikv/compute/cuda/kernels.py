@@ -20,7 +20,7 @@ from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaCodec, has_code
 from .copies import copy, prepare
-from .loading import Kernel, addresses_of, kernel, pointer
+from .loading import Kernel, addresses_of, argument, kernel, pointer
 from .steps import NUMBERS, Row, Table, rows_of
 
 STATES = 8
@@ -35,25 +35,6 @@ class Room(NamedTuple):
 
 
 ONE, MANY = Room("one", 1, 1), Room("many", 200, 16)
-
-
-def update_of(room: Room) -> np.dtype[Any]:
-    """Return the dtype of a launch's argument: ``Update`` of rules.cu."""
-    return np.dtype(
-        [
-            ("total", np.uintp),
-            ("value", np.uintp),
-            ("master", np.uintp),
-            ("state", np.uintp, STATES),
-            ("table", np.uintp),
-            ("begin", np.int64),
-            ("count", np.int64),
-            ("end", np.int64, room.ranges),
-            ("row", np.int32, room.ranges),
-            ("numbers", np.float64, room.rows * NUMBERS),
-        ],
-        align=True,
-    )
 
 
 PART, THREADS = 1 << 12, 256
@@ -166,7 +147,7 @@ class _Updates:
         self._optimizer, self._whole = optimizer, whole
         self._dtype, self._room = whole.value.dtype.name, room
         self._ends = np.array(ends, np.int64)
-        self._arguments = np.zeros(1, update_of(room))
+        self._arguments = np.zeros(1, argument("rules.cu", "Update", ranges=room.ranges, rows=room.rows))
         given = self._given = self._arguments[0]
         self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
         for field, address in addresses_of(optimizer, whole, STATES).items():

@@ -6,7 +6,7 @@
 
 enum { LAYERS = 44, ROWS = 14, LAYER_STATES = 2, PART = 1 << 12 };
 
-// What each launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/layerwise.py has the same.
+// What each launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
 struct Layers {
     void* total[LAYERS];
     void* value[LAYERS];

@@ -12,24 +12,11 @@ from ...optimizers.layerwise import LAMB, LARS, Layerwise
 from ...optimizers.optimizer import Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Updater, Whole
-from .loading import address_of, addresses_of, kernel, room
+from .loading import address_of, addresses_of, argument, kernel, room
 from .norms import CELL, PIECES, THREADS, cells_of
-from .steps import NUMBERS, rows_of
+from .steps import rows_of
 
 MOST, ROWS, STATES, PART = 44, 14, 2, 1 << 12
-LAYERS = np.dtype(
-    [
-        *((name, np.uintp, MOST) for name in ("total", "value", "master")),
-        ("state", np.uintp, (STATES, MOST)),
-        *((name, np.int64, MOST) for name in ("size", "end")),
-        ("row", np.int32, MOST),
-        ("numbers", np.float64, (ROWS, NUMBERS)),
-        ("sums", np.uintp),
-        ("count", np.int64),
-    ],
-    align=True,
-)
-"""The argument of each launch: ``Layers`` of layerwise.cu."""
 
 PARTS = {"direct": "norms<{0}, {1}_kind>", "adapt": "rates<{0}>", "rule": "descent<{0}, {1}_kind, {2}>"}
 """The parts of the optimizer, and the launch of each: of a rule's name, a dtype and the place of the rate."""
@@ -85,7 +72,7 @@ class _Batch:
         self._dtype = wholes[0].value.dtype.name
         self._cells = sum(cells_of(whole.value.size) for whole in wholes)
         self._sums = room(2 * PIECES * self._cells + len(wholes))
-        self._given = np.zeros(1, LAYERS)
+        self._given = np.zeros(1, argument("layerwise.cu", "Layers"))
         given = self._given[0]
         for number, whole in enumerate(wholes):
             given["size"][number] = whole.value.size

@@ -25,6 +25,9 @@ element; the launch copies its bytes before it returns."""
 OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 """Round every operation by itself, as IEEE 754 says, so that kernels give numpy's bits: no fused multiply-add."""
 
+# The types of fields in arguments, and a field's type, asterisk, name and length. An asterisk makes it an address.
+_KINDS = {"int": np.int32, "long long": np.int64, "double": np.float64, "unsigned char": np.uint8}
+_FIELD = re.compile(r"^    (?:const )?(.+?)(\*?) (\w+)(?:\[(.+)\])?;", re.MULTILINE)
 
 HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h", "elements.h"), "rules.cu": ("elements.h",)}
 """Headers put before a source, besides ``numbers.h``."""
@@ -35,6 +38,24 @@ def source(name: str, rule: Rule | None = None) -> str:
     folder = Path(__file__).parent
     *headers, own = ((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
     return "".join((*headers, print_rule(rule) if rule else "", own))
+
+
+@cache
+def argument(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
+    """Return the dtype of a launch's argument, from its C++ struct in a source of this package. Local.
+
+    ``sizes`` gives the constants in lengths of arrays that no enum has there. Every GPU takes at least 4096 bytes, and
+    some no more.
+    """
+    text = source(name)
+    constants = "".join(re.findall(r"^enum {(.*)};", text, re.MULTILINE))
+    known = {word: int(number) for word, number in re.findall(r"(\w+) = (\d+)", constants)} | sizes
+    (body,) = re.findall(rf"struct {struct} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    fields: list[tuple[str, type[Any], tuple[int, ...]]] = []
+    for kind, pointer, field, length in _FIELD.findall(body):
+        shape = tuple(known[each.rpartition("::")[2]] for each in length.split(" * ") if each)
+        fields.append((field, np.uintp if pointer else _KINDS[kind], shape))
+    return np.dtype(fields, align=True)
 
 
 def print_rule(rule: Rule) -> str:

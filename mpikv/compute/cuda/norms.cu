@@ -2,7 +2,7 @@
 
 enum { ARRAYS = 160, SCALED_PART = 1 << 12 };
 
-// What one launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/norms.py has the same.
+// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
 struct Arrays {
     void* array[ARRAYS];
     long long size[ARRAYS];

@@ -10,22 +10,9 @@ import numpy as np
 
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import address_of, kernel, room
+from .loading import address_of, argument, kernel, room
 
 MOST = 160
-ARRAYS = np.dtype(
-    [
-        ("array", np.uintp, MOST),
-        ("size", np.int64, MOST),
-        ("end", np.int64, MOST),
-        ("sums", np.uintp),
-        ("factor", np.float64),
-        ("count", np.int64),
-    ],
-    align=True,
-)
-"""The argument of one launch: ``Arrays`` of norms.cu."""
-
 CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
 """Elements per cell, numpy's unit of summation; blocks per cell; elements per block that scales; threads per block."""
 
@@ -112,7 +99,7 @@ def _runs(members: Sequence[int]) -> Iterator[list[int]]:
 
 def _given(arrays: Sequence[Array], part: int) -> Array:
     """Return the argument of a launch for some arrays, each cut into parts."""
-    given, count = np.zeros(1, ARRAYS), len(arrays)
+    given, count = np.zeros(1, argument("norms.cu", "Arrays")), len(arrays)
     given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
     given["size"][0, :count] = [array.size for array in arrays]
     given["end"][0, :count] = np.cumsum([-(-array.size // part) for array in arrays])

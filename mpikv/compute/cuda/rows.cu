@@ -4,7 +4,7 @@
 // narrow rows then leave few threads idle, and none of them divides. A thread has the same pieces of GROUP rows. An
 // element is summed by one thread, in the order that the host has chosen.
 
-// What one launch is given, by value; mpikv/compute/cuda/rows.py has the same.
+// What one launch is given, by value; loading.py reads its fields here.
 struct Rows {
     const char* source;  // null for zeros, where rows are put
     char* target;

@@ -14,22 +14,7 @@ import numpy as np
 from ...errors import ValueMismatch
 from ...protocols import Array
 from .copies import prepare as prepare_copies
-from .loading import kernel, pointer
-
-ROWS = np.dtype(
-    [
-        ("source", np.uintp),
-        ("target", np.uintp),
-        ("ids", np.uintp),
-        ("starts", np.uintp),
-        ("count", np.int64),
-        ("width", np.int64),
-        ("piece", np.int64),
-        ("shift", np.int64),
-    ],
-    align=True,
-)
-"""The argument of one launch: ``Rows`` of rows.cu."""
+from .loading import argument, kernel, pointer
 
 THREADS, GROUP = 256, 4
 """Threads per block; rows per thread, which are also the numbers added at once."""
@@ -95,7 +80,7 @@ def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int,
     if not count or not width:
         return
     shift = min((width - 1).bit_length(), THREADS.bit_length() - 1)
-    arguments = np.zeros(1, ROWS)
+    arguments = np.zeros(1, argument("rows.cu", "Rows"))
     arguments[0] = (*places, count, width, piece, shift)
     kernel("rows.cu", name)((-(-count // (GROUP * (THREADS >> shift))),), (THREADS,), (arguments,))
 

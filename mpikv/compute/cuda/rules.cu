@@ -6,7 +6,7 @@ enum { PART = 1 << 12, THREADS = 256 };
 struct one { enum { ranges = 1, rows = 1 }; };
 struct many { enum { ranges = 200, rows = 16 }; };
 
-// What one launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/kernels.py has the same.
+// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
 template <class Kind, class Count> struct Update {
     typename Kind::computed* total;
     typename Kind::stored* value;

@@ -3,7 +3,7 @@
 
 enum { KEYS = 2400, ROWS = 16, NUMBERS = 12 };
 
-// What one launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/steps.py has the same.
+// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
 struct Numbers {
     double* target;
     long long count;

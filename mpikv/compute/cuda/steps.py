@@ -12,18 +12,12 @@ import numpy as np
 from ...optimizers.optimizer import Optimizer, Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Memory
-from .loading import kernel, pointer
+from .loading import argument, kernel, pointer
 
 NUMBERS = 12
 """Numbers per row, as in ``Update`` of rules.cu."""
 
 KEYS, ROWS = 2400, 16
-WRITTEN = np.dtype(
-    [("target", np.uintp), ("count", np.int64), ("numbers", np.float64, ROWS * NUMBERS), ("row", np.uint8, KEYS)],
-    align=True,
-)
-"""The argument of one launch: ``Numbers`` of steps.cu."""
-
 THREADS = 256
 _WIDTH = NUMBERS * np.dtype(np.float64).itemsize
 
@@ -66,7 +60,7 @@ class Table:
         self.rows: Sequence[Any] = [Row(self.rule, self._address, row) for row in range(count)]
         # Rows of keys, and their numbers, for each launch of the last write: equal ones need no launch.
         self._last_written: list[tuple[list[int], list[tuple[float, ...]]]] = []
-        self._arguments = np.zeros(1, WRITTEN)
+        self._arguments = np.zeros(1, argument("steps.cu", "Numbers"))
         kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:

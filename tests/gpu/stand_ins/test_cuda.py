@@ -17,7 +17,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.emulation import CODES, DTYPES, OnDevice, compiler, cupy_on_host, emulated, run_program, texts
+from support.emulation import (
+    CODES,
+    DTYPES,
+    STRUCTS,
+    OnDevice,
+    compiler,
+    cupy_on_host,
+    emulated,
+    run_program,
+    structure,
+    texts,
+)
 from support.published import BITS
 from support.rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
@@ -158,7 +169,7 @@ class TestLaunchesOfUpdates:
         assert (given["begin"], given["count"], given["end"].item(), given["row"].item()) == (0, 1, 1000, 0)
         assert given["table"] == 0
         _, sent = call_of(optimizer, optimizer.step("key", 1))
-        assert tuple(given["numbers"][: len(sent)]) == sent
+        assert tuple(given["numbers"][0, : len(sent)]) == sent
         assert sent[:4] == (3, 0.5, 2.0, 0.25)
 
     @pytest.mark.parametrize(("size", "blocks"), [(1, 1), (4096, 1), (4097, 2), (10_000_000, 2442)])
@@ -186,7 +197,7 @@ class TestLaunchesOfUpdates:
             "update<sgd_rule, float64_kind, one>",
         ]
         # Both have bits, and the numbers of scale and decay; then momentum and rate, or rate and momentum.
-        assert [launch.arguments[0]["numbers"][3:5].tolist() for launch in unrun] == [[0.9, 0.1], [0.5, 0.9]]
+        assert [launch.arguments[0]["numbers"][0, 3:5].tolist() for launch in unrun] == [[0.9, 0.1], [0.5, 0.9]]
 
     def test_an_update_keeps_its_arrays(self, unrun):
         optimizer, value = optimizers.SGD(momentum=0.9), np.zeros(5)
@@ -937,19 +948,15 @@ class TestCodecs(ElementwiseCodecContract):
 
 
 def test_layouts(tmp_path):
-    for name, kind, dtype in [
+    for name, kind, expression in [
         *(
-            ("rules.cu", f"Update<{kind}_kind, {count.name}>", kernels.update_of(count))
+            ("rules.cu", f"Update<{kind}_kind, {count}>", f"{count}>")
             for kind in ("float16", "float64")
-            for count in (kernels.ONE, kernels.MANY)
+            for count in ("one", "many")
         ),
-        ("copies.cu", "Pairs", copies.PAIRS),
-        ("rows.cu", "Rows", rows.ROWS),
-        ("norms.cu", "Arrays", norms.ARRAYS),
-        ("layerwise.cu", "Layers", layerwise.LAYERS),
-        ("steps.cu", "Numbers", steps.WRITTEN),
-        ("codes.cu", "Codes", codes.CODES),
+        *((name, kind, "") for name, kind in STRUCTS.items()),
     ]:
+        dtype = structure(name, expression)
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
         expected = [dtype.itemsize]
@@ -1033,8 +1040,8 @@ def test_cupy_passes_the_arguments_by_value():
         given.append(function.CPointer(address))
         return given[-1]
 
-    updates = [kernels.update_of(count) for count in (kernels.ONE, kernels.MANY)]
-    others = [copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN]
+    updates = [structure("rules.cu", count) for count in ("one>", "many>")]
+    others = [structure(name, "") for name in STRUCTS]
     for dtype in (*updates, *others):
         arguments = np.zeros(1, dtype)
         with pytest.raises(TransportError, match="the CUDA kernel its_name could not be launched: ") as failed:
@@ -1058,7 +1065,7 @@ def test_arguments_live_until_the_launch_has_copied_them():
 
     def launch():
         nonlocal alive
-        given = np.zeros(1, rows.ROWS)
+        given = np.zeros(1, structure("rows.cu", ""))
         alive = weakref.ref(given)
         return (given,)
 
