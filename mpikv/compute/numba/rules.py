@@ -81,13 +81,12 @@ def _bound(
     optimizer: Optimizer, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array | None, Step], None]:
     dtype = value.dtype
-    weights, arrays = value.reshape(-1), {name: array.reshape(-1) for name, array in state.items()}
+    arrays_of = cache(lambda rule: [array.reshape(-1) for array in (value, *map(state.__getitem__, rule.states))])
 
     def update(total: Array, term: Array | None, step: Step) -> None:
         # Options may have changed since the last call.
         rule, numbers = call_of(optimizer, step)
-        states = [arrays[name] for name in rule.states]
-        loop_of(rule, dtype, term is not None)(total, term, weights, *states, *numbers)
+        loop_of(rule, dtype, term is not None)(total, term, *arrays_of(rule), *numbers)
 
     return update
 
