@@ -61,6 +61,7 @@ def test_a_killed_rank_is_named() -> None:
         subprocess.Popen(command, env={**common, "RANK": "1"}),
         subprocess.Popen(command, env={**common, "RANK": "0"}, stdout=subprocess.PIPE, text=True) as first,
     ):
-        message, barrier = first.communicate(timeout=110)[0].splitlines()
-    assert message.endswith("recv of 8000 bytes with tag 0 from rank 1: the other process is gone [rank 0/2]")
-    assert re.match(r"rank 0: Stalled barrier.*waited \d+\.\d s for ranks \[1\].*its process is gone", barrier), barrier
+        lines = first.communicate(timeout=110)[0].splitlines()
+    # The group is broken after it, and the barrier says why.
+    text = "rank 0: TransportError recv of 8000 bytes with tag 0 from rank 1: the other process is gone [rank 0/2]"
+    assert lines == [text, text]
