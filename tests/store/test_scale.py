@@ -199,9 +199,12 @@ def test_stores_that_come_and_go_leave_nothing_behind(transport, comm):
     assert descriptors() <= before + 2
     if comm:
         # Jobs beside this one have files there too; what this one makes has no name once all ranks have it.
-        opened = files()
-        use()
-        assert len(files() - opened) <= 2
+        new = []
+        for _ in range(3):
+            opened = files()
+            use()
+            new.append(len(files() - opened))
+        assert min(new) <= 2, new
 
 
 @pytest.mark.ranks(1, 2)
