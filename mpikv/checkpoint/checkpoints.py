@@ -107,15 +107,15 @@ class Checkpoints:
         extras: list[Span] = []
         # Their number is known only inside of the call: other ranks may have pushed longer lists.
         if residuals and (more := add_residuals(self._exchange, header)) is not header:
-            header, extras = more, self._try_together(call, list_residuals, self._exchange, more)
-            start = self._try_together(call, check_writable, header)
+            header, extras = more, self._agreement.run_together(call, list_residuals, self._exchange, more)
+            start = self._agreement.run_together(call, check_writable, header)
         spans = chain(self._list_values(header, self._divide), extras)
         is_root, work = self._transport.rank == self._root, None
         if wait:
             pieces = _cut_spans(spans, self._memory.to_host)
             self._run_parts(call, write_arrays(draft, header, start, pieces, is_root))
         else:
-            copies = self._try_together(call, self._copies.make, spans)
+            copies = self._agreement.run_together(call, self._copies.make, spans)
             ahead = Ahead[Window]()
             parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
             self._run_parts(call, parts, enough=lambda: ahead.source is not None)
@@ -172,7 +172,7 @@ class Checkpoints:
         call = Call(verb, 0, repr(path))
 
         def run() -> None:
-            prepared: PreparedCall = self._try_together(call, prepare, path)
+            prepared: PreparedCall = self._agreement.run_together(call, prepare, path)
             _, load = prepared
             load()
 
@@ -199,7 +199,7 @@ class Checkpoints:
         is_new = source.header.values and not len(self._exchange.values.table)
         # The file was inspected before the call; the reader checks that it is still the same one.
         with closing(Reader(source)) as reader:
-            self._try_together(call, reader.open)
+            self._agreement.run_together(call, reader.open)
             (self._load_new if is_new else self._load_known)(call, reader, updater)
         # Last: counts say that the values are loaded, so they must not change if the load failed.
         self._settle_counts(source.header)
@@ -227,7 +227,7 @@ class Checkpoints:
         """Load over existing keys, after all ranks have verified the whole file. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         # Residuals may find no memory on one rank: that must come before the first value changes.
-        self._try_together(call, make_room, self._exchange, reader.source.header)
+        self._agreement.run_together(call, make_room, self._exchange, reader.source.header)
         self._exchange.adopt(updater, overwrites=True)
         # From here on a failure ends the store: some values are the file's, others are not. The exception must not
         # count as settled, although all ranks know of it; else the store would go on.
@@ -312,22 +312,12 @@ class Checkpoints:
         with ExitStack() as at_end:
             # Left early by an error, the generator closes its file and removes the draft.
             at_end.enter_context(closing(parts))
-            while (sums := self._try_together(call, next, parts, None)) is not None:
+            while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if sums.size:  # replaced by the exclusive or of all ranks' sums
                     np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
                 if enough():
                     at_end.pop_all()
                     return
-
-    def _try_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function that may fail on one rank alone; raise on every rank if it failed. Collective."""
-        failure, result = None, None
-        try:
-            result = work(*arguments)
-        except BaseException as error:  # also Ctrl-C: the other ranks wait in confirm
-            failure = error
-        self._agreement.confirm(call, failure)
-        return result
 
     # --- Checks
 

@@ -117,6 +117,16 @@ class Agreement:
         # An error of the caller's own code is raised as it is.
         raise settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
+    def run_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function that may fail on one rank alone; raise on every rank if it failed. Collective."""
+        failure, result = None, None
+        try:
+            result = work(*arguments)
+        except BaseException as error:  # also Ctrl-C: the other ranks wait in confirm
+            failure = error
+        self.confirm(call, failure)
+        return result
+
     def shadow(self, call: Call) -> CallReport | None:
         """Take part in the next call for a rank that has run out of work. Collective; a call of :meth:`confirm` has to
         follow.
