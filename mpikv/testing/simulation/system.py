@@ -87,7 +87,7 @@ def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
     for name in ("monotonic", "perf_counter"):
         yield time, name, _clock()
         yield time, f"{name}_ns", _clock_ns()
-    for name in ("pwrite", "pwritev", "rename", "replace"):
+    for name in ("posix_fallocate", "pwrite", "pwritev", "rename", "replace"):
         yield os, name, _on_disk(getattr(os, name))
     for name in ("fsync", "fdatasync"):
         yield os, name, _on_disk(getattr(os, name), grows=False)
