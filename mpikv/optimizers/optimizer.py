@@ -280,6 +280,11 @@ class Optimizer:
         self._derive()
         self._steps.clear()
 
+    def take_options(self, other: Optimizer) -> None:
+        """Take all options of an optimizer of the same kind."""
+        self._restore(other.chosen())
+        self._change()
+
     @classmethod
     def options(cls) -> tuple[str, ...]:
         """Return the names of all options, sorted."""
