@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
-from ..cluster.environment import GIVEN_UP, UNSTARTED
+from ..cluster.environment import GIVEN_UP, UNSTARTED, free_port
 from ..config import aborts
 from .reports import Reports
+from .restarts import Restarts
 from .watch import PREFIX, Death, Watch
 
 __all__ = ["FREE", "GRACE", "NOT_LISTENING", "Job", "handling", "run_job"]
@@ -32,8 +33,9 @@ GRACE = 30.0
 NOT_LISTENING = 213
 """The exit status of Open MPI's launcher if its thread that listens to ranks did not start; then no rank has begun."""
 
-# Seconds to the next, harder signal, after Ctrl-C and after each harder one.
-_HARDER = 4.0
+# Seconds to the next, harder signal, after Ctrl-C and after each harder one; and to the last one, where the ranks were
+# killed already, and are to start again.
+_HARDER, _HARDEST = 4.0, 1.0
 
 # In nanoseconds. A first death may be seen that much later than the deaths it caused. Two deaths closer than the second
 # have an unknown order.
@@ -50,6 +52,20 @@ FREE = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
+class _End(NamedTuple):
+    """The end of a job."""
+
+    status: int
+    what: str = ""
+    """What ended it."""
+    more: str = ""
+    """What followed, and advice."""
+    dies: bool = False
+    """Whether ranks have died, so that others could take their places."""
+    begun: bool = True
+    """Whether a rank's script may have begun."""
+
+
 def run_job(
     command: Sequence[str],
     environ: Mapping[str, str],
@@ -58,20 +74,28 @@ def run_job(
     one_host: bool,
     tell: Callable[[str], None],
     grace: float = GRACE,
+    restarts: Restarts | None = None,
 ) -> tuple[int, str]:
     """Run the launcher's command line to its end; return the exit status, and the reason if it is not 0.
 
     ``tell`` receives messages for the user while the job runs. ``one_host``: all ranks are on this one. A launcher that
-    fails to start, as Open MPI's seldom does on a busy machine, is started once more.
+    fails to start, as Open MPI's seldom does on a busy machine, is started once more. ``restarts`` decides whether all
+    ranks start again after a death.
 
     The status is that of the first failing rank. It is 1 if a rank left before the end of its script although the
     launcher reports success, 128 + s if this process received the signal s, else the launcher's own.
     """
-    status, reason, begun = _run_once(command, environ, size, one_host, tell, grace)
-    if status == NOT_LISTENING and not begun:
-        tell(f"{reason} before it started a rank, as it may on a busy machine; it is started once more")
-        status, reason, _ = _run_once(command, environ, size, one_host, tell, grace)
-    return status, reason
+    early, retried = list[int](), False
+    # A signal between two starts goes to the next one.
+    with handling(_ENDING, lambda number, _: early.append(number)):
+        while True:
+            end = _run_once(command, environ, size, one_host, tell, grace, restarts, early)
+            if end.status == NOT_LISTENING and not end.begun and not retried:
+                tell(f"{end.what} before it started a rank, as it may on a busy machine; it is started once more")
+                retried = True
+            elif early or restarts is None or not end.dies or not restarts.go_on(end.what):
+                break
+    return end.status, end.what + end.more + (restarts.end(end.status) if restarts is not None else "")
 
 
 def _run_once(
@@ -81,12 +105,16 @@ def _run_once(
     one_host: bool,
     tell: Callable[[str], None],
     grace: float,
-) -> tuple[int, str, bool]:
-    """Return the exit status, the reason, and whether a rank's script may have begun."""
+    restarts: Restarts | None,
+    early: list[int],
+) -> _End:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-run-")))
         environ = {**environ, "MPIKV_RUN": str(directory)}
         watch, senders = Watch(directory), []
+        if restarts is not None:
+            # The port of the ranks before may still be closing.
+            environ |= {"MPIKV_KEEP": str(restarts.folder), "MPIKV_MASTER": f"127.0.0.1,{free_port()}"}
         if not one_host:
             reports = stack.enter_context(contextlib.closing(Reports(directory, size)))
             environ["MPIKV_RUN_AT"] = reports.address
@@ -98,13 +126,18 @@ def _run_once(
             ignored = number in FREE and not any(directory.glob(PREFIX + "*"))
             return sum(one(number) for one in senders) > 0 or ignored
 
-        warned = set[int]()
+        warned, first = set[int](), list[Death]()
 
         def bereft(job: Job) -> None:
             # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without
             # a message, and the other ranks wait for it.
             if aborts(environ) and _failures(_recorded(directory), watch.deaths):
-                job.end_soon()
+                if restarts is not None and not first:
+                    # The deaths up to now: those that follow are of this signal. The launcher ends by itself, and
+                    # prints what the ranks had printed.
+                    first.extend(watch.deaths)
+                    watch.send(signal.SIGKILL)
+                job.end_soon(_HARDER if restarts is None else _HARDEST)
             if absent := _without_mpi(directory) - warned:
                 warned.update(absent)
                 ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
@@ -113,36 +146,36 @@ def _run_once(
                     "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
                 )
 
-        with Job(command, environ, send, grace) as job:
+        with Job(command, environ, send, grace, early) as job:
             status = watch.wait(job.process, lambda: bereft(job))
             # Only after success: after a failure a host may be cut off, and its connection stays open.
             if not one_host and status == 0:
                 reports.wait()
-            if job.received is None:
-                code, reason = _verdict(status, directory, watch.deaths, size)
-            else:
-                code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
-            job.failed = code != 0
+            end = _verdict(status, directory, first or watch.deaths, size)
+            if job.received is not None:
+                end = _End(128 + job.received, f"stopped by {signal.Signals(job.received).name}")
+            job.failed = end.status != 0
         if not _descendants():
-            watch.remove_files(orphans=code != 0)
+            watch.remove_files(orphans=end.status != 0)
         # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
-        return code, reason, job.received is not None or any(directory.glob(PREFIX + "*"))
+        return end._replace(begun=job.received is not None or any(directory.glob(PREFIX + "*")))
 
 
-def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -> tuple[int, str]:
+def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -> _End:
     recorded = _recorded(directory)
     failures = _failures(recorded, deaths)
     if why := _given_up(directory, failures):
-        return 1, why
+        return _End(1, why, dies=True)
     if failures:
         return _blame(_first(failures), status, size)
     if status:
         code = 128 - status if status < 0 else status
-        return code, f"the launcher ended with status {code}"
+        return _End(code, f"the launcher ended with status {code}")
     if missing := sorted(set(range(size)) - set(recorded)):
         ranks = ", ".join(map(str, missing))
-        return 1, f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
-    return 0, ""
+        what = f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
+        return _End(1, what, dies=True)
+    return _End(0)
 
 
 def _recorded(directory: Path) -> dict[int, Death]:
@@ -187,18 +220,19 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     return [failure for failure in near if failure.time_ns - begin < _DOUBT]
 
 
-def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
-    """Return a job's exit status and the reason, from the ranks that ended it."""
+def _blame(first: Sequence[Death], status: int, size: int) -> _End:
+    """Return a job's end from the deaths of the ranks that ended it."""
     ranks = ", ".join(str(one.rank) for one in sorted(first))
     who = f"rank {ranks}" if len(first) == 1 else f"one of the ranks {ranks}"
     so = ", so the job was stopped" if size > 1 else ""
     code = first[0].status
     if code is None:
-        return abs(status) or 1, f"{who} was the first to end, without an error message{so} (status {status})"
+        what = f"{who} was the first to end, without an error message"
+        return _End(abs(status) or 1, what, f"{so} (status {status})", dies=True)
     if code == 0:
-        return 1, f"{who} left before the end of its script, as by os._exit(0){so}"
+        return _End(1, f"{who} left before the end of its script, as by os._exit(0)", so, dies=True)
     if code > 0:
-        return code, f"{who} ended with status {code}{so}"
+        return _End(code, f"{who} ended with status {code}", so, dies=True)
     killer, hint = signal.Signals(-code), ""
     if killer == signal.SIGKILL:
         # A launcher takes over the status of a rank that was killed: as 9, 137, or by the same signal.
@@ -208,7 +242,7 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
             else f"the launcher may have, which ended with status {status}: see its message"
         )
         hint = f"; if nobody sent this signal, {who_killed}"
-    return 128 + killer, f"{who} was killed by {killer.name}{so}{hint}"
+    return _End(128 + killer, f"{who} was killed by {killer.name}", so + hint, dies=True)
 
 
 @contextlib.contextmanager
@@ -237,15 +271,22 @@ class Job:
     process: subprocess.Popen[bytes]
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], bool], grace: float
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        send: Callable[[int], bool],
+        grace: float,
+        early: list[int],
     ) -> None:
-        """``send`` sends a signal to all ranks, and returns whether nothing else is to be done."""
+        """``send`` sends a signal to all ranks, and returns whether nothing else is to be done. ``early`` signals have
+        come, or come before the start.
+        """
         self.received: int | None = None
         self.failed = True
         """Whether the end of the block ends all descendants of this process."""
         self._command, self._environ, self._send_ranks, self._grace = command, environ, send, grace
         self._harder_signals: list[int] = []
-        self._early: list[int] = []
+        self._early = early
         self._started = self._ending = False
         self._until_end = contextlib.ExitStack()
 
@@ -277,15 +318,15 @@ class Job:
         if self.process.stdin is not None:
             threading.Thread(target=_copy_terminal, args=(self.process.stdin,), daemon=True).start()
         self._started = True
-        for early in self._early:
-            self._pass_on(early, None)
+        while self._early:
+            self._pass_on(self._early.pop(0), None)
 
-    def end_soon(self) -> None:
-        """Give the launcher a little time to end by itself, then signal it."""
+    def end_soon(self, seconds: float) -> None:
+        """Give the launcher so many seconds to end by itself, then signal it."""
         if self.received is None and not self._ending:
             self._ending = True
             self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
-            signal.setitimer(signal.ITIMER_REAL, _HARDER, _HARDER)
+            signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
     def _clean_up(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -56,7 +56,7 @@ main()
 # Variables of a launcher for its ranks. A launcher started by a rank would take itself for this rank.
 _OUTER_LAUNCH = re.compile(
     r"(PMI_|PMIX_(?!MCA_)|HYDI_|OMPI_COMM_|OMPI_WORLD_|OMPI_UNIVERSE_SIZE$|OMPI_MCA_(num_procs|initial_wdir)$"
-    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_(MASTER|RUN|RUN_AT)$)"
+    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_(KEEP|MASTER|RUN|RUN_AT)$)"
 )
 # Those of PyTorch's for its ranks, which torchrun and mpikv run set.
 _OUTER_TORCH = re.compile(r"((LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+)$")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import platform
@@ -23,6 +24,7 @@ from .allocation import find_allocation, find_kill_wait
 from .job import FREE, GRACE, handling, run_job
 from .output import UNREAD, has_lost_reader, open_closed_files
 from .parser import Parser
+from .restarts import Restarts, open_folder, remove_folders
 from .watch import remove_leftovers
 
 __all__ = ["main", "parse_hosts"]
@@ -36,6 +38,7 @@ examples:
   mpikv run -n 4 train.py --epochs 10      four ranks on this host
   mpikv run -n auto -m package.train       one rank per core, or per task of a Slurm job; a module
   mpikv run -n 4 --hosts a:2,b:2 train.py  two ranks on each of two hosts
+  mpikv run -n 4 --restarts 3 train.py     go on after deaths from the last commit of kv.steps
   mpikv run -n 4 --dry-run train.py        only show the command and the variables
 
 A rank runs the script as plain Python would, but an uncaught exception or a nonzero exit on one rank ends the whole job
@@ -108,6 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         help=f"how long ranks have after SIGTERM (default: Slurm's KillWait in a job, else {GRACE:g})",
     )
+    add(
+        "--restarts",
+        metavar="N",
+        type=_count,
+        default=0,
+        help="start all ranks again after a death; give up after N restarts without a new commit of kv.steps",
+    )
+    add("--keep", metavar="DIR", help="folder for the commits of kv.steps (default: shared memory, until the job ends)")
     add("--env", metavar="NAME", action="append", default=[], help="forward this variable, too (repeatable)")
     add("--dry-run", action="store_true", help="print the command and the variables, and start nothing")
     add("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -120,6 +131,12 @@ def _ranks(text: str) -> int | str:
         return text
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number or 'auto'")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return int(text)
 
 
@@ -263,7 +280,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         return 0
     if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
         _note("running as root: Open MPI refuses this by default, so this command sets the variables that allow it")
-    if left := remove_leftovers():
+    if left := remove_leftovers() + remove_folders():
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
@@ -271,14 +288,22 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise TransportUnavailable(problem)
     if version and (rivals := name_rivals(version)):
         _note(rivals)
-    status, reason = run_job(
-        plan.command,
-        {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}"},
-        size,
-        one_host=one_host,
-        tell=_note,
-        grace=options.grace or find_kill_wait(environ) or GRACE,
-    )
+    with contextlib.ExitStack() as stack:
+        restarts = None
+        if options.restarts or options.keep:
+            if not one_host:
+                raise ConfigError("--restarts and --keep need all ranks on this host: elsewhere commits cannot be read")
+            folder = stack.enter_context(open_folder(options.keep))
+            restarts = Restarts(folder, options.restarts, options.keep is not None, _note)
+        status, reason = run_job(
+            plan.command,
+            {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}"},
+            size,
+            one_host=one_host,
+            tell=_note,
+            grace=options.grace or find_kill_wait(environ) or GRACE,
+            restarts=restarts,
+        )
     # The launcher has killed the ranks after a closed pipe: MPICH's by SIGKILL, Open MPI's by SIGTERM.
     if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():
         return UNREAD

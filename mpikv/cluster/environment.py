@@ -26,6 +26,11 @@ def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     return directory if directory.is_absolute() and directory.is_dir() else None
 
 
+def keep_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the directory where ``mpikv run --restarts`` has its ranks keep their commits, or None."""
+    return Path(environ["MPIKV_KEEP"]) if "MPIKV_KEEP" in environ else None
+
+
 @dataclass(frozen=True)
 class Launch:
     """A launcher's message to this process, from its environment."""

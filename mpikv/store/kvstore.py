@@ -14,6 +14,7 @@ from ..arrays.arrays import quiet, run_quietly
 from ..cluster.agreement import Agreement
 from ..cluster.background import Pending, Work, urgency
 from ..cluster.calls import Call, PreparedCall
+from ..cluster.environment import keep_directory
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import here, owned
 from ..cluster.status_board import StatusBoard
@@ -25,7 +26,7 @@ from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
-from ..options import naming_arguments, unknown_argument
+from ..options import check_whole, naming_arguments, unknown_argument
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -37,6 +38,8 @@ from .scope import Scope
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoints, SaveWork
+    from ..keep.commits import Commits, Restored
+    from ..keep.state import ObjectState
     from .capture import CapturedStep
 
 __tracebackhide__ = hidden_from_pytest
@@ -80,6 +83,9 @@ class KVStore(RankedStore):
 
     _placement: str | None = None
     """The placement of stores of a kind, whatever was asked for."""
+    _commits: Commits | None = None
+    _restored: Restored | None = None
+    _has_looped = False
 
     def __new__(cls, *parts: Any, **options: Any) -> KVStore:
         if len(parts) < 4:
@@ -118,6 +124,7 @@ class KVStore(RankedStore):
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
         self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
+        self._kept: dict[str, ObjectState] = {}
         self.before_free: list[Callable[[], None]] = []
         """Functions that release what uses the transport, on every rank alike, once ranks agree on the close."""
         self.before_close: list[Callable[[], None]] = []
@@ -204,14 +211,16 @@ class KVStore(RankedStore):
     def statistics(self) -> dict[str, Any]:
         """Return counters of the store. Local.
 
-        ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows.
+        ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows. ``commits``, once
+        :meth:`steps` makes some: how many, the seconds that they took, and the present interval in steps.
 
         Example:
             >>> import mpikv
             >>> mpikv.create().statistics()
             {'rows': {'bytes_sent': 0}}
         """
-        return {"rows": {"bytes_sent": self._rows.sent}}
+        counters = {"rows": {"bytes_sent": self._rows.sent}}
+        return counters if self._commits is None else {**counters, "commits": self._commits.statistics()}
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
@@ -963,6 +972,94 @@ class KVStore(RankedStore):
         """
         self._checkpoints.finish()
         self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
+
+    # --- Restarts
+
+    def keep(self, /, **objects: Any) -> None:
+        """Name objects of the program that :meth:`steps` restores after a death, beside the store. Local.
+
+        Each rank keeps its own. Objects are restored in place, so that the program's names for them stay valid.
+
+        Args:
+            objects: arrays of numpy, dicts, lists, generators of numpy or ``random``, objects with ``state_dict()`` and
+                ``load_state_dict()``, or pairs of functions ``(get, set)``. A state has numbers, texts, arrays, None,
+                and lists, tuples and dicts of them.
+
+        Raises:
+            TypeError: an object is none of these.
+            ConfigError: the name is taken.
+            Unsupported: the loop of :meth:`steps` has begun.
+
+        Example: see :meth:`steps`.
+        """
+        from ..keep.state import find_state
+
+        if self._has_looped:
+            raise Unsupported("keep: the loop has begun, and has put back what was kept; call keep before kv.steps")
+        if taken := sorted(objects.keys() & self._kept.keys()):
+            raise ConfigError(f"keep: {taken[0]!r} is kept already; give each object a name of its own")
+        self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
+
+    def steps(self, total: int, *, fill: Any = None) -> Iterator[int]:
+        """Return the numbers of a training's steps, for its one loop; after a death the loop goes on where it was.
+
+        Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
+        :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
+        If a rank dies, all ranks start again. The program then makes the store and its objects as in the first start.
+        This call puts the newest copy back, and the loop begins with the first step after it. So each step counts
+        once, and the bits are those of a run without a death. Without these options the loop is that of ``range``.
+
+        Collective with these options, and so is the end of a step. Keys, updater and codec are set before the loop. A
+        Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each step.
+
+        Args:
+            total: the number of steps, from 0.
+            fill: what a restart pulls into: as ``out`` of :meth:`pull`, a dict of arrays by their keys.
+
+        Raises:
+            Unsupported: the store has had a loop, is ``dist_async``, is on GPUs, or sums gradients for a Trainer.
+            ConfigError: the copy is of another program, or another process still writes to it.
+            MemoryError: there is no room for copies; on every rank.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv, params, rng = mpikv.create(), {"w": np.zeros(2)}, np.random.default_rng(0)
+            >>> kv.init(params)
+            >>> kv.set_optimizer("sgd", learning_rate=0.5)
+            >>> kv.keep(rng=rng)
+            >>> for step in kv.steps(3, fill=params):
+            ...     gradient = {"w": params["w"] - rng.standard_normal(2)}
+            ...     params = kv.pushpull(gradient, out=params)
+            >>> kv.restored is None
+            True
+        """
+        from ..keep.commits import Commits
+
+        total = check_whole("steps: total", total)
+        self._door.check_open("steps")
+        if self._has_looped:
+            raise Unsupported("steps: a store has one loop; for epochs, use epoch, batch = divmod(step, batches) in it")
+        self._has_looped = True
+        if (folder := keep_directory()) is None:
+            return iter(range(total))
+        if self.is_capable("async"):
+            raise Unsupported("steps: ranks of 'dist_async' have steps of their own; start without --restarts, --keep")
+        commits = Commits(self._exchange, self._agreement, folder, self._kept, self._config.timeout)
+        restored = self._restored = self._collective("steps", commits.prepare_restore, total)
+        self._commits = commits
+        begin = 0 if restored is None else restored.step
+        if begin and fill is not None:
+            self.pull(fill)
+        return commits.run(self._collective, begin, total)
+
+    @property
+    def restored(self) -> Restored | None:
+        """How :meth:`steps` went on after a death: ``step``, ``attempt``, ``again`` and ``why``; None on a first start.
+
+        ``step`` is the first step of the loop, ``attempt`` how often ``mpikv run`` has restarted the ranks, ``again``
+        how many steps are made again, and ``why`` names the rank that died.
+        """
+        return self._restored
 
     def scope(self, name: str) -> Scope:
         """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.

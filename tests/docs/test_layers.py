@@ -34,6 +34,7 @@ LAYERS = (
     "sparse",
     "verbs",
     "checkpoint",
+    "keep",
     "store",
     "async_store",
     "creation",

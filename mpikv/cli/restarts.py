@@ -1,0 +1,136 @@
+"""Restarts of a job: the folder in which its ranks keep commits, and whether they start again after a death."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..keep.folder import Start, newest_step, read_start, remove_commits, write_start
+
+__all__ = ["Restarts", "open_folder", "remove_folders"]
+
+_SHARED, _PREFIX = Path("/dev/shm"), "mpikv-keep-"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Restarts:
+    """Decides whether the ranks of a job start again. They do not after ``most`` restarts without a new commit."""
+
+    def __init__(self, folder: Path, most: int, stays: bool, tell: Callable[[str], None]) -> None:
+        """``stays``: the folder is the user's, and the same command goes on from there.
+
+        Raises:
+            ConfigError: its commits may be incomplete.
+        """
+        self.folder, self._most, self._stays, self._tell = folder, most, stays, tell
+        self._attempt = self._fruitless = 0
+        self._commits, _ = newest_step(folder)
+        # Commits are not flushed to the disk: after a power failure a file may have a header, and not what precedes it.
+        self._boot = _BOOT.read_text() if _BOOT.exists() else ""
+        if self._commits and read_start(folder).boot != self._boot:
+            raise ConfigError(
+                f"the commits in {folder} were made before the last boot of this host, or on another host, and may be "
+                "incomplete; empty the folder to start from the beginning"
+            )
+        self._note("")
+
+    def go_on(self, what: str) -> bool:
+        """Return whether to start the ranks again after a death, and tell the user."""
+        commits, _ = newest_step(self.folder)
+        self._fruitless = 1 if commits > self._commits else self._fruitless + 1
+        self._commits = commits
+        if self._fruitless > self._most:
+            return False
+        self._attempt += 1
+        self._note(what)
+        self._tell(f"{what}; restart {self._attempt} from {self._place()}")
+        return True
+
+    def end(self, status: int) -> str:
+        """Return what there is to add to the reason for the end of the job; after success, remove its commits."""
+        if status == 0:
+            remove_commits(self.folder)
+            return ""
+        many, place = f"{self._most} restart{'s' * (self._most > 1)}", self._place()
+        given_up = f"; {many} from {place} brought no new commit" if self._fruitless > self._most > 0 else ""
+        return given_up + (f"; the same command goes on from {place}" if self._stays else "")
+
+    def _place(self) -> str:
+        _, step = newest_step(self.folder)
+        return f"step {step}" if step else "the beginning"
+
+    def _note(self, why: str) -> None:
+        write_start(self.folder, Start(self._attempt, why, self._boot))
+
+
+@contextlib.contextmanager
+def open_folder(given: str | None) -> Iterator[Path]:
+    """Return the folder for commits: the given one, or one in shared memory that is removed at the end.
+
+    Raises:
+        ConfigError: it cannot be made, or another job has it.
+    """
+    try:
+        if given is None:
+            folder, lock = _make_folder()
+        else:
+            folder = Path(given).absolute()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = _lock(folder)
+    except OSError as error:
+        why = "another mpikv run uses it" if isinstance(error, BlockingIOError) else error.strerror
+        raise ConfigError(
+            f"no commits can be kept in {given or _SHARED}: {why}; give another folder by --keep"
+        ) from None
+    try:
+        yield folder
+    finally:
+        if given is None:
+            shutil.rmtree(folder)
+        os.close(lock)
+
+
+def _make_folder() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_SHARED))
+        # Another command may take it for one that was left, until it is locked.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            lock = _lock(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for the life of this process; return the handle.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def remove_folders() -> list[str]:
+    """Remove folders of this user's commands that were killed; return their names."""
+    removed = []
+    for folder in _SHARED.glob(f"{_PREFIX}*"):
+        # It is another user's, still has its command, or was removed meanwhile.
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                lock = _lock(folder)
+                shutil.rmtree(folder)
+                os.close(lock)
+                removed.append(str(folder))
+    return removed

@@ -1,0 +1,146 @@
+"""What of a store a commit holds on this rank: its elements of values and state, residuals, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import name_of
+from ..checkpoint.compatibility import describe_updater, restore_updater
+from ..engine.arena import Block
+from ..engine.compression import ensure_residuals
+from ..engine.exchange import Exchange
+from ..errors import Unsupported
+from ..optimizers import Optimizer
+from ..protocols import Array
+
+
+class Contents:
+    """Collects the contents of one store, and puts them back. Local, unless marked *Collective*."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self.layout: Sequence[str] = ()
+        """The texts that tell how the memory of the store is laid out; a commit fits only the same ones."""
+        self._identity: tuple[object, ...] = ()
+        self._ends: dict[Block, int] = {}
+
+    def fix_layout(self) -> None:
+        """Let the present layout be that of the loop.
+
+        Raises:
+            Unsupported: the store holds sums of gradients, and no weights; or it is on a GPU.
+        """
+        self.layout, self._identity = self._describe(), self._identify()
+        # Small values share a block, most of which may hold none.
+        for entry in self._exchange.values.table.entries():
+            block, start, size, _ = entry.place
+            self._ends[block] = max(self._ends.get(block, 0), start + size)
+
+    def _describe(self) -> list[str]:
+        exchange, values = self._exchange, self._exchange.values
+        if not exchange.transport.memory.is_host:
+            raise Unsupported(
+                "commits hold no values of GPUs; start without --restarts and --keep, and save checkpoints"
+            )
+        if (key := next((name for name in values.table if name in values.table.summed), None)) is not None:
+            raise Unsupported(
+                f"the value of {key!r} is a sum of gradients: a Trainer with update_on_kvstore=False, or mpikv.torch, "
+                "keeps the weights, and commits have only the store's; use update_on_kvstore=True"
+            )
+        updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
+        # Not its options, which a program may change in the loop.
+        kind = type(updater).__name__ if isinstance(updater, Optimizer) else updater.settings()
+        texts = [f"{exchange.transport.size} ranks", f"transport {exchange.transport.name}"]
+        # The length of messages decides which elements a rank owns.
+        texts += [f"messages of {exchange.transport.limit} bytes", f"placement {exchange.placement.name}"]
+        texts += [f"updater {kind}", f"compression {codec}"]
+        for entry in values.table.entries():
+            form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
+            sparse = " of rows" * (entry.present is not None)
+            texts.append(
+                f"key {entry.key!r}: {form}{sparse}, at {place.start} of block {place.block.index}, row {entry.index}"
+            )
+        for block in values.blocks:
+            slots = {name: name_of(array.dtype) for name, array in block.state.items()}
+            texts.append(f"block {block.index}: {block.values.size} elements with the states {slots}")
+        return texts
+
+    def check_layout(self) -> None:
+        """Raise Unsupported if the layout is not that of the loop any more."""
+        # Cheap, as this precedes each commit: the planner is replaced with the updater, the placement and the codec.
+        if (now := self._identify()) == self._identity:
+            return
+        if difference := find_difference(self.layout, self._describe()):
+            before, after = difference
+            raise Unsupported(
+                f"the store changed in the loop, from {before} to {after}; a program that starts again has the store "
+                "of the loop's begin, so make all keys, and set updater and compression, before kv.steps"
+            )
+        self._identity = now
+
+    def _identify(self) -> tuple[object, ...]:
+        return self._exchange.values.planner, *self._exchange.values.table.entries()
+
+    def collect(self) -> dict[str, Any]:
+        """Return a tree of the memory itself; texts and numbers in it are copies."""
+        values = self._exchange.values
+        return {
+            "updater": describe_updater(self._exchange.updater),
+            "codec": [[entry.index, entry.codec_state] for entry in values.table.entries() if entry.codec_state],
+            "residuals": [block.residuals for block in values.blocks],
+            "counts": [values.table.counts, values.table.earlier],
+            "values": list(self._list_owned()),
+        }
+
+    def _list_owned(self) -> Iterator[Array]:
+        planner = self._exchange.values.planner
+        for block, end in self._ends.items():
+            for low, high in planner.owned(block).within(0, end):
+                yield block.values[low:high]
+                yield from block.state_of(low, high).values()
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        """Overwrite this rank's part of the store. :meth:`publish` comes next.
+
+        Raises:
+            MemoryError: there is none for residuals; nothing was overwritten.
+        """
+        exchange, values = self._exchange, self._exchange.values
+        for block, residuals in zip(values.blocks, kept["residuals"], strict=True):
+            if exchange.compression is not None and residuals:
+                ensure_residuals(exchange.compression.codec, block, len(residuals))
+        # Those of pushes before the loop, of which the commit knows.
+        values.drop_residuals(keeps_memory=True)
+        for block, residuals in zip(values.blocks, kept["residuals"], strict=True):
+            for residual, before in zip(block.residuals, residuals, strict=False):
+                np.copyto(residual, before)
+        entries = {entry.index: entry for entry in values.table.entries()}
+        for index, arrays in kept["codec"]:
+            entries[index].codec_state.update({name: array.copy() for name, array in arrays.items()})
+        for array, before in zip(self._list_owned(), kept["values"], strict=True):
+            np.copyto(array, before)
+        values.table.counts[:], values.table.earlier[:] = kept["counts"]
+        if isinstance(exchange.updater, Optimizer):
+            updater = restore_updater(kept["updater"], exchange.updater)
+            assert isinstance(updater, Optimizer)
+            exchange.updater.take_options(updater)
+
+    def publish(self) -> None:
+        """Give every rank the values that their owners have put back. Collective."""
+        values = self._exchange.values
+        if len(values.table):
+            self._exchange.pipeline.republish(values.plan(tuple(values.table)))
+
+
+def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
+    """Return the first text of each of two layouts that the other does not have; None if they are the same.
+
+    >>> find_difference(["a", "b"], ["b"])
+    ('a', 'nothing')
+    """
+    sides = ((before, set(after)), (after, set(before)))
+    gone, new = (next((text for text in own if text not in others), "nothing") for own, others in sides)
+    return None if gone == new else (gone, new)

@@ -1,0 +1,86 @@
+"""The folder of commits, as ``mpikv run`` sees it. Without numpy, whose import would delay each start of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+HEADER = struct.Struct("<QQQI")
+"""The begin of a file: epoch, step, bytes of the text, and the CRC-32 of these. No kill leaves half of it: it is in one
+page."""
+_START = "start.json"
+_NAME = re.compile(r"(\d+)\.(\d+)\.[01]")
+
+
+class Commit(NamedTuple):
+    """A whole commit in a file. Epoch 0: there is none."""
+
+    epoch: int = 0
+    step: int = 0
+    """The next step to make."""
+    nbytes: int = 0
+    """Bytes of the text."""
+
+
+def seal(commit: Commit) -> bytes:
+    """Return the header of a commit."""
+    return HEADER.pack(*commit, zlib.crc32(str(tuple(commit)).encode()))
+
+
+def read_header(file: int) -> Commit:
+    """Return the commit of an open file, if it is whole."""
+    text = os.pread(file, HEADER.size, 0)
+    commit = Commit(*HEADER.unpack(text)[:3]) if len(text) == HEADER.size else Commit()
+    return commit if text == seal(commit) else Commit()
+
+
+def newest_step(folder: Path) -> tuple[int, int]:
+    """Return how many commits all ranks of the loops in a folder have, and the step after the newest one."""
+    newest: dict[int, dict[int, Commit]] = {}
+    for path in folder.iterdir():
+        if found := _NAME.fullmatch(path.name):
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                commit = read_header(file)
+            finally:
+                os.close(file)
+            ranks, rank = newest.setdefault(int(found[1]), {}), int(found[2])
+            ranks[rank] = max(commit, ranks.get(rank, Commit()))
+    # All ranks have files before the first of them commits.
+    common = [min(newest[loop].values()) for loop in sorted(newest)]
+    steps = [commit.step for commit in common if commit.epoch]
+    return sum(commit.epoch for commit in common), steps[-1] if steps else 0
+
+
+class Start(NamedTuple):
+    """What ``mpikv run`` tells the ranks that it starts."""
+
+    attempt: int = 0
+    """How often it has restarted them."""
+    why: str = ""
+    """Why it has, the last time."""
+    boot: str = ""
+    """The boot of the host that made the commits."""
+
+
+def write_start(folder: Path, start: Start) -> None:
+    """Tell the ranks that are about to start how and why."""
+    (folder / _START).write_text(json.dumps(start))
+
+
+def read_start(folder: Path) -> Start:
+    """Return what the ranks were told."""
+    path = folder / _START
+    return Start(*json.loads(path.read_text())) if path.exists() else Start()
+
+
+def remove_commits(folder: Path) -> None:
+    """Remove all that a job keeps in a folder."""
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) or path.name == _START:
+            path.unlink()

@@ -1,0 +1,161 @@
+"""The files of commits: two for each rank and loop, in a folder of ``mpikv run``.
+
+A commit is written to the file that does not have the newest one. Its header comes last, and the header before is
+voided first: so a file has one whole commit or none, wherever its writer was killed. What a process has written stays
+when it is killed; a host that stops loses it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import struct
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cluster.runtime import present
+from ..errors import ConfigError
+from ..protocols import Array
+from .folder import HEADER, Commit, read_header, seal
+
+# The number of steps that have begun, and the process that holds the lock; in the first file.
+_NOTE, _NOTE_AT = struct.Struct("<qq"), 1024
+_TEXT_AT = 4096
+_ALIGNMENT = 64
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
+# Seconds between two attempts to take a lock.
+_NAP = 0.01
+
+
+class Slots:
+    """The two files of one rank for one loop. Local."""
+
+    def __init__(self, folder: Path, loop: int, rank: int) -> None:
+        self.folder = folder
+        self._paths = [folder / f"{loop}.{rank}.{slot}" for slot in range(2)]
+        self._files: list[int] = []
+
+    def open(self, seconds: float) -> None:
+        """Open the files, once no process of an earlier start has them any more.
+
+        Raises:
+            ConfigError: one still has them after so many seconds.
+        """
+        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in self._paths]
+        until = present().now() + seconds
+        # The kernel gives the lock back when the last process with the file has ended, and its last write is done.
+        while not self._lock():
+            if present().now() > until:
+                _, process = self.read_note()
+                raise ConfigError(
+                    f"the commits in {self._paths[0]} are still locked after {seconds:g} s: process {process} of an "
+                    "earlier start, or a child of it, is alive; end it, and start again"
+                )
+            present().sleep(_NAP)
+
+    def _lock(self) -> bool:
+        try:
+            fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the files: others may lock them."""
+        while self._files:
+            os.close(self._files.pop())
+
+    __del__ = close
+
+    def newest(self) -> Commit:
+        """Return the newest whole commit."""
+        return max(map(read_header, self._files))
+
+    def void_after(self, epoch: int) -> None:
+        """Void commits after an epoch: not all ranks have them, and new ones may get their numbers."""
+        for file in self._files:
+            if read_header(file).epoch > epoch:
+                _void(file)
+
+    def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
+        """Take room for such a commit in both files; return where its arrays begin.
+
+        Raises:
+            MemoryError: there is too little; the files keep their commits.
+        """
+        *begins, end = accumulate(
+            arrays, lambda end, array: _align(end + array.nbytes), initial=_align(_TEXT_AT + len(text))
+        )
+        for file in self._files:
+            size = os.fstat(file).st_size
+            try:
+                if size < end:
+                    os.posix_fallocate(file, size, end - size)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                space = os.statvfs(self.folder)
+                raise MemoryError(
+                    f"the commits of this rank take {2 * end} bytes in {self.folder}, which has "
+                    f"{space.f_bavail * space.f_frsize} left; start with mpikv run --keep DIR, a folder with more room"
+                ) from None
+        return begins
+
+    def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
+        """Write a commit over the one before the newest."""
+        # The text may have grown: room is taken before the commit there is voided.
+        begins, file = self.reserve(text, arrays), self._files[epoch % 2]
+        _void(file)
+        _write(file, text, _TEXT_AT)
+        for begin, array in zip(begins, arrays, strict=True):
+            _write(file, array.reshape(-1).view(np.uint8), begin)
+        _write(file, seal(Commit(epoch, step, len(text))), 0)
+
+    def read(self, commit: Commit) -> tuple[bytes, Callable[[np.dtype[Any], Sequence[int]], Array]]:
+        """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only."""
+        memory = np.frombuffer(mmap.mmap(self._files[commit.epoch % 2], 0, access=mmap.ACCESS_READ), np.uint8)
+        end = _TEXT_AT + commit.nbytes
+        text = memory[_TEXT_AT:end].tobytes()
+
+        def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+            nonlocal end
+            begin = _align(end)
+            end = begin + dtype.itemsize * math.prod(shape)
+            return memory[begin:end].view(dtype).reshape(shape)
+
+        return text, take
+
+    def read_note(self) -> tuple[int, int]:
+        """Return how many steps were begun by all starts, and the process of the last one."""
+        text = os.pread(self._files[0], _NOTE.size, _NOTE_AT)
+        begun, process = _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
+        return begun, process
+
+    def map_note(self) -> memoryview:
+        """Return the note in shared memory, for this process: a call of the system in each step would take longer."""
+        note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[_NOTE_AT:].cast("q")
+        note[1] = present().process
+        return note
+
+
+def _align(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def _write(file: int, content: Any, offset: int) -> None:
+    rest = memoryview(content)
+    while rest:
+        # The system may write less than asked, e.g. at a signal.
+        done = os.pwrite(file, rest, offset)
+        rest, offset = rest[done:], offset + done
+
+
+def _void(file: int) -> None:
+    _write(file, bytes(HEADER.size), 0)

@@ -1,0 +1,82 @@
+"""A training whose ranks kill themselves, in each start at another place drawn by a seed:  restarted.py SEED DEATHS."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mpikv
+
+STEPS = 30
+SEED, DEATHS = map(int, sys.argv[1:3])
+
+
+def count_down(name: str, calls: int) -> None:
+    """Kill this process in a call of a function of ``os``, before it does anything."""
+    real, left = getattr(os, name), [calls]
+
+    def counted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments)
+
+    setattr(os, name, counted)
+
+
+def arrange_death(rank: int, size: int, attempt: int) -> int:
+    """Arrange for the death of one rank in this start; return the step at which it raises instead, or -1."""
+    draw = random.Random(f"{SEED} {attempt}")
+    if attempt >= DEATHS or draw.randrange(size) != rank:
+        return -1
+    # What strikes for certain comes first; the first start has no commit to restore.
+    how = draw.choice(["pwrite", "pread", "raise", *["timer", "timer"] * (attempt > 0)])
+    if how == "timer":  # at any moment, also in the start
+        seconds = draw.uniform(0, 0.4)
+        threading.Thread(
+            target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGKILL)), daemon=True
+        ).start()
+    elif how == "pwrite":  # in a commit, or in the voiding of a restore
+        count_down("pwrite", draw.randint(1, 10))
+    elif how == "pread":  # in a restore
+        count_down("pread", draw.randint(1, 5))
+    return draw.randrange(STEPS) if how == "raise" else -1
+
+
+def main() -> None:
+    attempt = 0
+    if folder := os.environ.get("MPIKV_KEEP"):
+        attempt = json.loads((Path(folder) / "start.json").read_text())[0]
+    kv = mpikv.create(timeout=30.0)
+    raises = arrange_death(kv.rank, kv.size, attempt)
+    draw = random.Random(SEED)
+    optimizer, codec = draw.choice(["sgd", "adam", "lamb"]), draw.choice([None, "2bit"])
+    params = {"a": np.ones(70_000, np.float32), "b": np.ones((30, 7), np.float32)}
+    kv.init(params)
+    kv.set_optimizer(optimizer, learning_rate=0.05, **({"momentum": 0.9} if optimizer == "sgd" else {}))
+    kv.set_gradient_compression(codec if optimizer != "lamb" else None)
+    rng, made = np.random.default_rng(kv.rank), []
+    kv.keep(rng=rng, made=made)
+    for step in kv.steps(STEPS, fill=params):
+        if step == raises:
+            raise RuntimeError("planted")
+        time.sleep(0.004)
+        for keys in (["a"], ["b"]):
+            noise = {key: rng.standard_normal(params[key].shape, np.float32) for key in keys}
+            kv.pushpull({key: params[key] - noise[key] for key in keys}, out={key: params[key] for key in keys})
+        made.append(step)
+    state = *(array.tobytes() for array in params.values()), rng.bit_generator.state, made, kv.version("a")
+    digests = kv.comm.gather(hashlib.sha256(repr(state).encode()).hexdigest()) if kv.comm else [repr(state)]
+    if kv.rank == 0:
+        print("digest", hashlib.sha256(repr(digests).encode()).hexdigest())
+
+
+main()

@@ -1,0 +1,178 @@
+"""``mpikv run --restarts``: ranks that are killed, raise or stop, what goes on, and what is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.launching import why_no_mpi
+
+FOLDER = Path(__file__).parent
+# Enough for four starts on a busy machine.
+DEADLINE = 100
+pytestmark = [
+    pytest.mark.deadline(2 * DEADLINE + 20),
+    pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi() or "MPI"),
+]
+
+TRAIN = """
+import os, pathlib, resource, signal, sys, time
+import numpy as np
+import mpikv
+here = pathlib.Path(sys.argv[1])
+kv = mpikv.create(timeout=TIMEOUT)
+kv.init("w", np.zeros(1000))
+BEFORE
+for step in kv.steps(10):
+    if kv.rank == 1:
+        AT
+    kv.push("w", np.ones(1000))
+    time.sleep(0.02)
+if kv.rank == 0:
+    print("done", kv.restored, kv.version("w"), flush=True)
+"""
+ONCE = "(kv.restored is None or kv.restored.attempt == 0)"
+
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Start]:
+    """Return a function that starts a training; check that it leaves no file of its own, and no process."""
+    jobs = list[subprocess.Popen[str]]()
+
+    def start(at: str, *options: str, before: str = "", timeout: float = 30.0) -> subprocess.Popen[str]:
+        script = tmp_path / "train.py"
+        script.write_text(TRAIN.replace("TIMEOUT", str(timeout)).replace("BEFORE", before).replace("AT", at))
+        command = [sys.executable, "-m", "mpikv", "run", "-n", "2", *options, str(script), str(tmp_path)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        (tmp_path / "tmp").mkdir(exist_ok=True)
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        jobs.append(subprocess.Popen(command, env=environ, text=True, **pipes))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.communicate()
+    left = [path.name for path in (tmp_path / "tmp").iterdir()]
+    assert not left
+
+
+def wait(job: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+    output, errors = job.communicate(timeout=DEADLINE)
+    assert job.returncode == status, f"{job.returncode}\n{output}\n{errors}"
+    return output, errors
+
+
+def kill(ranks: int, seed: int, deaths: int = 3) -> int:
+    """Compare a training with deaths to one without; return how often its ranks were started again."""
+    digests, errors = list[str](), ""
+    for options in ([], ["--restarts", str(deaths)]):
+        command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), *options, str(FOLDER / "restarted.py")]
+        command += [str(seed), str(deaths if options else 0)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+        digests, errors = [*digests, *re.findall(r"digest \w+", done.stdout)], done.stderr
+    assert len(digests) == 2
+    assert digests[0] == digests[1], errors
+    return len(re.findall(r"; restart \d from ", errors))
+
+
+@pytest.mark.parametrize(("size", "seed"), [(2, 0), (3, 15)])
+def test_killed_ranks_change_no_bit(size: int, seed: int) -> None:
+    assert kill(size, seed) > 0
+
+
+@pytest.mark.feature("restarts-messages")
+def test_a_killed_rank_is_named_and_the_loop_goes_on(run: Start) -> None:
+    output, errors = wait(run(f"step == 5 and {ONCE} and os.kill(os.getpid(), signal.SIGKILL)", "--restarts", "1"))
+    (step,) = re.findall(r"^mpikv run: rank 1 was killed by SIGKILL; restart 1 from step (\d)$", errors, re.MULTILINE)
+    assert 1 <= int(step) <= 5
+    again = 6 - int(step)
+    assert f"done Restored(step={step}, attempt=1, again={again}, why='rank 1 was killed by SIGKILL') 10" in output
+
+
+def test_an_error_at_a_step_ends_the_job_after_some_restarts(run: Start) -> None:
+    _, errors = wait(run("if step == 5: raise RuntimeError('planted')", "--restarts", "2"), status=1)
+    assert errors.count("RuntimeError: planted") >= 3
+    assert re.search(
+        r"rank 1 ended with status 1, so the job was stopped; 2 restarts from .* brought no new commit", errors
+    )
+
+
+def test_a_stopped_rank_is_killed_and_replaced(run: Start) -> None:
+    at = f"step == 3 and {ONCE} and os.kill(os.getpid(), signal.SIGSTOP)"
+    output, errors = wait(run(at, "--restarts", "1", timeout=3.0))
+    assert "Stalled" in errors
+    assert "restart 1 from" in errors
+    assert "done" in output
+
+
+def test_a_signal_ends_the_job_and_removes_its_folder(run: Start, tmp_path: Path) -> None:
+    job = run("(here / 'folder').write_text(os.environ['MPIKV_KEEP']); time.sleep(1)", "--restarts", "3")
+    folder = Path(read_when_there(tmp_path / "folder"))
+    assert folder.is_dir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    job.send_signal(signal.SIGTERM)
+    _, errors = wait(job, status=128 + signal.SIGTERM)
+    assert "restart" not in errors
+    assert not folder.exists()
+
+
+def test_a_killed_command_goes_on_from_its_folder(run: Start, tmp_path: Path) -> None:
+    keep = tmp_path / "keep"
+    job = run("step == 5 and ((here / 'five').write_text(str(os.getppid())), time.sleep(60))", "--keep", str(keep))
+    read_when_there(tmp_path / "five")
+    _, errors = wait(run("pass", "--keep", str(keep)), status=2)
+    assert f"no commits can be kept in {keep}: another mpikv run uses it" in errors
+    job.kill()
+    job.communicate()
+    remove_files_of_killed(tmp_path / "tmp")
+    output, _ = wait(run("pass", "--keep", str(keep)))
+    assert re.search(r"done Restored\(step=[1-5], attempt=0, again=\d, why=''\) 10", output)
+    # A finished job is not gone on with.
+    assert not list(keep.iterdir())
+
+
+def test_the_folder_of_a_killed_command_is_removed_by_the_next(run: Start, tmp_path: Path) -> None:
+    job = run("(here / 'folder').write_text(os.environ['MPIKV_KEEP']); time.sleep(60)", "--restarts", "3")
+    folder = Path(read_when_there(tmp_path / "folder"))
+    job.kill()
+    job.communicate()
+    remove_files_of_killed(tmp_path / "tmp")
+    # Any command of this user removes it, and says so.
+    wait(run("pass"))
+    assert not folder.exists()
+
+
+def test_a_full_folder_is_named_with_the_bytes_that_are_missing(run: Start) -> None:
+    before = "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))"
+    _, errors = wait(run("pass", "--restarts", "1", before=before), status=1)
+    assert re.search(
+        r"MemoryError: steps\(total 10\): the commits of this rank take \d+ bytes in /dev/shm/mpikv-", errors
+    )
+    assert "start with mpikv run --keep DIR, a folder with more room" in errors
+    assert "; 1 restart from the beginning brought no new commit" in errors
+
+
+def remove_files_of_killed(folder: Path) -> None:
+    for left in folder.iterdir():
+        shutil.rmtree(left)
+
+
+def read_when_there(path: Path) -> str:
+    until = time.monotonic() + DEADLINE
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return path.read_text()

@@ -1,0 +1,58 @@
+"""Whether ``mpikv run`` starts ranks again, as their commits tell it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpikv.cli.restarts import Restarts, open_folder
+from mpikv.errors import ConfigError
+from mpikv.keep.folder import Start, newest_step, read_start, write_start
+from mpikv.keep.slots import Slots
+
+
+def commit(folder: Path, epoch: int, step: int, ranks: int = 2) -> None:
+    for rank in range(ranks):
+        slots = Slots(folder, 1, rank)
+        slots.open(0.0)
+        slots.write(epoch, step, b"text", [])
+
+
+def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
+    told = list[str]()
+    restarts = Restarts(tmp_path, 2, False, told.append)
+    assert [restarts.go_on("rank 0 died") for _ in range(2)] == [True, True]
+    commit(tmp_path, 1, 7)
+    assert [restarts.go_on("rank 1 died") for _ in range(3)] == [True, True, False]
+    assert told[0] == "rank 0 died; restart 1 from the beginning"
+    assert told[3] == "rank 1 died; restart 4 from step 7"
+    assert read_start(tmp_path)[:2] == (4, "rank 1 died")
+    assert restarts.end(1) == "; 2 restarts from step 7 brought no new commit"
+    assert restarts.end(0) == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_commit_counts_that_all_ranks_have(tmp_path: Path) -> None:
+    commit(tmp_path, 1, 7)
+    commit(tmp_path, 2, 9, ranks=1)
+    assert newest_step(tmp_path) == (1, 7)
+    (tmp_path / "1.1.0").write_bytes(b"\0" * 20)
+    assert newest_step(tmp_path) == (1, 7)
+
+
+def test_commits_of_another_boot_are_refused(tmp_path: Path) -> None:
+    commit(tmp_path, 1, 7)
+    write_start(tmp_path, Start(boot="another"))
+    with pytest.raises(ConfigError, match="were made before the last boot of this host, or on another host"):
+        Restarts(tmp_path, 2, True, print)
+
+
+def test_a_folder_has_one_job(tmp_path: Path) -> None:
+    with open_folder(str(tmp_path / "new")) as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(ConfigError, match="another mpikv run uses it"):
+            open_folder(str(folder)).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"no commits can be kept in .*file: File exists; give another folder"):
+        open_folder(str(tmp_path / "file")).__enter__()
