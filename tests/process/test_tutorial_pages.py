@@ -25,7 +25,7 @@ def run_commands(folder: Path, page: str) -> list[tuple[str, str, str]]:
                 [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=60
             )
             assert done.returncode == 0, done.stderr
-            ran.append((command, done.stdout, shown))
+            ran.append((command, done.stdout + (done.stderr if "--restarts" in command else ""), shown))
     return ran
 
 
@@ -66,3 +66,15 @@ def test_one_process_and_many_print_what_is_shown(tmp_path: Path) -> None:
     for line in re.findall(r"^\| `([^`…]+)` \| (?:new|was)", page, re.MULTILINE):
         assert line in (tmp_path / "ranks.py").read_text()
         assert line not in (tmp_path / "alone.py").read_text()
+
+
+@pytest.mark.deadline(120)
+def test_a_killed_rank_prints_what_is_shown_but_for_numbers_of_steps(tmp_path: Path) -> None:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    page = read_tutorial("kill-a-rank")
+    write_scripts(tmp_path, page, "mean.py")
+    (_, whole, shown), (_, killed, shown_killed) = run_commands(tmp_path, page)
+    assert whole == shown
+    lines, printed = (re.sub(r"(step[ =]|again=)\d+", r"\1N", text).splitlines() for text in (shown_killed, killed))
+    assert set(lines) <= set(printed), killed
