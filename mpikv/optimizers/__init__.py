@@ -135,8 +135,14 @@ def __getattr__(name: str) -> Any:
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register an optimizer for :func:`create` under its class name in lower case. A decorator."""
+    """Register an optimizer for :func:`create` under its class name in lower case. A decorator.
+
+    Raises:
+        ConfigError: the name is taken, or the class has options and is no dataclass: their defaults would not count.
+    """
     name = kind.__name__.lower()
+    if "__annotations__" in vars(kind) and "__dataclass_fields__" not in vars(kind):
+        raise ConfigError(f"put @dataclass(kw_only=True, eq=False, repr=False) between @register and {kind.__name__}")
     if (kind_of(name) or kind) is not kind:
         raise ConfigError(f"an optimizer {name!r} exists already; give the class another name")
     _REGISTERED[name] = kind

@@ -131,7 +131,7 @@ class KVStoreBase:
         """
         self._cannot("pushpull")
 
-    def set_optimizer(self, optimizer: Any) -> None:
+    def set_optimizer(self, optimizer: Any, **arguments: Any) -> None:
         """Set the optimizer that runs where values are stored. Collective."""
         self._cannot("set_optimizer")
 

@@ -521,3 +521,11 @@ def test_a_rule_of_your_own(monkeypatch):
 
     with pytest.raises(ConfigError, match="'adam' exists already"):
         optimizers.register(Adam)
+
+
+def test_a_class_whose_defaults_would_not_count_is_refused():
+    class Plain(Optimizer):
+        learning_rate: float | None = optimizers.rate(0.5)
+
+    with pytest.raises(ConfigError, match=r"put @dataclass.* between @register and Plain"):
+        optimizers.register(Plain)
