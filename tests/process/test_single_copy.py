@@ -25,19 +25,30 @@ def kv(request, comm, monkeypatch):
     if request.param != "by time":
         way = int(request.param == "all lend" or comm.rank % 2)
         monkeypatch.setattr(CopyChoice, "next", lambda faster: way)
-    read = Attached.read
-    store = mpikv.create("dist_sync", comm=comm, bucket_bytes=128 << 10)
+    with create(comm, bucket_bytes=128 << 10) as store:
+        read = Attached.read
+
+        def read_late(attached, place, address, into):
+            time.sleep(2e-3 * (comm.rank == 1))
+            read(attached, place, address, into)
+
+        monkeypatch.setattr(Attached, "read", read_late)
+        yield store
+
+
+def create(comm, **settings):
+    store = mpikv.create("dist_sync", comm=comm, **settings)
     if not store._exchange.transport.single_copy:
         store.close()
         pytest.skip("the system does not let ranks read each other's memory")
+    return store
 
-    def read_late(attached, place, address, into):
-        time.sleep(2e-3 * (comm.rank == 1))
-        read(attached, place, address, into)
 
-    monkeypatch.setattr(Attached, "read", read_late)
-    yield store
-    store.close()
+def push_and_change(kv, array, expected):
+    """Push an array, change it as soon as it may be, and compare the value."""
+    kv.push("w", array)
+    array.fill(np.nan)
+    np.testing.assert_array_equal(kv.pull("w"), expected)
 
 
 def given(rank, number=0):
@@ -51,10 +62,7 @@ def total(kv, number=0):
 def test_a_pushed_array_may_be_changed_at_once(kv):
     kv.init("w", np.zeros(SIZE))
     for number in range(3):
-        array = given(kv.rank, number)
-        kv.push("w", array)
-        array.fill(np.nan)
-        np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+        push_and_change(kv, given(kv.rank, number), total(kv, number))
 
 
 def test_an_array_that_is_pushed_and_pulled_into(kv):
@@ -78,26 +86,20 @@ def test_only_some_ranks_bring_arrays_that_can_be_read_so(kv):
     kv.init("w", np.zeros(SIZE))
     for number in range(3):
         array = np.repeat(given(kv.rank, number), 2)[::2] if (kv.rank + number) % 2 else given(kv.rank, number)
-        kv.push("w", array)
-        array[...] = np.nan
-        np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+        push_and_change(kv, array, total(kv, number))
 
 
 def test_a_root_that_owns_everything(kv, comm):
     with mpikv.create("dist_sync", comm=comm, placement="root", root=comm.size - 1) as other:
         other.init("w", np.zeros(SIZE))
         for number in range(3):
-            array = given(kv.rank, number)
-            other.push("w", array)
-            array.fill(np.nan)
-            np.testing.assert_array_equal(other.pull("w"), total(kv, number))
+            push_and_change(other, given(kv.rank, number), total(kv, number))
 
 
 class Twice:
     """Has an array summed, and changes it as soon as it has the sum."""
 
-    elementwise = False
-    feedback = False
+    elementwise = feedback = False
 
     def settings(self):
         return "twice"
@@ -128,8 +130,7 @@ def test_ranks_that_have_left(kv):
             array = given(kv.rank, number)
             kv.push("w", array)
             array.fill(np.nan)
-    last = kv.num_workers - 1
-    np.testing.assert_array_equal(kv.pull("w"), given(last, last))
+    np.testing.assert_array_equal(kv.pull("w"), given(kv.num_workers - 1, kv.num_workers - 1))
 
 
 def test_an_updater_that_raises(kv):
@@ -159,15 +160,8 @@ def test_an_optimizer(kv, comm, deterministic):
 
 def test_an_updater_of_whole_values(kv):
     kv.init("w", np.zeros(SIZE))
-    kv.set_updater(add_twice)
-    array = given(kv.rank)
-    kv.push("w", array)
-    array.fill(np.nan)
-    np.testing.assert_array_equal(kv.pull("w"), 2 * total(kv))
-
-
-def add_twice(key, pushed, stored):
-    stored += 2 * pushed
+    kv.set_updater(lambda key, pushed, stored: np.add(stored, 2 * pushed, out=stored))
+    push_and_change(kv, given(kv.rank), 2 * total(kv))
 
 
 def test_calls_that_nobody_waits_for(kv):
@@ -209,8 +203,7 @@ def test_an_array_that_cannot_be_lent(kv, comm, monkeypatch):
 
     monkeypatch.setattr(Attached, "is_readable", is_readable)
     for number, array in enumerate(secret):
-        kv.push("w", array)
-        np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+        push_and_change(kv, array, total(kv, number))
 
 
 @pytest.mark.deadline(120)
@@ -225,10 +218,7 @@ def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
 
     monkeypatch.setattr(Attached, "read", read_too_late)
     monkeypatch.setattr(CopyChoice, "next", lambda faster: 1)
-    kv = mpikv.create("dist_sync", comm=comm, timeout=0.5)
-    if not kv._exchange.transport.single_copy:
-        kv.close()
-        pytest.skip("the system does not let ranks read each other's memory")
+    kv = create(comm, timeout=0.5)
     kv.init("w", np.zeros(SIZE))
     array = given(comm.rank)
     with pytest.raises(Stalled):
