@@ -130,9 +130,9 @@ class _Recorder:
         """Return the statements from one on, and an expression for the call. It must not compute numbers of other ways:
         zeros stand for these.
         """
-        self._answers, self._lines, self._used = answers, list[str](), set[str]()
+        self._lines, self._used = list[str](), set[str]()
         try:
-            trial, step, block = self._start()
+            trial, step, block = self._start(answers)
             for part in self._parts:
                 getattr(trial, part)(step, block)
         except _Question as asked:
@@ -141,8 +141,6 @@ class _Recorder:
             bits = sum(answer << self._bits[each] for each, answer in answers.items())
             numbers = "".join(f"{each if each in self._used else 0.0}, " for each in self.numbers)
             return tuple(self._lines[begin:]), f"({bits}, {numbers})"
-        if len(answers) == _QUESTIONS:
-            raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {question}")
         lines, bit = tuple(self._lines), 1 << self._bits.setdefault(question, len(self._bits))
         (yes, first), (no, second) = (self.follow({**answers, question: each}, len(lines)) for each in (True, False))
         # Most ways meet again, as where only a weight decay is added.
@@ -155,21 +153,24 @@ class _Recorder:
         """Return the statement of the rate of a layer, and an expression for the call. The statement asks the
         questions, which are about norms.
         """
-        self._answers = answers
-        trial, step, _ = self._start()
+        trial, step, _ = self._start(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
         except _Question as asked:
             (question,) = asked.args
             yes, no = (self.express({**answers, question: each})[0][0] for each in (True, False))
             code = f"if ({question} != 0) {{\n{indent(yes, '    ')}\n}} else {{\n{indent(no, '    ')}\n}}"
-        numbers = r"float\(o\.\w+\)|\b[os]\.\w+(\[\d+\])?"
+        if "**" in code:
+            raise _Refusal("adapt uses **, whose bits differ between Python and GPUs")
+        numbers = r"float\(o\.\w+\)|\b[os]\.\w+(\[\d+\])?|\b(inf|nan)\b"
         code = re.sub(numbers, lambda found: self.operand(_Number(self, found[0])), code)
         return (code,), f"(0, {', '.join(self.numbers)})"
 
-    def _start(self) -> tuple[Any, Step, Block]:
+    def _start(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
         """Return the optimizer, its step and its block; all that happens to them is reported here."""
-        options = vars(self._optimizer)
+        if len(answers) > _QUESTIONS:
+            raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
+        self._answers, options = answers, vars(self._optimizer)
 
         def get(trial: Any, name: str) -> Any:
             value = object.__getattribute__(trial, name)
@@ -295,9 +296,8 @@ class _Number(_Symbol):
         if type(other) not in (int, float, _Number):
             return NotImplemented
         left, right = self.text, other.text if isinstance(other, _Number) else repr(float(other))
-        return _Number(
-            self.recorder, "(({}) {} ({}))".format(*((right, symbol, left) if turned else (left, symbol, right)))
-        )
+        text = f"(({right}) {symbol} ({left}))" if turned else f"(({left}) {symbol} ({right}))"
+        return _Number(self.recorder, text)
 
 
 _OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
