@@ -21,6 +21,8 @@ from ..cluster.runtime import system_function
 from ..errors import TransportError
 from ..protocols import Array, Group
 
+# Bytes of one call: the kernel copies no more than 2,147,479,552, and returns as if that were all.
+_MOST_BYTES = 1 << 30
 # In this many choices each way is tried once, since the faster way changes within minutes.
 _PERIOD = 32
 # The weight of a new sample, and its bound as a multiple of the mean: a rank may have lost its core meanwhile.
@@ -68,15 +70,17 @@ class Attached:
         Raises:
             TransportError: the process is gone, or has no such memory.
         """
-        self._into.base, self._from.base = into.ctypes.data, address
-        self._into.length = self._from.length = into.nbytes
-        count = self._call(self._pids[local_rank], *self._arguments)
-        if count != into.nbytes:
-            why = os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {into.nbytes} bytes could be read"
-            raise TransportError(
-                f"the arrays of rank {self._ranks[local_rank]} cannot be read: {why}; set MPIKV_SINGLE_COPY=0 to copy "
-                "them through shared memory instead"
-            )
+        base, size = into.ctypes.data, into.nbytes
+        for done in range(0, size, _MOST_BYTES):
+            self._into.base, self._from.base = base + done, address + done
+            self._into.length = self._from.length = length = min(size - done, _MOST_BYTES)
+            count = self._call(self._pids[local_rank], *self._arguments)
+            if count != length:
+                why = os.strerror(ctypes.get_errno()) if count < 0 else f"{done + count} of {size} bytes could be read"
+                raise TransportError(
+                    f"the arrays of rank {self._ranks[local_rank]} cannot be read: {why}; set MPIKV_SINGLE_COPY=0 to "
+                    "copy them through shared memory instead"
+                )
 
 
 def attach(group: Group) -> Attached | None:
@@ -113,8 +117,7 @@ class CopyChoice:
     """
 
     def __init__(self) -> None:
-        self._chosen = 0
-        self._pace = [0.0, 0.0]
+        self._chosen, self._pace = 0, [0.0, 0.0]
 
     def next(self) -> int:
         """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, or the one
