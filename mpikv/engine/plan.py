@@ -44,8 +44,9 @@ from .spans import Spans
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
 # send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
 _DIRECT_BYTES = 64 << 10
-# Keys in all plans of lists together. Each takes some kilobytes at most.
-_MOST_KEYS = 64 << 10
+# Keys in all plans of lists together: at least so many, and in a large store so many times its own. A step may use a
+# few lists, each of nearly all keys. A key takes some kilobytes at most.
+_MOST_KEYS, _TIMES = 64 << 10, 4
 # From this size on a pushpull unpacks each bucket while it is in the cache. Smaller calls fit in the last level of
 # cache, and there the check that this is safe would take longer than it saves.
 _STREAMED_BYTES = 8 << 20
@@ -280,21 +281,19 @@ class Plans:
         self._held = 0
 
     def add(self, plan: Plan, known: int) -> None:
-        """Keep a plan. There is room for lists of all ``known`` keys of the store at least."""
+        """Keep a plan. There is room for four lists of all ``known`` keys of the store at least."""
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
             return
-        if self._held + len(plan.keys) > max(known, _MOST_KEYS):
-            self.lists.clear()
-            self._held = 0
+        if self._held + len(plan.keys) > max(_TIMES * known, _MOST_KEYS):
+            self.lists, self._held = {}, 0
         self.lists[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all."""
         self.single.clear()
-        self.lists.clear()
-        self._held = 0
+        self.lists, self._held = {}, 0
 
 
 def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:

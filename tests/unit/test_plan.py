@@ -273,17 +273,17 @@ class TestPlans:
         assert 0 < sum(len(plan.keys) for plan in kept) <= 1000
         assert all(plans.lists.get(plan.keys) is plan for plan in kept)
 
-    def test_single_keys_and_a_list_of_all_are_kept(self, made, monkeypatch):
+    def test_single_keys_and_lists_of_nearly_all_are_kept(self, made, monkeypatch):
         """However many there are: they are no more than the store has."""
         monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 10)
-        plans, halves = Plans(), [plan_of(made[:500]), plan_of(made[500:])]
+        plans, lists = Plans(), [plan_of(made[:800]), plan_of(made[200:]), plan_of(made)]
         for entry in made:
             plans.add(plan_of([entry]), 1000)
         for _ in range(3):
-            for half in halves:
-                assert plans.lists.get(half.keys) is half or plans.add(half, 1000) is None
-        assert [plans.lists.get(half.keys) for half in halves] == halves
+            for each in lists:
+                assert plans.lists.get(each.keys) is each or plans.add(each, 1000) is None
+        assert [plans.lists.get(each.keys) for each in lists] == lists
         assert list(plans.single) == list(range(1000))
         plans.clear()
         assert not plans.single
-        assert plans.lists.get(halves[0].keys) is None
+        assert plans.lists.get(lists[0].keys) is None
