@@ -37,13 +37,14 @@ class Collectives:
     Arrays of GPUs are summed and broadcast only.
     """
 
-    def __init__(self, transport: Transport, in_pairs: bool = False) -> None:
-        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`."""
+    def __init__(self, transport: Transport, in_pairs: bool = False, combine: Callable[..., None] = combine) -> None:
+        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`. A library of arrays may be
+        faster at what :func:`~.operations.combine` does.
+        """
         self.memory = transport.memory
         self._transport, self._size, self._rank = transport, transport.size, transport.rank
         self._in_pairs, self._alltoallv = in_pairs, Alltoallv(transport)
-        self.combine: Callable[..., None] = partial(combine, size=transport.size, in_pairs=in_pairs)
-        """Reduces terms into an array by an operation. A library of arrays may do it faster."""
+        self._combine = partial(combine, size=transport.size, in_pairs=in_pairs)
         self._small = min(_SMALL // self._size, transport.limit)
         # Twice the limit: half precision is summed in float32. Unwritten pages take no memory.
         self._received = private(transport)(2 * transport.limit)
@@ -69,7 +70,8 @@ class Collectives:
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
         """Reduce every rank's first array of each pair, into the second; they may be the same. All have one dtype.
 
-        Small arrays travel together. The message that may be staged is all first arrays, one after the other.
+        Large arrays that other ranks may read in place are reduced first, one by one; then small ones travel together.
+        The message that may be staged is all first arrays, one after the other: with a large one, it is not small.
         """
         if self._size == 1:
             apart = [pair for pair in pairs if pair[0] is not pair[1]]
@@ -104,7 +106,7 @@ class Collectives:
             send, counts = self._packed(pieces, staged), [piece.size for piece in pieces]
             terms = self._terms(send, counts, op)
             if counts[self._rank]:
-                self.combine(terms, out[low : low + counts[self._rank]], op)
+                self._combine(terms, out[low : low + counts[self._rank]], op)
 
     def all_gather(self, buffer: Array, counts: Sequence[int], staged: bool = False) -> None:
         """Fill ``buffer``: its r-th part, of ``counts[r]`` elements, is there on rank r. The message is that part."""
@@ -200,7 +202,7 @@ class Collectives:
         """Reduce terms into an array that may be this rank's term. Local."""
         # Adding the terms before it would overwrite it.
         into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
-        self.combine(terms, into, op)
+        self._combine(terms, into, op)
         if into is not part:
             np.copyto(part, into)
 
@@ -224,11 +226,10 @@ class Collectives:
     def _unpack(self, terms: Sequence[Array], outs: Sequence[Array], op: Op) -> None:
         """Reduce terms into arrays that lie in them one after the other. Local."""
         whole = outs[0] if len(outs) == 1 else self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
-        self.combine(terms, whole, op)
-        begin = 0
-        for out in outs if len(outs) > 1 else ():
-            out[...] = whole[begin : begin + out.size]
-            begin += out.size
+        self._combine(terms, whole, op)
+        if len(outs) > 1:
+            for out, end in zip(outs, accumulate(out.size for out in outs), strict=True):
+                out[...] = whole[end - out.size : end]
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
         """Sum arrays of GPUs: in place by one call where the library adds their dtype, else by messages. Collective."""

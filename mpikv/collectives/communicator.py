@@ -10,7 +10,7 @@ from ..cluster.agreement import Agreement
 from ..cluster.calls import Call
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames
 from ..errors import Closed, Stalled, TransportError, ValueMismatch, is_settled, text_of
-from ..protocols import Array, Group, Transport
+from ..protocols import Array, Group
 from .collectives import Collectives
 
 __tracebackhide__ = hidden_from_pytest
@@ -24,8 +24,8 @@ class Communicator:
     call raises it anew.
     """
 
-    def __init__(self, transport: Transport, agreement: Agreement, group: Group) -> None:
-        self.collectives = Collectives(transport)
+    def __init__(self, collectives: Collectives, agreement: Agreement, group: Group) -> None:
+        self.collectives = collectives
         self._agreement, self._group, self._quietly = agreement, group, quiet()
         self._failure: Exception | None = None
 

@@ -12,23 +12,25 @@ from hypothesis import strategies as st
 from support.communicating import LIMIT, Ranks, brought, reduce_of
 
 from mpikv.cluster.calls import Call
+from mpikv.collectives.collectives import Collectives
 from mpikv.collectives.operations import Op, check
 from mpikv.engine.plan import digest
 from mpikv.errors import PeerFailed, RankMismatch, Unsupported, ValueMismatch
 from mpikv.testing.transport import dtypes
+from mpikv.transports.cma import CopyChoice
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.fixture(params=[(1 << 20, 1), (1000, 1 << 20), (1000, 1)], ids=["small", "large", "read in place"])
+@pytest.fixture(params=[(1 << 20, 1, 1), (1000, 1 << 20, 1), (1000, 1, 0), (1000, 1, 1)], ids=str)
 def world(
     request: pytest.FixtureRequest, comm: Any, transport: str, monkeypatch: Any, simulate_ranks_per_host: int
 ) -> Iterator[Ranks]:
     """Return ranks that send most messages as small ones, or as large ones that are copied or read in place."""
-    small, large = request.param
+    small, large, way = request.param
     monkeypatch.setattr("mpikv.collectives.collectives._SMALL", small)
-    world = Ranks(comm, transport, simulate_ranks_per_host if transport == "hierarchical" else 0)
-    vars(world.transport).update(_large=large)  # of shared memory
+    monkeypatch.setattr(CopyChoice, "next", lambda choice: way)  # and not by time
+    world = Ranks(comm, transport, simulate_ranks_per_host if transport == "hierarchical" else 0, large=large)
     yield world
     world.close()
 
@@ -128,6 +130,14 @@ def test_half_precision_is_rounded_once(world):
         array = np.full(3000, 1.0 if world.rank == 0 else small).astype(dtype)
         world.call("all_reduce", array, Op.SUM)
         assert (array == np.array(1 + small * (world.size - 1), np.float32).astype(dtype)).all()
+
+
+def test_another_library_may_reduce(world):
+    sizes = []
+    collectives = Collectives(world.transport, combine=lambda *_, size, in_pairs: sizes.append(size))
+    collectives.reduce_scatter([np.ones(3)] * world.size, np.empty(3), Op.SUM)
+    collectives.close()
+    assert sizes == [world.size]
 
 
 @pytest.mark.parametrize(

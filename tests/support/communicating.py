@@ -11,12 +11,15 @@ from mpikv.cluster.agreement import Agreement
 from mpikv.cluster.calls import Call
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard
+from mpikv.cluster.waiting import Waiting
+from mpikv.collectives.collectives import Collectives
 from mpikv.collectives.communicator import Communicator
 from mpikv.collectives.operations import Op
 from mpikv.config import Config
 from mpikv.engine.plan import digest
-from mpikv.protocols import Array
+from mpikv.protocols import Array, Transport
 from mpikv.transports import open_transport
+from mpikv.transports.shm import ShmTransport
 
 LIMIT = 4096
 
@@ -35,13 +38,19 @@ FUNCTIONS = {
 class Ranks:
     """A communicator of the ranks of a test. All methods are collective."""
 
-    def __init__(self, comm: Any, transport: str = "auto", hosts_of: int = 0, timeout: float = 20.0) -> None:
+    def __init__(
+        self, comm: Any, transport: str = "auto", hosts_of: int = 0, timeout: float = 20.0, **shm: Any
+    ) -> None:
+        """``shm`` are more arguments of the transport of one host."""
         self.group = ProcessGroup(comm, hosts_of, timeout)
         self.board = StatusBoard(self.group)
         config = Config(transport=transport, bucket_bytes=LIMIT, timeout=timeout)
-        self.transport = open_transport(self.group, config, self.board.warn)
+        if transport == "shm":
+            self.transport: Transport = ShmTransport(self.group, LIMIT, Waiting(timeout), **shm)
+        else:
+            self.transport = open_transport(self.group, config, self.board.warn)
         agreement = Agreement(self.transport, self.group, self.board, True)
-        self.communicator = Communicator(self.transport, agreement, self.group)
+        self.communicator = Communicator(Collectives(self.transport), agreement, self.group)
         self.rank, self.size = self.group.rank, self.group.size
 
     def close(self) -> None:

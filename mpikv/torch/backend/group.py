@@ -30,7 +30,7 @@ from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
 from .queue import Queue
 from .rendezvous import open_group
-from .tensors import Reduction, check_movable, combine, describe, flat, in_place, join_parts, read, read_parts, split
+from .tensors import Reduction, check_movable, describe, flat, in_place, join_parts, read, read_parts, split
 from .work import Work
 
 # Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
@@ -99,7 +99,6 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         place = given.store, self._rank, self._size, seconds, given.group_id, ranks or range(self._size)
         meeting = self._meeting = open_group(*place)
         self._communicator, self._collectives = meeting.communicator, meeting.communicator.collectives
-        self._collectives.combine = partial(combine, size=self._size)
         self._queue = Queue(f"mpikv {given.group_id}")
         meeting.agreement.place = self._queue.place
         self._process, self._why = os.getpid(), ""

@@ -21,6 +21,7 @@ from ...cluster.mpi_library import start_mpi
 from ...cluster.process_group import ProcessGroup
 from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting, Warn
+from ...collectives.collectives import Collectives
 from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
@@ -31,6 +32,7 @@ from ...transports.cma import attach
 from ...transports.meeting import HostGroup
 from ...transports.requests import AbortableWaiting
 from ...transports.rings import Rings
+from .tensors import combine
 
 
 class Deadline:
@@ -171,7 +173,7 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
-    communicator = Communicator(transport, agreement, group)
+    communicator = Communicator(Collectives(transport, combine=combine), agreement, group)
     mailbox = Mailbox(group, board, communicator.end, rings)
     return Meeting(group, board, transport, agreement, communicator, mailbox, deadline)
 

@@ -183,7 +183,7 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
     return array, [number * width for number in numbers], put_back_each
 
 
-def combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
+def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
     """Do what :func:`~mpikv.collectives.operations.combine` does, but sums of half precision by PyTorch.
 
     >>> terms = list(np.random.default_rng(0).standard_normal((3, 100_000)).astype(np.float16))
@@ -195,9 +195,9 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int) -> None:
     True
     True
     """
-    kind = _HALVES.get(name_of(out.dtype)) if op is Op.SUM and out.size >= _FEW else None
+    kind = _HALVES.get(name_of(out.dtype)) if op is Op.SUM and out.size >= _FEW and not in_pairs else None
     if kind is None or any(term.dtype != out.dtype for term in terms):
-        operations.combine(terms, out, op, size)
+        operations.combine(terms, out, op, size, in_pairs)
         return
     rows = [torch.from_numpy(row.view(np.int16)).view(kind).split(_BLOCK) for row in (*terms, out)]
     for first, *others, last, into in zip(*rows, strict=True):
