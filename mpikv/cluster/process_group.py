@@ -59,9 +59,8 @@ class ProcessGroup:
         self._timeout = timeout
         self.divided = ""
         """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
-        self._end = ""
-        self.left = -1
-        """The rank that has ended the store, once :meth:`find_end` has found it."""
+        self.left = dict[int, str]()
+        """The ranks that have ended the store, as far as :meth:`find_end` has found them, and why; the first first."""
         self._has_ended = False
         # Messages sent to each rank; at this rank's own place, minus the messages received. Summed over ranks, each
         # place is the number of messages still on their way.
@@ -189,11 +188,10 @@ class ProcessGroup:
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks why this one will make no more calls of the store, unless they know that it is unusable.
-        Local.
-        """
+        """Tell the other ranks why this one will make no more calls of the store. Local."""
         with self._listening:
-            if not (self._has_ended or self._end) and self._may_speak():
+            # Also after the end of another rank: some may wait for a message of this one.
+            if not self._has_ended and self._may_speak():
                 self._has_ended = True
                 with self.translated("sending a shutdown notice"):
                     self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
@@ -219,17 +217,13 @@ class ProcessGroup:
         return status.source, bytes(text)
 
     def find_end(self) -> str:
-        """Return why another rank has ended the store, or "". Local; any thread may ask."""
-        if self.comm is None or self._end:
-            return self._end
+        """Return why another rank has ended the store, the first one, or "". Local; any thread may ask."""
         with self._listening:
             if self._may_speak():
                 with self.translated("receiving a shutdown notice"):
-                    notice = self.receive_notice(ENDED)
-                if notice:
-                    self.left = notice[0]
-                    self._end = f"rank {notice[0]} has left: {notice[1].decode(errors='replace')}"
-            return self._end
+                    while notice := self.receive_notice(ENDED):
+                        self.left[notice[0]] = f"rank {notice[0]} has left: {notice[1].decode(errors='replace')}"
+            return next(iter(self.left.values()), "")
 
     def _may_speak(self) -> bool:
         """Return whether this thread may use MPI now."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
 from ..cluster.status_board import StatusBoard
@@ -44,7 +45,7 @@ class Ending(Protocol):
         """Learn of an error, or of none, and of the rank that has sent what was received, else -1.
 
         It is called in the thread of the call before that returns, or in any other. If it raises without an error, it
-        is called again with what it has raised.
+        is called again with what it has raised; what it raises then is logged.
         """
 
 
@@ -101,14 +102,12 @@ class Rings(Protocol):
     def find_lost(self) -> Sequence[int]:
         """Return the ranks that have given up."""
 
-    def close(self) -> None:
-        """Release the memory."""
-
 
 class Mailbox:
     """Sends and receives of one rank. All methods but the constructor and :meth:`close` are local.
 
-    After a deadline, or once another rank has ended or given up during a call with it, all calls raise the same error.
+    After a deadline or an interrupt, or once another rank has ended or given up during a call with it, all calls raise
+    the same error.
     """
 
     def __init__(
@@ -133,9 +132,10 @@ class Mailbox:
         self._lock = present().lock()
         self._pending: list[Message] = []
         self._ended: deque[tuple[Message, BaseException | None]] = deque()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._thread: Any = None
-        self._waiting = 0
+        self._attended = -math.inf
+        """Until when the thread leaves all to a caller that waits."""
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
@@ -159,18 +159,14 @@ class Mailbox:
         with self._lock:
             if message.due == math.inf:
                 message.timeout, message.due = timeout, begin + timeout
-            self._waiting += 1
-        try:
-            while True:
-                self._move()
-                waited, looks = here.now() - begin, looks + 1
-                if message.end is None or waited >= seconds:
-                    return
-                if looks > _SPINS:
-                    self._carrier.sleep(waited)
-        finally:
-            with self._lock:
-                self._waiting -= 1
+        while True:
+            self._attended = here.now() + 3 * _LONGEST_NAP
+            self._move()
+            waited, looks = here.now() - begin, looks + 1
+            if message.end is None or waited >= seconds:
+                return
+            if looks > _SPINS:
+                self._carrier.sleep(waited)
 
     def abort(self, why: str) -> None:
         """End all calls, present and later ones, with an error."""
@@ -201,31 +197,40 @@ class Mailbox:
                 if idle > _LINGERS or self._failure is not None:
                     self._thread = None
                     return
-                helps = self._pending and not self._waiting
-            if helps:
+            if present().now() > self._attended:
                 self._move()
 
     def _move(self, new: Message | None = None) -> None:
         """Begin a new call, move what can be moved, and tell the callers whose calls have ended."""
-        with self._lock:
-            if new is not None:
-                self._pending.append(new)
-            if self._failure is not None:
-                self._break(self._failure)
-            elif self._pending:
-                try:
-                    if new is not None:
-                        self._carrier.begin(new)
-                    for message, sent in self._carrier.step():
-                        self._end(message, sent)
-                    self._check(present().now())
-                except Exception as error:
-                    self._break(error)
-                    self._failed(error)
-        self._tell()
+        try:
+            with self._lock:
+                if new is not None:
+                    self._pending.append(new)
+                if self._failure is not None:
+                    self._break(self._failure)
+                elif self._pending:
+                    self._step(new)
+        finally:
+            self._tell()
 
-    def _end(self, message: Message, sent: str) -> None:
-        error = None
+    def _step(self, new: Message | None) -> None:
+        try:
+            if new is not None:
+                try:
+                    self._carrier.begin(new)
+                except Exception as error:  # as of a tag above MPI's limit: the other calls go on
+                    self._end(new, error=error)
+            for message, sent in self._carrier.step():
+                self._end(message, sent)
+            self._check(present().now())
+        except BaseException as error:
+            known = error if isinstance(error, Exception) else Closed(f"interrupted by {error!r}{self._where}")
+            self._break(known)
+            self._failed(known)
+            if known is not error:
+                raise
+
+    def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
         if sent:
             text = f"rank {message.source} has sent {sent} bytes, which are lost; the array may have changed"
             error = ValueMismatch(f"{message}: {text}{self._where}")
@@ -240,15 +245,13 @@ class Mailbox:
         for message in self._pending:
             peers = self._others if message.peer is None else {message.peer}
             if now >= message.due:
-                about = "".join(f"; {text}" for text in self._board.describe(sorted(peers)))
-                advice = "; if a rank is only slow, raise timeout="
-                text = f"{message}: waited {message.timeout:.1f} s{about}{advice}{self._where}"
-                raise Stalled(text, sorted(peers))
+                about = "; ".join([*self._board.describe(sorted(peers)), "if a rank is only slow, raise timeout="])
+                raise Stalled(f"{message}: waited {message.timeout:.1f} s; {about}{self._where}", sorted(peers))
             # Lost at two looks: what a rank has sent before its end still arrives.
             if peers and peers <= before.keys() & self._lost.keys():
                 raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: Exception) -> None:
         """End all calls, present and later ones, with an error."""
         self._failure = self._failure or error
         self._carrier.give_up()
@@ -263,15 +266,19 @@ class Mailbox:
                 if not self._ended:
                     return
                 message, error = self._ended.popleft()
+                self._attended = -math.inf  # this thread may now wait for a call that nobody else moves
             assert message.end is not None
             try:
                 message.end(error, message.source)
-            except Exception as fault:
-                if error is not None:
-                    raise
-                message.end(fault, message.source)
-            finally:
                 message.end = None
+            except BaseException as fault:
+                if error is None:
+                    self._ended.appendleft((message, fault))
+                else:
+                    message.end = None
+                    log(f"{message}: an error was told, and its caller failed{self._where}", trace=fault)
+                if not isinstance(fault, Exception):
+                    raise
 
 
 class _Streams:
@@ -279,15 +286,16 @@ class _Streams:
 
     def __init__(self, group: Group, board: StatusBoard, rings: Rings) -> None:
         self._group, self._board, self._rings = group, board, rings
-        self.give_up, self.close = rings.give_up, rings.close
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]
         self._receives: list[Message] = []
         """Those without a message, in the order of their calls."""
         self._kept: list[Message] = []
         """Messages that nobody has asked for yet, as receives without an end, in the order of their arrival."""
-        self._ended: list[tuple[Message, str]] = []
+        self._ended: deque[tuple[Message, str]] = deque()
         self._streams = [*map(self._send_to, ranks), *map(self._receive_from, ranks)]
+        # The generators refer to this object: without them, it and the rings go once nobody refers to it.
+        self.give_up, self.close = rings.give_up, self._streams.clear
 
     def begin(self, message: Message) -> None:
         """Begin a call."""
@@ -299,15 +307,17 @@ class _Streams:
         else:
             self._receives.append(message)
 
-    def step(self) -> list[tuple[Message, str]]:
-        """Move what can be moved; return the calls that are complete, each with "" or the length of a message that did
-        not fit.
+    def step(self) -> Iterator[tuple[Message, str]]:
+        """Move what can be moved; yield the calls that are complete, each with "" or the length of a message that did
+        not fit. After a failure, too: those before it are complete.
         """
         self._rings.look()
-        for stream in self._streams:
-            next(stream)
-        ended, self._ended = self._ended, []
-        return ended
+        try:
+            for stream in self._streams:
+                next(stream)
+        finally:
+            while self._ended:
+                yield self._ended.popleft()
 
     def _send_to(self, rank: int) -> Iterator[None]:
         """Send the messages to a rank; yield where nothing can be sent now."""
@@ -402,8 +412,8 @@ class _Messages:
         here.nap(nap, here.now() + nap)
 
     def find_lost(self) -> dict[int, str]:
-        end = self._group.find_end()
-        return {self._group.left: end} if end else {}
+        self._group.find_end()
+        return dict(self._group.left)
 
     def give_up(self) -> None:
         pass  # MPI has the bytes of what it sends

@@ -22,9 +22,11 @@ _RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
 # Words of a ring before its bytes, in a pair of cache lines for each side: the sender writes how many bytes it has
 # written and whether it has given up, the receiver how many it has read, and how many messages in place.
 _WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD, _LINE = 0, 1, 16, 17, 32, 128
-# Bytes from which on a message is read in place. Shorter ones fit in a ring, and their senders need not wait.
+# Bytes from which on a message is read in place. Up to 8 ranks, shorter ones fit in a ring, and their senders need not
+# wait.
 _LARGE = 256 << 10
-# Seconds to sleep at once. Two ranks that ring at the same moment may make one sound.
+# Seconds to sleep at once. It bounds a lost wake-up: two ranks that ring at the same moment may make one sound, and
+# x86-64, without a barrier here, may look at a ring before others see its own writes.
 _NAP = 1e-3
 
 
@@ -78,7 +80,7 @@ class _Ring:
 
 
 class Rings:
-    """The rings of one rank. All methods but the constructor are local."""
+    """The rings of one rank. All methods but the constructor are local. The memory goes with the object."""
 
     def __init__(self, group: Group, reader: Attached | None) -> None:
         """Collective. By ``reader``, equal on all ranks, receivers read large messages in place."""
@@ -168,7 +170,3 @@ class Rings:
     def find_lost(self) -> list[int]:
         """Return the ranks that have given up."""
         return [rank for rank, ring in enumerate(self._from) if ring.words[_GIVEN_UP]]
-
-    def close(self) -> None:
-        """Release the memory."""
-        self._to, self._from = [], []
