@@ -122,7 +122,7 @@ class LARS(Layerwise):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LAMB(Layerwise, Moments):
+class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Moments
     """Adam with a step scaled to the norm of the layer.
 
     The rule, with ``mean`` and ``variance`` as in :class:`~mpikv.optimizers.Adam` from a ``g`` without weight decay::
