@@ -42,7 +42,7 @@ class GpuPipeline(Pipeline):
     def __init__(self, values: Values, compression: Compression | None) -> None:
         super().__init__(values, compression)
         assert isinstance(self._memory, DeviceMemory)
-        self._gpu, self._order = self._memory.gpu, self._memory.order
+        self._gpu, self._order, self._copy = self._memory.gpu, self._memory.order, self._memory.copy
         self.streams = self._order
         if self._in_pairs:
             self._add = partial(add_in_pairs_over, self._transport.rank)
