@@ -172,5 +172,5 @@ def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, A
         "total": address_of("the sum", total, accumulator(value.dtype), size),
         "value": address_of("the value", value, value.dtype, size),
         "master": master,
-        "state": found + [0] * (states - len(found)),
+        "state": (found + [0] * states)[:states],  # a rule may use the first ones alone
     }
