@@ -114,7 +114,7 @@ class Rings:
         """
         head = np.empty(3, np.int64)
         yield from self._read(source, head.view(np.uint8))
-        return head.tolist()  # type: ignore[no-any-return]
+        return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
         """Receive the message after the latest head.

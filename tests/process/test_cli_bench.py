@@ -24,7 +24,7 @@ from mpikv.cli.launchers import clean
 from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts"))  # before what follows: the benchmark is in no package
 from benchmark.options import GPU_SUITES, SUITES  # noqa: E402
 from benchmark.options import parse as parse_all  # noqa: E402
 from benchmark.report import lines as all_lines  # noqa: E402

@@ -10,7 +10,7 @@ class SimulatedError(RuntimeError):
 
     number = 0
 
-    def Get_error_class(self) -> int:  # noqa: N802
+    def Get_error_class(self) -> int:  # noqa: N802, mpi4py's name
         return self.number
 
 

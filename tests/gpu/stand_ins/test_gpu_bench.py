@@ -21,7 +21,7 @@ from mpikv.cli.bench.rounds import Case, measure
 from mpikv.cli.launchers import clean
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts"))  # before what follows: the benchmark is in no package
 from benchmark import report  # noqa: E402
 from benchmark.gpu_cases import COLLECTIVES, common_part  # noqa: E402
 from benchmark.gpu_report import SHARED, bandwidths  # noqa: E402
