@@ -61,6 +61,15 @@ class Block:
     kept: bool
     """Whether ``weight`` is a float32 copy kept from update to update."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # ``block.weight -= term`` assigns, too, but the same array. Another one would be lost without a word.
+        if getattr(self, name, value) is not value:
+            raise ConfigError(
+                f"a rule assigns another object to block.{name}, and the store would not change; write in place, "
+                f"as block.{name}[:] = ..., or block.{name} -= ..."
+            )
+        object.__setattr__(self, name, value)
+
     def load(self) -> None:
         """Begin an update: widen the stored elements."""
         if self.stored is not None and not self.kept:

@@ -98,6 +98,10 @@ class UpdaterContract:
                 updater.update(updater.step("key", count), given, value, state)
             assert same_bits({"value": bound, **bound_state}, {"value": value, **state})
 
+    def test_an_update_changes_the_value(self) -> None:
+        value = self.value(8, np.dtype(np.float32))
+        assert (self.run(self.updater(), value)["value"] != value).all()
+
     def test_zero_elements(self) -> None:
         for dtype in available():
             self.run(self.updater(), self.value(0, dtype))

@@ -67,10 +67,13 @@ def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], m
     array = memory.target(out)
     if array.shape != shape:
         raise ValueMismatch(
-            f"out of key {key!r} has shape {array.shape} and the stored value {shape}; pass one of that shape"
+            f"the array to fill of key {key!r} has shape {array.shape} and the stored value {shape}; pass an out of "
+            "that shape"
         )
     if array.dtype != dtype and not castable(dtype, array.dtype):
-        raise ValueMismatch(f"{_kinds(f'out of key {key!r}', array.dtype, dtype)}; pass one of {dtype.name}")
+        raise ValueMismatch(
+            f"{_kinds(f'the array to fill of key {key!r}', array.dtype, dtype)}; pass an out of {dtype.name}"
+        )
     return array
 
 
@@ -144,9 +147,10 @@ def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use KVStore.set_updater"
-        )
+        if isinstance(optimizer, type):
+            name = optimizer.__name__
+            raise TypeError(f"expected an optimizer or its name, got the class {name}; make one, as {name}(...)")
+        raise TypeError(f"expected an optimizer or its name, got {a_kind(optimizer)}; for a function use set_updater")
     if others := sorted(arguments.keys() - {"average"}):
         raise ConfigError(f"arguments {others} go with an optimizer's name, not with an object")
     if arguments:

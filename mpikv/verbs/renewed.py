@@ -117,7 +117,7 @@ def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory
 def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> None:
     """Raise ValueMismatch if pulled integers would wrap in the dtype of this rank's out."""
     try:
-        advice = f"the out of this rank was left as it was, pass one of {array.dtype.name}"
+        advice = f"the array to fill of this rank was left as it was, pass an out of {array.dtype.name}"
         check_integers(f"the value of key {key!r}", array, dtype, memory, advice)
     except ValueMismatch as error:
         settled(error)  # only this rank knows its out: the others have made their call

@@ -127,9 +127,10 @@ def test_shapes(watched):
     text = r"key 'weight' has shape \(3, 2\) and the stored value \(2, 3\)"
     watched.fails(ValueMismatch, f"^push: value of {text}", lambda: kv.push("weight", wrong))
     watched.fails(ValueMismatch, f"^set: value of {text}", lambda: kv.set("weight", wrong))
-    watched.fails(ValueMismatch, f"^pull: out of {text}", lambda: kv.pull("weight", wrong))
-    watched.fails(ValueMismatch, f"^pushpull: out of {text}", lambda: kv.pushpull("weight", np.ones((2, 3)), wrong))
     watched.fails(ValueMismatch, f"^broadcast: value of {text}", lambda: kv.broadcast("weight", wrong))
+    text = f"the array to fill of {text}"
+    watched.fails(ValueMismatch, f"^pull: {text}", lambda: kv.pull("weight", wrong))
+    watched.fails(ValueMismatch, f"^pushpull: {text}", lambda: kv.pushpull("weight", np.ones((2, 3)), wrong))
 
 
 @ALL
@@ -138,7 +139,9 @@ def test_dtypes(watched):
     kv = watched.kv
     text = "has dtype int64 and the stored value float32; only dtypes of one kind are cast"
     watched.fails(ValueMismatch, f"^push: value of key 'bias' {text}", lambda: kv.push("bias", np.arange(3)))
-    watched.fails(ValueMismatch, f"^pull: out of key 'bias' {text}", lambda: kv.pull("bias", np.arange(3)))
+    watched.fails(
+        ValueMismatch, f"^pull: the array to fill of key 'bias' {text}", lambda: kv.pull("bias", np.arange(3))
+    )
     text = "^init: dtype object cannot be stored .*float32"
     watched.fails(ValueMismatch, text, lambda: kv.init("new", np.array([None])))
     watched.fails(ValueMismatch, "cannot be stored", lambda: kv.broadcast("new", np.array(["text"])))
@@ -190,6 +193,7 @@ def test_types(watched):
     )
     watched.fails(TypeError, r"f\(key, input, stored\), not an int", lambda: kv.set_updater(3))
     watched.fails(TypeError, "expected an optimizer or its name", lambda: kv.set_optimizer(print))
+    watched.fails(TypeError, r"the class SGD; make one, as SGD\(", lambda: kv.set_optimizer(mpikv.optimizers.SGD))
 
 
 @ALL
@@ -227,6 +231,16 @@ def test_multipliers_of_unknown_keys_are_named_once(caplog):
 
 
 # --- A mistake of one rank
+
+
+@SEVERAL
+def test_the_line_of_a_mistake_is_the_callers():
+    with mpikv.create() as kv:
+        kv.init("w", np.zeros(3))
+        wrong = kv.rank == kv.size - 1
+        place = "" if wrong else re.escape(f"(at {__file__}:")
+        with pytest.raises(TypeError if wrong else PeerFailed, match=f"is a str, not an array.*{place}"):
+            kv.push("w", "text" if wrong else np.ones(3))
 
 
 @SEVERAL

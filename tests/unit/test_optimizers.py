@@ -529,3 +529,27 @@ def test_a_class_whose_defaults_would_not_count_is_refused():
 
     with pytest.raises(ConfigError, match=r"put @dataclass.* between @register and Plain"):
         optimizers.register(Plain)
+
+
+@pytest.mark.parametrize("name", ["weight", "gradient", "state"])
+def test_a_rule_that_assigns_another_array_raises(name):
+    class Rebinding(Optimizer):
+        def rule(self, step, block):
+            block.weight -= step.rate * block.gradient  # in place
+            setattr(block, name, block.weight - 1)
+
+    optimizer, weight = Rebinding(learning_rate=0.5), np.ones(3)
+    with pytest.raises(ConfigError, match=rf"assigns another object to block\.{name}.* write in place"):
+        optimizer.update(optimizer.step("a", 1), np.ones(3), weight, {})
+    assert (weight == 0.5).all()
+
+
+def test_the_contract_finds_a_rule_that_does_nothing():
+    class Idle(Optimizer):
+        def rule(self, step, block):
+            pass
+
+    contract = UpdaterContract()
+    contract.updater = Idle
+    with pytest.raises(AssertionError):
+        contract.test_an_update_changes_the_value()
