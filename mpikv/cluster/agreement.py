@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -37,7 +36,7 @@ from ..errors import (
 from ..protocols import Group, Transport
 from .calls import JOINED, Call, CallReport, text_of_note
 from .status_board import StatusBoard
-from .tracebacks import place_here
+from .tracebacks import callers_place_of, place_here, place_of
 
 # Tokens that are no digest: the owner's work went well; the arguments are bad or the work failed. Digests are below
 # JOINED; _WELL and _FAILED meet only each other, in confirm.
@@ -154,7 +153,7 @@ class Agreement:
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
         # As text: an exception of a caller's class may not be made on another rank.
-        failure = format_error(error) if error else ""
+        failure = format_error(error, place) if error else ""
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
@@ -268,12 +267,13 @@ def _of_peer(call: Call, rank: int, failure: str) -> Exception:
     return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed", rank)
 
 
-def format_error(error: BaseException) -> str:
-    """Return the text of an error for other ranks; for an error of a caller's code, with the place that raised it."""
+def format_error(error: BaseException, place: str = "") -> str:
+    """Return the text of an error for other ranks; for an error of a caller's code, with the place that raised it, or
+    the ``place`` of the call.
+    """
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    where = ", ".join([*notes(error), f"in {last.name}, {last.filename}:{last.lineno}"])
+    where = ", ".join([*notes(error), (callers_place_of(error) or place or place_of(error)).strip()])
     return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 

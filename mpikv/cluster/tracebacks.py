@@ -88,7 +88,7 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
         # The prefix already names this rank, and the text after RankMismatch may name its place.
         text = "; ".join(map(str.strip, lines)).removesuffix(prefix.strip()).rstrip()
         # This line first and alone, so that the full traceback of the other rank is not buried by those of all.
-        print_lines(text if place in text else text + place, prefix)
+        print_lines(text if place in text else f"{text}; this rank is{place}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
     if prefix and is_settled(error):
@@ -101,8 +101,12 @@ def place_of(error: BaseException) -> str:
     It is in a caller's code, if the error passed any. A caller's own file comes before a library that called this
     package, as torch.
     """
-    entries = list(_callers(error.__traceback__)) or list(_entries(error.__traceback__))[-1:]
-    return _innermost([(entry.tb_frame, entry.tb_lineno) for entry in reversed(entries)])
+    return callers_place_of(error) or _innermost(list(traceback.walk_tb(error.__traceback__))[-1:])
+
+
+def callers_place_of(error: BaseException) -> str:
+    """Return the same, but "" if the error has passed no caller's code: it may lie above the frame that caught it."""
+    return _innermost([(entry.tb_frame, entry.tb_lineno) for entry in _callers(error.__traceback__)][::-1])
 
 
 def place_here() -> str:

@@ -202,7 +202,7 @@ def caught(error):
 
 def test_what_another_rank_prints_comes_in_one_line_and_later_in_full(capsys):
     lines, seconds = printed(capsys, caught(mpikv.PeerFailed("push: rank 1 raised\nit", 1)), 3)
-    place = rf" at {re.escape(__file__)}:\d+ in caught"
+    place = rf"; this rank is at {re.escape(__file__)}:\d+ in caught"
     assert re.fullmatch(rf"\[rank 3/9\] mpikv\.errors\.PeerFailed: push: rank 1 raised; it{place}", lines[0])
     assert lines[1] == "[rank 3/9] Traceback (most recent call last):"
     assert seconds > 0.3
