@@ -81,7 +81,8 @@ def parse(arguments: Sequence[str], launched: int | None) -> Options:
         given.ranks = None if launched else max(1, len(survey(visible_gpus()).devices))
     plain = common.read(parser, given, launched, suites)
     chosen = Options(**vars(plain), device=given.device)
-    optimizers = common.choose(parser, "optimizer", given.optimizer or _OPTIMIZERS[given.device], tuple(RULES))
+    wanted = _OPTIMIZERS[given.device] if given.optimizer is None else given.optimizer
+    optimizers = common.choose(parser, "optimizer", wanted, tuple(RULES))
     settings: dict[str, Any] = {"name": "nccl"} if on_gpus else {"kernels": "numpy"}
     # A rank with a GPU needs more cores: NCCL and CUDA have threads of their own.
     pin = plain.pin and not on_gpus

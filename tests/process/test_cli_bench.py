@@ -238,6 +238,7 @@ def misuse(parse: Parse, name: str, arguments: str, complaint: str, capsys: pyte
         ("-n 0", "'0' is not a positive number"),
         ("-n 2 --ranks-scaling 1,2", "exclude each other"),
         ("--only resnet5", "did you mean 'resnet50'?"),
+        ("--only=", "unknown group ''"),
         ("--suite sets --only many", "--suite and --only exclude each other"),
         ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
         ("train.py", "unrecognized arguments: train.py"),
@@ -254,6 +255,7 @@ def test_misuse_is_one_line_and_status_2(
     ("arguments", "complaint"),
     [
         ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
+        ("--optimizer=", "unknown optimizer ''"),
         ("--device gpu --only push-pull", "resnet50, sizes, small)"),
         ("--device gpu --suite torch", "invalid choice: 'torch'"),
         ("--device tpu", "invalid choice: 'tpu'"),

@@ -111,7 +111,7 @@ def read(parser: argparse.ArgumentParser, given: argparse.Namespace, launched: i
     if launched and given.report is None and (given.ranks or given.scaling):
         parser.error(f"this is one of {launched} ranks already; leave out -n and --ranks-scaling")
     for one, other in (("ranks", "scaling"), ("suite", "only")):
-        if getattr(given, one) and getattr(given, other):
+        if getattr(given, one) is not None and getattr(given, other) is not None:
             names = {"ranks": "-n", "scaling": "--ranks-scaling", "suite": "--suite", "only": "--only"}
             parser.error(f"{names[one]} and {names[other]} exclude each other")
     # Refuse an impossible file now, and not after a long measurement.
@@ -119,9 +119,9 @@ def read(parser: argparse.ArgumentParser, given: argparse.Namespace, launched: i
         parser.error(f"the file {str(given.json)!r} cannot be written")
     known = tuple(group for groups in suites.values() for group in groups)
     return Options(
-        groups=choose(parser, "group", given.only, known)
-        if given.only
-        else tuple(suites.get(given.suite or ("sets" if given.scaling else "all"), known)),
+        groups=tuple(suites.get(given.suite or ("sets" if given.scaling else "all"), known))
+        if given.only is None
+        else choose(parser, "group", given.only, known),
         sizes=() if launched else tuple(given.scaling or (given.ranks or 2,)),
         rounds=given.rounds,
         quick=given.quick,
