@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from .compatibility import (
 from .extents import list_extents
 from .files import Draft, Reader, Source
 from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
+from .program import Program, add_program, pack_state
 from .residuals import add_residuals, list_residuals, make_room, place_residuals, restores_residuals
 from .saving import Copies, SaveWork, Span
 
@@ -58,10 +60,14 @@ class Checkpoints:
 
     # --- Save
 
-    def save(self, path: Any, residuals: bool, wait: bool) -> PreparedCall:
+    def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
         self._check_weights()
+        return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
+
+    def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
+        """Save what of a store is no sum of gradients, for one whose weights are in ``state``."""
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
-        return self._prepare_save("save", path, updater, True, bool(residuals), wait)
+        return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
         optimizer = self._get_optimizer()
@@ -78,13 +84,15 @@ class Checkpoints:
         values: bool,
         residuals: bool = False,
         wait: bool = True,
+        packed: Mapping[str, Array] = MappingProxyType({}),
     ) -> PreparedCall:
         path = os.fsdecode(path)
         self._exchange.check_slots()
         header = Header(*self._describe_keys(), values, updater)
         start = check_writable(header)
-        call = _describe_call(verb, path, header, *["with residuals"] * residuals, *["wait=False"] * (not wait))
-        return call, lambda: self._save(call, Draft(path), header, start, residuals, wait)
+        others = [*["with residuals"] * residuals, *["wait=False"] * (not wait), *map("state of {!r}".format, packed)]
+        call = _describe_call(verb, path, header, *others)
+        return call, lambda: self._save(call, Draft(path), header, start, residuals, wait, packed)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
         """Return the keys, the distinct kinds of keys, and the position of each key's kind."""
@@ -93,29 +101,38 @@ class Checkpoints:
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
         kinds, kind_of = number_alike(
             (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)
-            for one in table.entries()
+            for one in self._entries().values()
         )
         described = [
             Kind(name_of(dtype), shape, updates, before, slot_names(slots(dtype)), row_sparse)
             for dtype, shape, updates, before, row_sparse in kinds
         ]
-        return tuple(table), tuple(described), kind_of
+        return tuple(self._entries()), tuple(described), kind_of
 
     def _save(
-        self, call: Call, draft: Draft, header: Header, start: int, residuals: bool, wait: bool
+        self,
+        call: Call,
+        draft: Draft,
+        header: Header,
+        start: int,
+        residuals: bool,
+        wait: bool,
+        packed: Mapping[str, Array],
     ) -> SaveWork | None:
         extras: list[Span] = []
         # Their number is known only inside of the call: other ranks may have pushed longer lists.
         if residuals and (more := add_residuals(self._exchange, header)) is not header:
             header, extras = more, self._agreement.run_together(call, list_residuals, self._exchange, more)
+        header, program = add_program(self._transport, header, packed)
+        if extras or packed:
             start = self._agreement.run_together(call, check_writable, header)
         spans = chain(self._list_values(header, self._divide), extras)
         is_root, work = self._transport.rank == self._root, None
         if wait:
-            pieces = _cut_spans(spans, self._memory.to_host)
+            pieces = chain(_cut_spans(spans, self._memory.to_host), program)
             self._run_parts(call, write_arrays(draft, header, start, pieces, is_root))
         else:
-            copies = self._agreement.run_together(call, self._copies.make, spans)
+            copies = chain(self._agreement.run_together(call, self._copies.make, spans), program)
             ahead = Ahead[Window]()
             parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
             self._run_parts(call, parts, enough=lambda: ahead.source is not None)
@@ -171,15 +188,19 @@ class Checkpoints:
         # Without a token, as ranks that compare nothing need none.
         call = Call(verb, 0, repr(path))
 
-        def run() -> None:
+        def run() -> Any:
             prepared: PreparedCall = self._agreement.run_together(call, prepare, path)
             _, load = prepared
-            load()
+            return load()
 
         return call, run
 
     def _find(self, path: Any) -> PreparedCall:
         self._check_weights()
+        return self.load_rest(path)
+
+    def load_rest(self, path: Any) -> PreparedCall:
+        """Load what :meth:`save_rest` has saved."""
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def _find_states(self, path: Any) -> PreparedCall:
@@ -187,26 +208,30 @@ class Checkpoints:
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def _entries(self) -> dict[Key, Entry]:
-        return {entry.key: entry for entry in self._exchange.values.table.entries()}
+        table = self._exchange.values.table
+        return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
 
-    def _load(self, call: Call, source: Source, updater: Updater) -> None:
+    def _load(self, call: Call, source: Source, updater: Updater) -> dict[str, Any]:
         # A new store has nothing to lose, so it reads the file once; a known one verifies it first, and reads it twice.
-        is_new = source.header.values and not len(self._exchange.values.table)
+        is_new = source.header.values and not self._entries()
         # The file was inspected before the call; the reader checks that it is still the same one.
         with closing(Reader(source)) as reader:
             self._agreement.run_together(call, reader.open)
-            (self._load_new if is_new else self._load_known)(call, reader, updater)
+            program = Program(source.header, self._transport.rank, self._transport.size)
+            (self._load_new if is_new else self._load_known)(call, reader, updater, program)
         # Last: counts say that the values are loaded, so they must not change if the load failed.
         self._settle_counts(source.header)
         if self._transport.rank == self._root:
             warn_of_other_mean(source.header.updater, updater, self._transport.size)
+        state: dict[str, Any] = self._agreement.run_together(call, program.decode, self._transport.rank == self._root)
+        return state
 
-    def _load_new(self, call: Call, reader: Reader, updater: Updater) -> None:
+    def _load_new(self, call: Call, reader: Reader, updater: Updater, program: Program) -> None:
         """Load into a store without keys. Collective. If the file is damaged, the store has no keys again."""
         exchange, header = self._exchange, reader.source.header
         before = exchange.updater
@@ -216,14 +241,14 @@ class Checkpoints:
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
             sparse = {key for key, kind in header.pairs if kind.row_sparse}
             exchange.values.add_keys(header.keys, [likes[number] for number in header.kind_of], sparse)
-            self._read(call, reader, checks=True)
+            self._read(call, reader, program, checks=True)
         except BaseException:
             # The memory may hold a part of the file, and the caller may try another one.
             exchange.values.delete([key for key in header.keys if key in exchange.values.table])
             exchange.adopt(before)
             raise
 
-    def _load_known(self, call: Call, reader: Reader, updater: Updater) -> None:
+    def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> None:
         """Load over existing keys, after all ranks have verified the whole file. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         # Residuals may find no memory on one rank: that must come before the first value changes.
@@ -232,7 +257,7 @@ class Checkpoints:
         # From here on a failure ends the store: some values are the file's, others are not. The exception must not
         # count as settled, although all ranks know of it; else the store would go on.
         try:
-            self._read(call, reader, checks=False)
+            self._read(call, reader, program, checks=False)
         except TransportError:
             raise
         except Exception as error:
@@ -250,15 +275,15 @@ class Checkpoints:
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
 
-    def _read(self, call: Call, reader: Reader, checks: bool) -> None:
+    def _read(self, call: Call, reader: Reader, program: Program, checks: bool) -> None:
         """Overwrite this rank's values, state and residuals from the file; then share the values. Collective.
 
         With ``checks``, compare checksums; without, only check that the file is the one verified before.
         """
-        self._run_parts(call, self._read_parts(reader, checks))
+        self._run_parts(call, self._read_parts(reader, program, checks))
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
-    def _read_parts(self, reader: Reader, checks: bool) -> Parts:
+    def _read_parts(self, reader: Reader, program: Program, checks: bool) -> Parts:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -274,7 +299,7 @@ class Checkpoints:
         own, shared = place_residuals(self._exchange, header, on_host)
         values = _cut_spans(self._list_values(header, self._exchange.values.planner.owned), on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
-        yield from read_arrays(reader, own, shared, checks)
+        yield from read_arrays(reader, [*own, *program.own], [*shared, *program.shared], checks)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:
@@ -324,7 +349,7 @@ class Checkpoints:
     def _check_weights(self) -> None:
         """Raise Unsupported if values are sums of gradients: a Trainer keeps the weights and their state elsewhere."""
         table = self._exchange.values.table
-        if (key := next((name for name in table if name in table.summed), None)) is not None:
+        if (key := next((name for name in table if table.summed.get(name)), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "
                 "keeps the weights and the optimizer's state itself; save its parameters as arrays and its state by "

@@ -14,8 +14,9 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from json.encoder import encode_basestring_ascii as _escape
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -35,7 +36,8 @@ LARGEST_HEADER = 100_000_000
 VALUE = ""
 """The slot of the value itself; other slots are names of states."""
 
-_VERSION = 4
+# The second one has a program's state; files without it keep the first, which each version of mpikv reads.
+_VERSIONS = (4, 5)
 _ALIGNMENT = 64
 # The beginning of every header written by this module.
 _BEGIN = '{"__metadata__":'
@@ -125,6 +127,8 @@ class Header:
     """The settings of the codec of the residuals; None if the file has none."""
     ranks: int = 0
     """Number of ranks with residuals in the file."""
+    program: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """For each name in the program's state its bytes: one number, or one for each rank."""
 
     @property
     def pairs(self) -> Iterator[tuple[Key, Kind]]:
@@ -134,8 +138,9 @@ class Header:
     @cached_property
     def text(self) -> str:
         """The description in the metadata: JSON of all fields."""
-        tree = {"version": _VERSION, "values": self.values, "updater": self.updater}
+        tree = {"version": _VERSIONS[bool(self.program)], "values": self.values, "updater": self.updater}
         tree |= {"compression": self.compression, "ranks": self.ranks, "keys": self.keys, "kind_of": self.kind_of}
+        tree |= {"program": self.program} if self.program else {}
         return json.dumps(tree | {"kinds": [one._asdict() for one in self.kinds]}, default=dict)
 
     @cached_property
@@ -171,6 +176,15 @@ class Header:
             begin = int(edges[-1])
         return tuple(columns)
 
+    @cached_property
+    def blobs(self) -> Mapping[str, Array]:
+        """The edges of each name's bytes in the program's state. They follow the arrays, as bytes need no alignment."""
+        edges, end = {}, int(self.columns[-1].edges[-1]) if self.columns else 0
+        for name, sizes in self.program.items():
+            edges[name] = end + np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+            end = int(edges[name][-1])
+        return edges
+
     def _list_arrays(self, kind: Kind) -> Iterator[tuple[Iterable[str], int, str, tuple[int, ...]]]:
         """Yield the arrays of a kind: slots, their number, and the dtype name and shape of each."""
         for slot, dtype in (({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)).items():
@@ -188,7 +202,7 @@ class Header:
     def count(self) -> int:
         """Number of arrays."""
         of_kind = [sum(number for _, number, _, _ in self._list_arrays(kind)) for kind in self.kinds]
-        return sum(of_kind[kind] for kind in self.kind_of)
+        return sum(of_kind[kind] for kind in self.kind_of) + sum(map(len, self.program.values()))
 
     @cached_property
     def nbytes(self) -> int:
@@ -197,7 +211,7 @@ class Header:
             sum(number * _nbytes(dtype, shape) for _, number, dtype, shape in self._list_arrays(kind))
             for kind in self.kinds
         ]
-        return sum(of_kind[kind] for kind in self.kind_of)
+        return sum(of_kind[kind] for kind in self.kind_of) + sum(map(sum, self.program.values()))
 
     @property
     def chunks(self) -> int:
@@ -215,6 +229,7 @@ class Header:
             low, high = np.searchsorted(column.edges[1:], begin, "right"), np.searchsorted(column.edges[:-1], end)
             for item in column.items[low:high].tolist():
                 yield f"{column.name}{self.keys[item]}"
+        yield from (f"program/{name}" for name, edges in self.blobs.items() if edges[0] < end and begin < edges[-1])
 
     @cached_property
     def end(self) -> str:
@@ -232,6 +247,10 @@ class Header:
                 f"{begin}{names[item]}{middle[self.kind_of[item]]}{low},{high}]}}"
                 for item, low, high in zip(column.items.tolist(), edges[:-1], edges[1:], strict=True)
             ]
+        for name, blob in self.blobs.items():
+            for rank, (low, high) in enumerate(pairwise(blob.tolist())):
+                begin = f',{_escape(f"program/{rank}/{name}")}:{{"dtype":"U8","shape":[{high - low}],"data_offsets":['
+                texts.append(f"{begin}{low},{high}]}}")
         return "".join([*texts, "}"])
 
     @cached_property
@@ -402,9 +421,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
 
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:
-    if tree["version"] != _VERSION:
+    if tree["version"] not in list(_VERSIONS):
         raise CheckpointError(
-            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
+            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads versions {_VERSIONS}"
         )
     keys: tuple[Key, ...] = tuple(_check_type(tree["keys"], list))
     # The types of all at once: a check per key would take longer than parsing.
@@ -416,7 +435,8 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
     kinds, kind_of = _parse_kinds(_check_type(tree["kinds"], list), _check_type(tree["kind_of"], list), keys)
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
     compression: str | None = _check_type(tree["compression"], (str, type(None)))
-    header = Header(keys, kinds, kind_of, values, updater, compression, _check_count(tree["ranks"]))
+    program = {name: _parse_shape(sizes) for name, sizes in _check_type(tree.get("program", {}), dict).items()}
+    header = Header(keys, kinds, kind_of, values, updater, compression, _check_count(tree["ranks"]), program)
     # Arrays exist for each claim; they are counted per kind, before anything loops up to the claimed numbers.
     arrays = sum(one.positions > 0 or bool(one.codec) for _, one in header.pairs)
     if len({compression is not None, header.ranks > 0, arrays > 0}) > 1:

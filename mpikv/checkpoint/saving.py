@@ -87,6 +87,7 @@ class SaveWork:
         >>> kv.push("w", np.ones(2))
         >>> work.wait()
         >>> kv.load(path)
+        {}
         >>> kv.pull("w")
         array([0., 0.])
     """

@@ -81,6 +81,7 @@ def _describe_checkpoint(source: Source) -> Report:
         "values": header.values,
         "updater": header.updater,
         "residuals": {"compression": header.compression, "ranks": header.ranks},
+        "program": list(header.program),
         "keys": [_describe_key(key, kind) for key, kind in header.pairs],
     }
 
@@ -107,6 +108,8 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
         rows.append(("", "the function itself is not in the file"))
     if (ranks := report["residuals"]["ranks"]) > 0:
         rows.append(("residuals", f"of {ranks} ranks, from pushes compressed by {report['residuals']['compression']}"))
+    if report["program"]:
+        rows.append(("state", ", ".join(map(repr, report["program"]))))
     rows.append(("keys", str(len(keys))))
     yield from _table([(title, _printable(text)) for title, text in rows])
     described = [

@@ -94,8 +94,9 @@ class KeyTable:
         """Whether only the owners have the newest value."""
         self.buffered = np.zeros(64, np.bool_)
         """Whether a user asked for the key's buffers. Its block may have them because of another key."""
-        self.summed = set[Key]()
-        """The keys of sums for a Trainer that keeps the weights itself. Checkpoints leave them out."""
+        self.summed = dict[Key, bool]()
+        """The keys of sums of gradients, and of what else lasts one step; whoever made them keeps the weights, and
+        checkpoints leave them out. True: so much that a checkpoint of the store alone would be a mistake."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -146,7 +147,7 @@ class KeyTable:
     def remove(self, key: Key) -> Place:
         """Remove a key; return the place of its value."""
         entry = self._entries.pop(key)
-        self.summed.discard(key)
+        self.summed.pop(key, None)
         self._free_rows.append(entry.index)
         return entry.place
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checkpoint.trees import decode, encode
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.environment import launch_of
@@ -23,7 +24,7 @@ from ..verbs.comparison import text_call
 from .contents import Contents, find_difference
 from .folder import Start, read_start
 from .slots import Slots
-from .state import ObjectState, decode, encode
+from .state import ObjectState
 
 _SHARE = 0.02
 """The most that commits may take of the time. A death then costs the time of some 50 commits, made again."""

@@ -196,7 +196,7 @@ class KVStore(RankedStore):
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key]) -> None:
-        self._exchange.values.table.summed.update(keys)
+        self._exchange.values.table.summed.update(dict.fromkeys(keys, True))
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store has a capability: optimizer, sparse, compression, async or gpu. Local.
@@ -846,7 +846,7 @@ class KVStore(RankedStore):
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
-    def save(self, path: Any, residuals: bool = True, *, wait: bool = True) -> SaveWork | None:
+    def save(self, path: Any, residuals: bool = True, *, wait: bool = True, state: Any = None) -> SaveWork | None:
         """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
         and what compressed pushes have left out.
 
@@ -867,6 +867,9 @@ class KVStore(RankedStore):
                 :meth:`SaveWork.wait`, which raises what the writing has raised; the next save or load, of the
                 optimizer's state too, and :meth:`close` do so first. The store keeps the memory of the copy, as many
                 bytes as a rank owns of values and state, for the next such save.
+            state: what else the program needs to go on, a dict of names: ``{"epoch": 3}``. :meth:`load` returns it. It
+                holds numbers, texts, arrays, tensors, None, and lists, tuples and dicts of them. What is the same on
+                all ranks is stored once, and anything else for each rank. Written from a copy.
 
         Returns:
             None, or the :class:`SaveWork`.
@@ -879,7 +882,8 @@ class KVStore(RankedStore):
                 holds; or its values are only the sums of a :class:`mpikv.Trainer` with ``update_on_kvstore=False``.
             ConfigError: a setting of the optimizer was changed to need other state than there is.
             MemoryError: with ``wait=False``, there is no memory for the copy; the other ranks raise ``PeerFailed``.
-            RankMismatch: ranks gave other paths.
+            RankMismatch: ranks gave other paths, or other names in ``state``.
+            TypeError: no file can hold the ``state``.
 
         Example:
             >>> import mpikv, numpy as np, pathlib, tempfile
@@ -888,19 +892,20 @@ class KVStore(RankedStore):
             >>> kv.init("w", np.ones(2))
             >>> kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
             >>> kv.push("w", np.ones(2))
-            >>> kv.save(path)
+            >>> kv.save(path, state={"epoch": 3})
             >>> other = mpikv.create()
             >>> other.load(path)
+            {'epoch': 3}
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
         # Before the pending save ends: all ranks must come to its end, or none.
         waits = self._waits("save", wait)
         self._checkpoints.finish()
-        work: SaveWork | None = self._collective("save", self._checkpoints.save, path, residuals, waits)
+        work: SaveWork | None = self._collective("save", self._checkpoints.save, path, residuals, waits, state)
         return work
 
-    def load(self, path: Any) -> None:
+    def load(self, path: Any) -> dict[str, Any]:
         """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
         placement.
 
@@ -913,6 +918,10 @@ class KVStore(RankedStore):
         of this store have left out is dropped. As many ranks with the same compression take over what those of the file
         have left out; any other store starts with zeros, and logs a warning.
 
+        Returns:
+            The ``state`` that :meth:`save` was given; without it ``{}``. What differed between ranks returns to as many
+            ranks. On another number it is left out, with a warning.
+
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.
             ValueMismatch: the store has other keys, shapes or dtypes.
@@ -924,7 +933,8 @@ class KVStore(RankedStore):
         Example: see :meth:`save`.
         """
         self._checkpoints.finish()
-        self._collective("load", self._checkpoints.load, path)
+        state: dict[str, Any] = self._collective("load", self._checkpoints.load, path)
+        return state
 
     def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
         """Write the optimizer's state and update counts to a file, without the values.

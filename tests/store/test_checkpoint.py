@@ -454,6 +454,47 @@ def test_other_values(kv, other, folder, values, complaint):
     assert contents(other) == before
 
 
+STATE = {"epoch": 3, "none": None, "deep": {"a": [np.arange(5.0), (True, "x")]}, "half": np.ones(2, ml_dtypes.bfloat16)}
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.feature("checkpoint-state")
+def test_a_state_of_the_program(comm, folder, ranks, wait):
+    path, size = folder / "state", max(ranks - 1, 1)
+
+    def own(rank):
+        return np.random.default_rng(rank).bit_generator.state
+
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.arange(3.0))
+        work = kv.save(path, wait=wait, state={**STATE, "rng": own(kv.rank)})
+        if not wait:
+            work.wait()
+        assert repr(kv.load(path)) == repr(dict(sorted({**STATE, "rng": own(kv.rank)}.items())))
+        few = kv.group(range(size))
+        if few is not None:
+            # What differs between ranks returns to as many.
+            wanted = {**STATE, "rng": own(kv.rank)} if ranks == 1 else STATE
+            assert repr(few.load(path)) == repr(dict(sorted(wanted.items())))
+            assert few.pull("w").tolist() == [0, 1, 2]
+            few.close()
+        with pytest.raises(TypeError if kv.is_root else PeerFailed, match=r"state\['epoch'\] is a set"):
+            kv.save(path, state={"epoch": {3}} if kv.is_root else {"epoch": 3})
+        with pytest.raises(TypeError, match="state is an int, and not a dict of names"):
+            kv.save(path, state=3)
+        kv.barrier()
+        if ranks > 1:
+            with pytest.raises(RankMismatch, match="state of 'epoch'"):
+                kv.save(path, state={"epoch": 3} if kv.is_root else None)
+
+
+def test_a_state_alone(kv, other, folder):
+    kv.save(folder / "alone", state={"epoch": 3})
+    assert kv.load(folder / "alone") == other.load(folder / "alone") == {"epoch": 3}
+    kv.save(folder / "none")
+    assert other.load(folder / "none") == {}
+
+
 def outcome(function, *arguments):
     try:
         function(*arguments)

@@ -192,6 +192,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("optimizer-names", "options under MXNet's names, with its defaults"),
         _row("optimizer-average", "`average=True`: the mean over ranks, on any number of them"),
         _row("checkpoint-other-mean", "a `rescale_grad` of 1 / size that is loaded on another size is warned of"),
+        _row("checkpoint-state", "`kv.save(path, state=...)`: what the program needs besides returns from `kv.load`"),
         _row("optimizer-sgd-order", "SGD has MXNet's order of operations"),
         _row("optimizer-test", "`test` has MXNet 2's rule"),
         _refused("optimizer-unknown", "unknown names and options raise and list the known"),

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.errors import ValueMismatch
+from mpikv.checkpoint.trees import decode, encode, pack, unpack
+from mpikv.errors import CheckpointError, ValueMismatch
 from mpikv.keep.slots import Slots
-from mpikv.keep.state import decode, encode, find_state
+from mpikv.keep.state import find_state
 
 
 def through_a_file(tree: Any, path: Any) -> Any:
@@ -37,8 +38,15 @@ TREES = [
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_state_comes_back(tree: Any, tmp_path: Any) -> None:
-    found = through_a_file(tree, tmp_path)
-    assert repr(found) == repr(tree)
+    assert repr(through_a_file(tree, tmp_path)) == repr(unpack(pack(tree, "it"), "it")) == repr(tree)
+
+
+@pytest.mark.parametrize(
+    "forge", [b"", b"\xff" * 8, b"\2" + bytes(7) + b"{}", b"\x1c" + bytes(7) + b'{"array": ["float64", [9]]}']
+)
+def test_a_forged_state_is_refused(forge: bytes) -> None:
+    with pytest.raises(CheckpointError, match="the state 'it' of the checkpoint cannot be read"):
+        unpack(np.frombuffer(forge, np.uint8), "it")
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "uint64", "complex128", "bool"])
@@ -108,10 +116,10 @@ def test_another_shape_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tree", "complaint"),
     [
-        ({"a": [1, {2}]}, r"keep: it\['a'\]\[1\] is a set, which no commit can hold"),
-        (np.array([None]), r"keep: it is an ndarray of dtype\('O'\), which no commit can hold"),
-        (np.zeros(2, ">f4"), r"keep: it is an ndarray of dtype\('>f4'\)"),
-        (np.ma.zeros(2), "keep: it is a MaskedArray of"),
+        ({"a": [1, {2}]}, r"it\['a'\]\[1\] is a set, which no commit and no checkpoint can hold"),
+        (np.array([None]), r"it is an ndarray of dtype\('O'\), which no commit"),
+        (np.zeros(2, ">f4"), r"it is an ndarray of dtype\('>f4'\)"),
+        (np.ma.zeros(2), "it is a MaskedArray of"),
     ],
 )
 def test_what_no_commit_can_hold_is_named(tree: Any, complaint: str) -> None:

@@ -1,0 +1,105 @@
+"""The program's own state in a checkpoint: what ``save(path, state=...)`` was given, and ``load`` returns.
+
+Each name's state is stored once if all ranks gave the same, as an epoch, and else for each rank, as a generator. So the
+first kind returns to any number of ranks, and the second to as many as have saved it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..cluster.printing import log
+from ..engine.alltoallv import gather
+from ..errors import a_kind
+from ..protocols import Array, Transport
+from .chunks import Piece, cut_array
+from .files import Reader, Source
+from .header import Header
+from .trees import pack, unpack
+
+
+def pack_state(state: Any) -> dict[str, Array]:
+    """Return the bytes of each name's state, the names sorted. Local.
+
+    Raises:
+        TypeError: it is no dict of names, or no file can hold it.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        raise TypeError(f'state is {a_kind(state)}, and not a dict of names, as state={{"epoch": 3}}')
+    return {name: pack(state[name], f"state[{name!r}]") for name in sorted(state)}
+
+
+def add_program(transport: Transport, header: Header, packed: Mapping[str, Array]) -> tuple[Header, list[Piece]]:
+    """Return the header extended by the state, and the pieces for this rank to write. Collective."""
+    if not packed:
+        return header, []
+    sizes = [blob.nbytes for blob in packed.values()]
+    digests = [
+        np.frombuffer(hashlib.blake2b(blob.data, digest_size=8).digest(), np.int64)[0] for blob in packed.values()
+    ]
+    table = gather(transport, np.array([sizes, digests], np.int64).reshape(-1)).reshape(transport.size, 2, -1)
+    # One row where all rows are the same.
+    rows = [np.unique(table[:, :, number], axis=0) for number in range(len(packed))]
+    program = {
+        name: [int(table[0, 0, number])] if len(rows[number]) == 1 else table[:, 0, number].tolist()
+        for number, name in enumerate(packed)
+    }
+    header, pieces, rank = replace(header, program=program), list[Piece](), transport.rank
+    for name, edges in header.blobs.items():
+        if rank < len(edges) - 1:
+            pieces += cut_array(int(edges[rank]), packed[name])
+    return header, pieces
+
+
+class Program:
+    """Takes the state of a checkpoint. Local."""
+
+    def __init__(self, header: Header, rank: int, size: int) -> None:
+        self._own: dict[str, Array] = {}
+        self._lost: list[str] = []
+        self.own: list[Piece] = []
+        """Pieces to read on this rank alone."""
+        self.shared: list[Piece] = []
+        """Pieces that every rank reads."""
+        for name, edges in header.blobs.items():
+            blobs = [np.empty(nbytes, np.uint8) for nbytes in header.program[name]]
+            if len(blobs) == 1:
+                self._own[name], self.shared = blobs[0], self.shared + cut_array(int(edges[0]), blobs[0])
+            elif len(blobs) == size:
+                self._own[name], self.own = blobs[rank], self.own + cut_array(int(edges[rank]), blobs[rank])
+            else:
+                self._lost.append(f"{name!r} of {len(blobs)} ranks")
+                # Unused, but the checksums need all bytes.
+                for begin, blob in list(zip(edges.tolist(), blobs, strict=False))[rank::size]:
+                    self.own += cut_array(begin, blob)
+
+    def decode(self, tells: bool) -> dict[str, Any]:
+        """Return the state that was read. ``tells``: warn of what is left out."""
+        if self._lost and tells:
+            log(
+                "the checkpoint has a state for each rank under %s, and this store has another number of ranks: these "
+                "are left out",
+                ", ".join(self._lost),
+            )
+        return {name: unpack(blob, name) for name, blob in self._own.items()}
+
+
+def peek(source: Source, name: str) -> Any:
+    """Return the first rank's state of a name, before the file is compared with its checksums; None if there is none.
+
+    Raises:
+        OSError, CheckpointError: it cannot be read.
+    """
+    if name not in source.header.blobs:
+        return None
+    blob = np.empty(source.header.program[name][0], np.uint8)
+    with closing(Reader(source)) as reader:
+        reader.open()
+        reader.read([blob.data], int(source.header.blobs[name][0]))
+    return unpack(blob, name)

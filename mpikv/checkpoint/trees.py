@@ -1,0 +1,123 @@
+"""The state of a program's objects, as JSON and arrays. No pickle: a file of a commit or a checkpoint holds no code."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import name_of
+from ..errors import CheckpointError, ConfigError, a_kind, brief
+from ..protocols import Array
+from .header import parse_dtype
+
+
+def encode(tree: Any, arrays: list[Array], where: str) -> Any:
+    """Return a state in JSON's types; append its arrays to ``arrays``.
+
+    >>> arrays = []
+    >>> encode({"a": (1, np.arange(2))}, arrays, "x")
+    {'dict': [['a', {'tuple': [1, {'array': ['int64', [2]]}]}]]}
+    >>> arrays
+    [array([0, 1])]
+
+    Raises:
+        TypeError: something of it, found at ``where``, is neither a number, a text, an array, None, nor a list, a tuple
+            or a dict.
+    """
+    # numpy's numbers first: its float64 is a float, too.
+    if isinstance(tree, np.generic):
+        return {"number": encode(np.asarray(tree), arrays, where)}
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    # No masked array, whose mask would be lost.
+    if type(tree) is np.ndarray and _is_of_numbers(tree.dtype):
+        arrays.append(np.ascontiguousarray(tree))
+        return {"array": [name_of(tree.dtype), list(tree.shape)]}
+    if _is_tensor(tree):
+        # As bytes: numpy lacks some of torch's dtypes.
+        flat = tree.detach().cpu().contiguous().reshape(-1)
+        arrays.append(flat.view(sys.modules["torch"].uint8).numpy())
+        return {"tensor": [str(tree.dtype).removeprefix("torch."), list(tree.shape), arrays[-1].nbytes]}
+    if isinstance(tree, dict):
+        pairs = tree.items()
+        return {"dict": [[encode(each, arrays, f"{where}[{key!r}]") for each in (key, one)] for key, one in pairs]}
+    if isinstance(tree, (list, tuple)):
+        items = [encode(each, arrays, f"{where}[{number}]") for number, each in enumerate(tree)]
+        return {"tuple": items} if isinstance(tree, tuple) else items
+    what = a_kind(tree) + (f" of {tree.dtype!r}" if isinstance(tree, np.ndarray) else "")
+    raise TypeError(
+        f"{where} is {what}, which no commit and no checkpoint can hold: they hold numbers, texts, arrays of numbers, "
+        "tensors, None, and lists, tuples and dicts of them; kv.keep also takes a pair of functions (get, set) that "
+        "turn a state into these, and back"
+    )
+
+
+def _is_of_numbers(dtype: np.dtype[Any]) -> bool:
+    return dtype.isnative and (dtype.kind in "biufc" or name_of(dtype) == "bfloat16")
+
+
+def _is_tensor(tree: Any) -> bool:
+    # Without an import, which takes seconds: a tensor's owner has made it.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tree, torch.Tensor) and tree.layout == torch.strided
+
+
+def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> Any:
+    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape."""
+    if isinstance(tree, list):
+        return [decode(each, take) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, inner),) = tree.items()
+    if kind == "array":
+        return take(parse_dtype(inner[0]), inner[1])
+    if kind == "tensor":
+        return _make_tensor(take(np.dtype(np.uint8), [inner[2]]), *inner[:2])
+    if kind == "number":
+        return decode(inner, take)[()]
+    if kind == "tuple":
+        return tuple(decode(inner, take))
+    return dict(decode(inner, take))
+
+
+def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        raise ConfigError("this state has tensors; import torch before it is loaded")
+    return torch.from_numpy(memory.copy()).view(getattr(torch, dtype)).reshape(shape)
+
+
+def pack(tree: Any, where: str) -> Array:
+    """Return a state as bytes. Raises TypeError as :func:`encode`."""
+    arrays: list[Array] = []
+    text = json.dumps(encode(tree, arrays, where)).encode()
+    # As bytes, whatever the dtype: bfloat16 has no buffer.
+    parts = [array.reshape(-1).view(np.uint8).data for array in arrays]
+    return np.frombuffer(b"".join([len(text).to_bytes(8, "little"), text, *parts]), np.uint8)
+
+
+def unpack(memory: Array, name: str) -> Any:
+    """Return a state from its bytes. ``name`` it for an error.
+
+    Raises:
+        CheckpointError: they are not those of a state.
+        ConfigError: it has tensors, and torch is not imported.
+    """
+    at = 8 + int.from_bytes(memory[:8].tobytes(), "little")
+
+    def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+        nonlocal at
+        begin, at = at, at + dtype.itemsize * math.prod(shape)
+        array: Array = memory[begin:at].copy().view(dtype).reshape(shape)
+        return array
+
+    try:
+        return decode(json.loads(memory[8:at].tobytes()), take)
+    # A forged file may hold any bytes.
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"the state {brief(repr(name), 40)} of the checkpoint cannot be read: {error}") from None
