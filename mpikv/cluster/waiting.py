@@ -27,11 +27,11 @@ class Waiting:
 
     def __init__(self, timeout: float, warn_after: float = math.inf, warn: Warn | None = None) -> None:
         """Times are in seconds. ``warn`` gets the seconds waited so far and the missing ranks."""
-        self._timeout, self._warn_after, self._warn = timeout, warn_after, warn
+        self.timeout, self._warn_after, self._warn = timeout, warn_after, warn
 
     def warning(self, warn: Warn) -> Waiting:
         """Return a :class:`Waiting` with the same times and another ``warn``."""
-        return Waiting(self._timeout, self._warn_after, warn)
+        return Waiting(self.timeout, self._warn_after, warn)
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true.
@@ -50,7 +50,7 @@ class Waiting:
         while not ready():
             waited = here.now() - started
             # Asked once more: after a nap of a busy machine the deadline may be long past, and the others here.
-            if waited >= self._timeout and not ready():
+            if waited >= self.timeout and not ready():
                 who = missing()
                 raise Stalled(f"waited {waited:.1f} s for " + (f"ranks {list(who)}" if who else "other ranks"), who)
             if self._warn and waited >= self._warn_after and not warned:
@@ -58,6 +58,6 @@ class Waiting:
                 self._warn(waited, missing())
             # Naps of 1/32 of the time waited so far add 3 % at most. Not longer than 1 ms: MPI makes progress only
             # inside of its calls, here those of ready().
-            due = self._timeout if warned or not self._warn else min(self._warn_after, self._timeout)
+            due = self.timeout if warned or not self._warn else min(self._warn_after, self.timeout)
             if here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready):
                 return

@@ -54,21 +54,22 @@ class Collectives:
         self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
-        """Put a message, made of parts, into the send buffer, if it is small and that saves a barrier. Local.
+        """Put a message, made of parts, into the send buffer, if it is small, of one dtype, and that saves a barrier.
+        Local.
 
-        Only its number of bytes decides. So they must be the same on all ranks that then agree.
+        Only its bytes and dtypes decide. So they must be the same on all ranks that then agree.
         """
-        if not (self._transport.shared and 0 < sum(part.nbytes for part in parts) <= self._small):
-            return False
-        self._pack(parts)
-        return True
+        fits = self._transport.shared and 0 < sum(part.nbytes for part in parts) <= self._small
+        if fits := fits and len({part.dtype for part in parts}) == 1:
+            self._pack(parts)
+        return fits
 
     def all_reduce(self, array: Array, op: Op, staged: bool = False) -> None:
         """Reduce every rank's array, in place on every rank, with the same bits on each."""
         self.all_reduce_each(((array, array),), op, staged)
 
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
-        """Reduce every rank's first array of each pair, into the second; they may be the same. All have one dtype.
+        """Reduce every rank's first array of each pair, into the second; they may be the same.
 
         Large arrays that other ranks may read in place are reduced first, one by one; then small ones travel together.
         The message that may be staged is all first arrays, one after the other: with a large one, it is not small.
@@ -77,7 +78,9 @@ class Collectives:
             apart = [pair for pair in pairs if pair[0] is not pair[1]]
             self.memory.copy([out for _, out in apart], [send for send, _ in apart])
         elif self.memory.is_host:
-            self._reduce_each([pair for pair in pairs if not self._reduce_in_place(*pair, op)], op, staged)
+            # Those of one dtype can travel together. By its letter: numbers of dtypes may differ between processes.
+            ordered = sorted(pairs, key=lambda pair: pair[0].dtype.char)
+            self._reduce_each([pair for pair in ordered if not self._reduce_in_place(*pair, op)], op, staged)
         else:
             self._sum_on_gpus(pairs, op)
 
@@ -215,7 +218,7 @@ class Collectives:
                 step = self._transport.limit // send.itemsize
                 yield from ([(send[low : low + step], out[low : low + step])] for low in range(0, send.size, step))
             elif send.nbytes:
-                if send.nbytes > room:
+                if send.nbytes > room or (together and send.dtype != together[0][0].dtype):
                     yield together
                     together, room = [], self._small
                 together.append((send, out))

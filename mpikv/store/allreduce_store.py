@@ -291,7 +291,7 @@ class AllReduce(Wrapped):
     def _stage(self, here: Collectives, verb: str, pairs: Sequence[Pair]) -> None:
         """Put the message of a sum into the send buffer before ranks agree, if it is small. Local."""
         sends = [send for send, _ in pairs]
-        if verb == "pushpull" and len({send.dtype for send in sends}) == 1 and here.stage(*sends):
+        if verb == "pushpull" and here.stage(*sends):
             self._store._exchange.pipeline.prefetched = sends[0]
 
     def _source(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
@@ -345,8 +345,7 @@ class AllReduce(Wrapped):
     def _move(self, here: Collectives, verb: str, work: _Work, staged: bool) -> None:
         _copy(work.before, here.memory)
         if verb == "pushpull":
-            for dtype in dict.fromkeys(send.dtype for send, _ in work.pairs):
-                here.all_reduce_each([pair for pair in work.pairs if pair[0].dtype == dtype], Op.SUM, staged)
+            here.all_reduce_each(work.pairs, Op.SUM, staged)
         else:
             root: int = self._store.root
             if self.rank == root:

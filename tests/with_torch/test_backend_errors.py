@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], type[Exception], type[Exception]
         r"a list of \d tensors for \d ranks",
     ),
     "rows": (
-        lambda odd: dist.all_to_all_single(torch.ones(2), torch.ones(2), *(([1], [2]) if odd else ([], []))),
+        lambda odd: dist.all_to_all_single(*[torch.ones(dist.get_world_size())] * 2, *([[1]] * 2 if odd else [[]] * 2)),
         ValueMismatch,
         PeerFailed,
         r"cannot be cut into",

@@ -30,7 +30,7 @@ from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
 from .queue import Queue
 from .rendezvous import open_group
-from .tensors import Reduction, check_movable, describe, flat, in_place, join_parts, read, read_parts, split
+from .tensors import Reduction, check_kinds, check_movable, describe, in_place, join_parts, read, read_parts, split
 from .work import Work
 
 # Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
@@ -49,6 +49,8 @@ class _Plan(NamedTuple):
     """The tensors that are filled, as PyTorch nests them."""
     message: Sequence[Array] = ()
     """The parts of the message, if it may be staged: the facts give its size."""
+    put_back: Callable[[], object] = list
+    """Copies what has arrived to the tensors that are not dense."""
 
 
 def _issued(verb: str, operands: int) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
@@ -116,7 +118,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._check_open(verb)
         mistake: Exception | None = None
         try:
-            compared, run, result, message = plan(self, *operands, options)
+            compared, run, result, message, put_back = plan(self, *operands, options)
             call = _describe_call(verb, *self._label, *compared)
         except Exception as error:
             result, call, mistake = None, Call(verb, 0, *self._label), error
@@ -127,10 +129,10 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         def make() -> None:
             self._meeting.deadline.timeout = seconds
             error = self._queue.take_failure() or mistake
-            if error is None:
-                self._communicator.call(call, run, *message)
-            else:
+            if error is not None:
                 self._communicator.refuse(call, error)
+            self._communicator.call(call, run, *message)
+            put_back()
 
         work = Work(call.__str__, result, self._queue.check_progress, self._queue.saw)
         return self._queue.add(work, make, waits=not getattr(options, "asyncOp", True))
@@ -149,29 +151,24 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensors, (op, factor) = _listed(tensors), _reduction(options)
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], Reduction(op, factor))
-        Reduction(op).check(tensors)
+        check_kinds(op, tensors)
         arrays, put_back = in_place(tensors, factor)
-
-        def run(staged: bool) -> None:
-            for array in arrays:
-                self._collectives.all_reduce(array, op, staged)
-            put_back()
-
-        return _Plan((op.value, *map(describe, tensors)), run, tensors, arrays if len(arrays) == 1 else ())
+        run = partial(self._collectives.all_reduce_each, [(array, array) for array in arrays], op)
+        return _Plan((op.value, *map(describe, tensors)), run, tensors, arrays, put_back)
 
     allreduce_coalesced = allreduce
 
     def _plan_sparse(self, tensor: Any, reduction: Reduction) -> _Plan:
         """Plan the sum of a sparse tensor: every rank gets all rows, and adds up those with the same indices."""
-        check_movable([tensor._values()])
+        check_movable(tensor._values())
         if reduction != _reduction(None):
             raise Unsupported(f"a sparse tensor has no {reduction.op.value} here, only a sum")
 
         def gather(rows: Any, numbers: Sequence[int]) -> Any:
             every = rows.new_empty((sum(numbers), *rows.shape[1:]))
             every.split(numbers)[self._rank].copy_(rows)
-            width = flat(rows.new_empty((1, *rows.shape[1:]))).size
-            self._collectives.all_gather(flat(every), [number * width for number in numbers])
+            width = read(rows.new_empty((1, *rows.shape[1:]))).size
+            self._collectives.all_gather(read(every), [number * width for number in numbers])
             return every
 
         def run(_: bool) -> None:
@@ -190,15 +187,11 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: Any, options: Any) -> _Plan:
         """Reduce a tensor, in place at the root."""
         tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
-        Reduction(op).check(tensors)
+        check_kinds(op, tensors)
         (array,), put_back = in_place(tensors, factor)
-
-        def run(staged: bool) -> None:
-            self._collectives.reduce(array, op, root, staged)
-            if self._rank == root:
-                put_back()
-
-        return _Plan((op.value, f"to {root}", describe(tensors[0])), run, tensors, [array])
+        run = partial(self._collectives.reduce, array, op, root)
+        facts = op.value, f"to {root}", describe(tensors[0])
+        return _Plan(facts, run, tensors, [array], put_back if self._rank == root else list)
 
     @_issued("reduce_scatter", 2)
     def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
@@ -208,7 +201,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
         op, factor = _reduction(options)
-        Reduction(op).check([*outs, *_flattened(ins)])
+        check_kinds(op, [*outs, *(tensor for one in ins for tensor in _listed(one))])
         kinds = [self._check_part(one, out) for one, out in zip(ins, outs, strict=True)]
         parts = [read_parts(one, self._size, factor) for one in ins]
         arrays, put_back = in_place(outs)
@@ -216,9 +209,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         def run(staged: bool) -> None:
             for array, sends in zip(arrays, parts, strict=True):
                 self._collectives.reduce_scatter(sends, array, op, staged)
-            put_back()
 
-        return _Plan((op.value, *kinds), run, outs, parts[0] if len(parts) == 1 else ())
+        return _Plan((op.value, *kinds), run, outs, parts[0] if len(parts) == 1 else (), put_back)
 
     reduce_scatter_single = _reduce_scatter_base = reduce_scatter
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
@@ -229,14 +221,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
         """Copy the root's tensor to every rank's."""
         tensors, root = _listed(tensors), self._root(options)
-        check_movable(tensors)
         (array,), put_back = in_place(tensors)
-
-        def run(staged: bool) -> None:
-            self._collectives.broadcast(array, root, staged)
-            put_back()
-
-        return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array])
+        run = partial(self._collectives.broadcast, array, root)
+        return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array], put_back)
 
     @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
@@ -245,7 +232,6 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
-        check_movable([*_flattened(outs), *ins])
         kinds = [self._check_part(out, tensor) for out, tensor in zip(outs, ins, strict=True)]
         targets = [join_parts(out, self._size) for out in outs]
         sends = [read(tensor) for tensor in ins]
@@ -271,30 +257,24 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     @_issued("gather", 2)
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy every rank's tensor to the root."""
-        root = self._root(options)
-        tensors = self._one_each(outs[0]) if self._rank == root else []
-        check_movable([*ins, *tensors])
-        arrays, put_back = in_place(tensors)
+        root, send = self._root(options), read(ins[0])
+        arrays, put_back = in_place(self._one_each(outs[0]) if self._rank == root else [])
 
         def run(_: bool) -> None:
-            self._collectives.gather(read(ins[0]), arrays or None, root)
-            put_back()
+            self._collectives.gather(send, arrays or None, root)
 
-        return _Plan((f"to {root}", _kind(ins[0])), run, outs)
+        return _Plan((f"to {root}", _kind(ins[0])), run, outs, put_back=put_back)
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy the root's r-th tensor to rank r."""
-        root = self._root(options)
-        tensors = self._one_each(ins[0]) if self._rank == root else []
-        check_movable([*outs, *tensors])
-        (array,), put_back = in_place(outs)
+        root, ((array,), put_back) = self._root(options), in_place(outs)
+        sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
 
         def run(_: bool) -> None:
-            self._collectives.scatter([read(one) for one in tensors] or None, array, root)
-            put_back()
+            self._collectives.scatter(sends, array, root)
 
-        return _Plan((f"from {root}", _kind(outs[0])), run, outs)
+        return _Plan((f"from {root}", _kind(outs[0])), run, outs, put_back=put_back)
 
     @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
@@ -309,14 +289,13 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
-        check_movable([*self._one_each(outs), *self._one_each(ins)])
-        arrays, put_back = in_place(outs)
+        arrays, put_back = in_place(self._one_each(outs))
+        sends = [read(one) for one in self._one_each(ins)]
 
         def run(_: bool) -> None:
-            self._collectives.all_to_all([read(one) for one in ins], arrays)
-            put_back()
+            self._collectives.all_to_all(sends, arrays)
 
-        return _Plan((_kind(ins[0]),), run, result)
+        return _Plan((_kind(ins[0]),), run, result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
         """Return the parts of a tensor for each rank, along its first dimension."""
@@ -356,7 +335,6 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
         self._check_open(verb)
         self._communicator.check_usable()
-        check_movable(tensors)
 
         def text() -> str:
             return f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
@@ -494,11 +472,6 @@ def _shut_down_all() -> None:
 
 def _listed(tensors: Any) -> Sequence[Any]:
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _flattened(operands: Sequence[Any]) -> list[Any]:
-    """Return the tensors of operands, tensors or lists of them."""
-    return [tensor for one in operands for tensor in _listed(one)]
 
 
 def _reduction(options: Any) -> Reduction:

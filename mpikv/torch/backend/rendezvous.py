@@ -20,7 +20,7 @@ from ...cluster.environment import launch_by_mpi
 from ...cluster.mpi_library import start_mpi
 from ...cluster.process_group import ProcessGroup
 from ...cluster.status_board import StatusBoard
-from ...cluster.waiting import Waiting, Warn
+from ...cluster.waiting import Waiting
 from ...collectives.collectives import Collectives
 from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
@@ -35,15 +35,11 @@ from ...transports.rings import Rings
 from .tensors import combine
 
 
-class Deadline:
-    """A :class:`~mpikv.cluster.waiting.Waits` with a deadline that each call may change, and that can be ended."""
+class Deadline(Waiting):
+    """Waits with a timeout that each call may change, and can be ended."""
 
-    def __init__(self, timeout: float, warn_after: float) -> None:
-        """Times are in seconds."""
-        self.timeout, self._warn_after = timeout, warn_after
-        self.warn: Warn | None = None
-        self.ended = ""
-        """Why no wait goes on."""
+    ended = ""
+    """Why no wait goes on."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true.
@@ -57,7 +53,7 @@ class Deadline:
                 raise Stalled(self.ended)
             return ready()
 
-        Waiting(self.timeout, self._warn_after, self.warn).until(ready_or_ended, missing)
+        super().until(ready_or_ended, missing)
 
 
 @dataclass
@@ -167,9 +163,8 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
     wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
     compare_requests(group, "init_process_group", wanted, problem)
-    deadline = Deadline(config.timeout, config.warn_after)
     board = StatusBoard(group)
-    deadline.warn = board.warn
+    deadline = Deadline(config.timeout, config.warn_after, board.warn)
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None

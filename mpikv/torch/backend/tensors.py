@@ -48,11 +48,11 @@ class Reduction(NamedTuple):
         kind, factor = dist.ReduceOp(asked).__getstate__() if isinstance(asked, _KIND) else asked.__getstate__()
         return cls(_OPS.get(kind.name) or Op[kind.name], factor)
 
-    def check(self, tensors: Iterable[Any]) -> None:
-        """Raise Unsupported unless all tensors are of the host and have such a reduction."""
-        for tensor in tensors:
-            check_movable([tensor])
-            _check_kind(self.op, tensor.dtype)
+
+def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
+    """Raise Unsupported unless all tensors have such a reduction."""
+    for kind in {tensor.dtype for tensor in tensors}:
+        _check_kind(op, kind)
 
 
 @cache
@@ -75,26 +75,26 @@ def describe(tensor: Any) -> str:
     return f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
 
 
-def check_movable(tensors: Iterable[Any]) -> None:
-    """Raise Unsupported unless tensors lie on the host and have strides.
+def check_movable(tensor: Any) -> None:
+    """Raise Unsupported unless a tensor lies on the host and has strides.
 
-    >>> check_movable([torch.zeros(2, device="meta")])
+    >>> check_movable(torch.zeros(2, device="meta"))
     Traceback (most recent call last):
     mpikv.errors.Unsupported: the backend 'mpikv' moves tensors of the host, and this one is on meta; ...
     """
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise Unsupported(
-                f"the backend 'mpikv' moves tensors of the host, and this one is on {tensor.device}; for those of GPUs "
-                "make a second group, dist.new_group(backend='nccl'), and pass it as group="
-            )
-        if tensor.layout != torch.strided:
-            raise Unsupported(f"{tensor.layout} tensors have all_reduce with SUM alone here; use tensor.to_dense()")
+    if tensor.device.type != "cpu":
+        raise Unsupported(
+            f"the backend 'mpikv' moves tensors of the host, and this one is on {tensor.device}; for those of GPUs "
+            "make a second group, dist.new_group(backend='nccl'), and pass it as group="
+        )
+    if tensor.layout != torch.strided:
+        raise Unsupported(f"{tensor.layout} tensors have all_reduce with SUM alone here; use tensor.to_dense()")
 
 
 def _check_writable(tensors: Iterable[Any]) -> None:
-    """Raise Unsupported unless every element of tensors that are filled has a place of its own."""
+    """Raise Unsupported unless every element of tensors that are filled has a place of its own, on the host."""
     for tensor in tensors:
+        check_movable(tensor)
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
             raise Unsupported(
                 f"{describe(tensor)} is expanded: several of its elements lie in one place, so it cannot be filled; "
@@ -129,6 +129,7 @@ def flat(tensor: Any) -> Array:
 
 def read(tensor: Any, factor: Any = None) -> Array:
     """Return the elements of a tensor, each times a factor, as a flat array; in place if that needs no copy."""
+    check_movable(tensor)
     return flat(_dense(tensor.detach(), factor))
 
 
