@@ -159,7 +159,7 @@ class StatusBoard:
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
-        last = f"began {_call_of(slot)} last" if slot["call"] else "has made no call yet"
+        last = f"began {_call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
         return f"rank {rank} {last} and {_whereabouts(slot)}"
 
     def gone(self) -> tuple[int, ...]:

@@ -123,17 +123,17 @@ class Mailbox:
         """
         self._board, self._failed, self._others = board, failed, {*range(group.size)} - {group.rank}
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
+        self._lock = present().lock()
+        self._pending: list[Message] = []
         self._carrier: _Streams | _Messages
         if rings is None:
             assert isinstance(group, ProcessGroup)
-            self._carrier = _Messages(group)
+            self._carrier = _Messages(group, self._pending)
         else:
             self._carrier = _Streams(group, board, rings)
-        self._lock = present().lock()
-        self._pending: list[Message] = []
         self._ended: deque[tuple[Message, BaseException | None]] = deque()
         self._failure: Exception | None = None
-        self._thread: Any = None
+        self._has_thread = False
         self._attended = -math.inf
         """Until when the thread leaves all to a caller that waits."""
         self._looked, self._lost = -math.inf, dict[int, str]()
@@ -182,9 +182,9 @@ class Mailbox:
     def _call(self, message: Message) -> Message:
         self._move(message)
         with self._lock:
-            if self._pending and self._thread is None:
-                self._thread = present().thread(self._serve, "mpikv mailbox")
-                self._thread.start()
+            if self._pending and not self._has_thread:
+                self._has_thread = True
+                present().thread(self._serve, "mpikv mailbox").start()
         return message
 
     def _serve(self) -> None:
@@ -195,40 +195,48 @@ class Mailbox:
             with self._lock:
                 idle = 0 if self._pending else idle + 1
                 if idle > _LINGERS or self._failure is not None:
-                    self._thread = None
+                    self._has_thread = False
                     return
             if present().now() > self._attended:
-                self._move()
+                try:
+                    self._step()
+                finally:
+                    if self._ended:
+                        # By another thread: what a caller does at an end may wait for a call that this one moves.
+                        present().thread(self._tell, "mpikv mailbox ends").start()
 
     def _move(self, new: Message | None = None) -> None:
         """Begin a new call, move what can be moved, and tell the callers whose calls have ended."""
         try:
-            with self._lock:
-                if new is not None:
-                    self._pending.append(new)
-                if self._failure is not None:
-                    self._break(self._failure)
-                elif self._pending:
-                    self._step(new)
+            self._step(new)
         finally:
             self._tell()
 
-    def _step(self, new: Message | None) -> None:
+    def _step(self, new: Message | None = None) -> None:
+        with self._lock:
+            try:
+                if new is not None:
+                    self._begin(new)
+                if self._pending:
+                    for message, sent in self._carrier.step():
+                        self._end(message, sent)
+                    self._check(present().now())
+            except BaseException as error:
+                known = error if isinstance(error, Exception) else Closed(f"interrupted by {error!r}{self._where}")
+                self._break(known)
+                self._failed(known)
+                if known is not error:
+                    raise
+
+    def _begin(self, new: Message) -> None:
+        self._pending.append(new)
+        if self._failure is not None:
+            self._break(self._failure)
+            return
         try:
-            if new is not None:
-                try:
-                    self._carrier.begin(new)
-                except Exception as error:  # as of a tag above MPI's limit: the other calls go on
-                    self._end(new, error=error)
-            for message, sent in self._carrier.step():
-                self._end(message, sent)
-            self._check(present().now())
-        except BaseException as error:
-            known = error if isinstance(error, Exception) else Closed(f"interrupted by {error!r}{self._where}")
-            self._break(known)
-            self._failed(known)
-            if known is not error:
-                raise
+            self._carrier.begin(new)
+        except Exception as error:  # as of a tag above MPI's limit: the other calls go on
+            self._end(new, error=error)
 
     def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
         if sent:
@@ -375,9 +383,9 @@ class _Messages:
     Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        """Collective."""
-        self._group, self._mpi, self._pending = group, group.mpi, list[Message]()
+    def __init__(self, group: ProcessGroup, pending: Sequence[Message]) -> None:
+        """Collective. ``pending`` are the calls that have begun and not ended."""
+        self._group, self._mpi, self._pending = group, group.mpi, pending
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
 
@@ -386,7 +394,6 @@ class _Messages:
         peer = self._mpi.ANY_SOURCE if message.peer is None else message.peer
         with self._group.translated(message.verb):
             message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
-        self._pending.append(message)
 
     def step(self) -> Iterator[tuple[Message, str]]:
         for message in tuple(self._pending):
@@ -403,7 +410,6 @@ class _Messages:
                     sent = f"more than {message.bytes.size}"
             if message.verb == "recv":
                 message.source = status.source
-            self._pending.remove(message)
             yield message, sent
 
     def sleep(self, waited: float) -> None:

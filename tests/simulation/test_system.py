@@ -54,7 +54,7 @@ def meet(kv: mpikv.KVStore) -> None:
 @pytest.mark.parametrize(
     ("store", "size", "hosts", "before", "told"),
     [
-        ("dist_sync", 4, 2, lambda kv: None, "rank 3 has made no call yet"),
+        ("dist_sync", 4, 2, lambda kv: None, "rank 3 has begun no collective call yet"),
         ("dist_async", 2, 1, push_alone, "rank 1 began call #4 push last"),
         ("dist_sync", 2, 1, meet, "rank 1 began call #3 barrier() last"),
     ],

@@ -161,7 +161,7 @@ def test_a_message_that_does_not_come(hosts: int) -> None:
             calls.wait()
             error = ends[0][0]
             assert isinstance(error, Stalled)
-            about = "" if hosts == 2 else "; rank 1 has made no call yet and is now at .*"
+            about = "" if hosts == 2 else "; rank 1 has begun no collective call yet and is now at .*"
             words = rf"recv of 12 bytes with tag 7 from rank 1: waited 2.0 s{about}; if a rank is only slow, .*"
             assert re.fullmatch(words, str(error))
             assert error.missing == (1,)
@@ -258,14 +258,14 @@ def test_a_rank_that_has_given_up(hosts: int, dies: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_an_end_that_fails_is_told_and_hides_no_other(caplog: pytest.LogCaptureFixture, waits: bool) -> None:
-    """Neither if the thread calls it, nor if a waiting caller does and it waits for the other."""
+    """Neither if the thread finds it, nor if a waiting caller does; each time it waits for the other."""
 
     def program(comm: Any) -> None:
         calls, told, end = Calls(comm), list[Any](), list[Any]()
 
         def fail(error: Any, _: int) -> None:
             told.append(error)
-            Waiting(20.0).until(lambda: bool(end) or not waits, tuple)
+            Waiting(20.0).until(lambda: bool(end), tuple)
             raise RuntimeError("a fault")
 
         if comm.rank == 0:

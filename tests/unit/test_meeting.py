@@ -159,7 +159,7 @@ def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
         words, data, about = said.splitlines()
         assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
         assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
-        assert about == "create: rank 1 has made no call yet and its process is gone"
+        assert about == "create: rank 1 has begun no collective call yet and its process is gone"
 
 
 @pytest.mark.parametrize("machine", [platform.machine(), "unknown"])
