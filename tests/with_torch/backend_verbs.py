@@ -94,12 +94,15 @@ def mistakes() -> None:
         dist.all_reduce(torch.zeros(3 + (rank == 1)))
     dist.all_reduce(t := row(1))
     same(t, size)
+    if size > 2:
+        with pytest.raises(RuntimeError, match=r"new_group: rank \d makes a group of .*, and rank \d one of"):
+            dist.new_group([0, 1] if rank == 0 else [*range(size)])
 
 
-if fault == "killed":
+if fault in ("recv", "barrier"):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    for call in (lambda: dist.recv(row(0), 1), dist.barrier):
+    for call in (lambda: dist.recv(row(0), 1), dist.barrier)[fault == "barrier" :]:
         try:
             call()
         except Exception as error:

@@ -19,13 +19,14 @@ from ...cluster.connecting import connect
 from ...cluster.environment import launch_by_mpi
 from ...cluster.mpi_library import start_mpi
 from ...cluster.process_group import ProcessGroup
+from ...cluster.runtime import present
 from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting
 from ...collectives.collectives import Collectives
 from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
-from ...errors import ConfigError, Stalled, TransportError, Unsupported, text_of
+from ...errors import ConfigError, RankMismatch, Stalled, TransportError, Unsupported, text_of
 from ...protocols import Group, Transport
 from ...transports import open_transport
 from ...transports.cma import attach
@@ -34,24 +35,41 @@ from ...transports.requests import AbortableWaiting
 from ...transports.rings import Rings
 from .tensors import combine
 
+# Seconds between two looks whether the processes of missing ranks have ended.
+_PATIENCE = 0.25
+
 
 class Deadline(Waiting):
-    """Waits with a timeout that each call may change, and can be ended."""
+    """Waits with a timeout that each call may change. It can be ended, and ends if an awaited process has ended."""
 
-    ended = ""
-    """Why no wait goes on."""
+    def __init__(self, timeout: float, warn_after: float, board: StatusBoard) -> None:
+        """Times are in seconds."""
+        super().__init__(timeout, warn_after, board.warn)
+        self._board, self.ended = board, ""
+        """Why no wait goes on."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true.
 
         Raises:
             Stalled: the deadline has passed, or no wait goes on.
+            TransportError: the process of a missing rank has ended.
         """
+        due = present().now() + _PATIENCE
 
         def ready_or_ended() -> bool:
+            nonlocal due
             if self.ended:
                 raise Stalled(self.ended)
-            return ready()
+            if ready():
+                return True
+            if (now := present().now()) < due:
+                return False
+            due = now + _PATIENCE  # a look at processes takes longer than a poll
+            lost = {*missing()}.intersection(self._board.gone())
+            if lost and not ready():  # asked once more: it may have come before its end
+                raise TransportError("; ".join(self._board.describe(sorted(lost))))
+            return False
 
         super().until(ready_or_ended, missing)
 
@@ -99,7 +117,7 @@ class StoreWords:
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Sequence[int]) -> None:
         """``timeout`` is in seconds. ``names`` are the numbers of the ranks for messages."""
-        self._store, self._rank, self._size, self._timeout, self._names = store, rank, size, timeout, names
+        self._store, self._rank, self._size, self._timeout, self.names = store, rank, size, timeout, names
 
     def allgather(self, word: bytes) -> list[bytes]:
         """Return the words of all ranks, in rank order. Collective.
@@ -111,8 +129,9 @@ class StoreWords:
         keys: list[str] = []
         try:
             # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its words.
-            turn = self._store.add(f"mpikv/turn/{self._rank}", 1)
-            keys = [f"mpikv/{turn}/{other}" for other in range(self._size)]
+            turn = self._store.add(f"mpikv/turn/{self.names[self._rank]}", 1)
+            # By their numbers among all ranks, so that ranks with different lists of a group find each other's.
+            keys = [f"mpikv/{turn}/{name}" for name in self.names]
             self._store.set(keys[self._rank], word)
             self._store.wait(keys, timedelta(seconds=self._timeout))
             return [self._store.get(key) for key in keys]
@@ -121,13 +140,13 @@ class StoreWords:
 
     def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
         try:
-            missing = [rank for rank, key in zip(self._names, keys, strict=False) if not self._store.check([key])]
+            missing = [rank for rank, key in zip(self.names, keys, strict=False) if not self._store.check([key])]
         except RuntimeError:  # the process that has the store has ended
             missing = []
         if not missing:
             return TransportError(f"PyTorch's store fails: {text_of(error)}")
         who = f"waited {self._timeout:g} s for ranks {missing}, which have not made the process group"
-        return Stalled(f"{who} of ranks {list(self._names)} [rank {self._rank}/{self._size}]", missing)
+        return Stalled(f"{who} of ranks {list(self.names)} [rank {self._rank}/{self._size}]", missing)
 
 
 def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
@@ -164,7 +183,7 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
     compare_requests(group, "init_process_group", wanted, problem)
     board = StatusBoard(group)
-    deadline = Deadline(config.timeout, config.warn_after, board.warn)
+    deadline = Deadline(config.timeout, config.warn_after, board)
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
@@ -176,7 +195,14 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
     """Return the group of these ranks, by MPI if its launcher has started them. Collective."""
     launch = launch_by_mpi()
-    ranks = [json.loads(word) for word in words.allgather(json.dumps(launch and launch.rank).encode())]
+    fact = json.dumps([launch and launch.rank, [*words.names]])
+    ranks, lists = zip(*map(json.loads, words.allgather(fact.encode())), strict=True)
+    for other, theirs in zip(words.names, lists, strict=True):
+        if theirs != [*words.names]:
+            raise RankMismatch(
+                f"new_group: rank {words.names[rank]} makes a group of ranks {[*words.names]}, and rank {other} one of "
+                f"ranks {theirs}; every rank makes the same groups in the same order [rank {rank}/{size}]"
+            )
     if size == 1:
         return ProcessGroup()
     if set(ranks) == {None}:
@@ -187,7 +213,7 @@ def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) ->
             f"by  mpikv run -n {size} SCRIPT"
         )
     world = start_mpi(launch).COMM_WORLD
-    if ranks == list(range(world.size)):
+    if ranks == (*range(world.size),):
         return connect(None, config)
     # Collective over these ranks alone, as new_group is. The tag tells groups apart that threads make at once.
     part = world.Create_group(world.group.Incl(ranks), zlib.crc32(name.encode()) & 0x7FFF)
