@@ -46,6 +46,7 @@ def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        __tracebackhide__ = True  # from pytest: Python 3.10 leaves this entry, whatever is dropped below
         try:
             return function(*arguments, **options)
         except BaseException as error:
