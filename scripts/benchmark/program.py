@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mpikv.cli import bench
 
+from . import hosts
 from .measuring import measure
 from .options import parse
 from .report import lines
@@ -21,4 +23,7 @@ PROGRAM = bench.Program("scripts/bench", _RANK, parse, measure, lines)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, as ``mpikv bench`` does."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument.partition("=")[0] == "--hosts" for argument in arguments):
+        return hosts.main(arguments)
     return bench.main(arguments, PROGRAM)

@@ -26,17 +26,17 @@ __all__ = ["TorchBuckets", "close_group", "gloo_problem", "open_group", "torch_p
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
-def gloo_problem(comm: Any) -> str:
+def gloo_problem(comm: Any, *, several_hosts: bool = False) -> str:
     """Return why PyTorch's gloo cannot connect the ranks; empty if it can. Collective."""
-    if why := _host_problem(comm):
+    if why := _host_problem(comm, several_hosts):
         return why
     return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
 
 
-def _host_problem(comm: Any) -> str:
+def _host_problem(comm: Any, several_hosts: bool = False) -> str:
     if not all(comm.allgather(find_spec("torch") is not None)):
         return "PyTorch is not installed"
-    if len(set(comm.allgather(platform.node()))) > 1:
+    if not several_hosts and len(set(comm.allgather(platform.node()))) > 1:
         return "it is compared on one host only"
     return ""
 
@@ -72,11 +72,12 @@ def _device(own: RankGpu | None) -> str:
 def connect_torch(comm: Any, library: str) -> Any:
     """Connect the ranks of one host by a library of PyTorch; return its module ``distributed``. Collective."""
     # gloo takes the interface from this variable only; else it takes that of the host's name, or none.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    own_host = os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") == "lo"
+    master_address = comm.bcast("127.0.0.1" if own_host else os.environ["MASTER_ADDR"])
     distributed = import_module("torch.distributed")
 
     def store(port: int, *, master: bool) -> Any:
-        return distributed.TCPStore("127.0.0.1", port, comm.size, master, wait_for_workers=False)
+        return distributed.TCPStore(master_address, port, comm.size, master, wait_for_workers=False)
 
     # Port 0: the system chooses one that is free.
     own = store(0, master=True) if comm.rank == 0 else None
