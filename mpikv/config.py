@@ -17,15 +17,15 @@ TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "simulate_ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "report", "simulate_ranks_per_host", "single_copy", "trace")
 # Fields in which ranks may differ.
-OWN_AFFAIRS = ("abort", "full_traceback", "trace")
+OWN_AFFAIRS = ("abort", "full_traceback", "report", "trace")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort``, ``full_traceback`` and ``trace`` must be the same on every rank;
-    :func:`mpikv.create` compares them.
+    """Settings of a store. All but ``abort``, ``full_traceback``, ``report`` and ``trace`` must be the same on every
+    rank; :func:`mpikv.create` compares them.
     """
 
     transport: str = choice("auto", TRANSPORTS)
@@ -62,6 +62,8 @@ class Config:
     gpu_sharing: bool = flag(False)
     """For tests: ranks of a host share its GPUs if there are fewer GPUs than ranks. Measurements then mean nothing. A
     variable only."""
+    report: float = number(0.0, "[0, 1e9]")
+    """Seconds between lines that name the rank that makes the others wait, and why; 0 for none. A variable only."""
     trace: str = ""
     """A directory for this rank's record of the begin and end of each call, for ``mpikv trace``; empty for none. A
     variable only."""

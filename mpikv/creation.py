@@ -293,7 +293,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
     try:
-        board, waits = StatusBoard(group), None
+        board, waits = StatusBoard(group, settings.report), None
         if request.kind.storeless and all(cupy for *_, cupy in of_ranks):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
             waits = AbortableWaiting(group, waiting, listening=False)

@@ -55,6 +55,7 @@ class Agreement:
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
         self.calls = 0
+        self._recorder, self._lateness = board.recorder, board.lateness
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
@@ -70,18 +71,38 @@ class Agreement:
         self._enter(call)
         if not self.verifies:
             self._transport.fence(send_ready)
-        elif not self._transport.agree(call.token, send_ready):
+            self._meet()
+        elif not self._compare(call.token, send_ready):
             _, some_have_left = self._settle(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
+        elif self.calls >= self._lateness.next:
+            self._lateness.fold(self.calls)
 
     def _enter(self, call: Call) -> None:
         self.calls += 1
+        if self._recorder is not None:
+            self._recorder.arrive(self.calls, call.note)
         # A training repeats one call: then only its number changes, one store instead of 168 bytes.
         if call.note is self._board.current:
             self._board.number[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
+
+    def _compare(self, token: int, send_ready: bool = False) -> bool:
+        """Wait for all ranks' tokens at the begin of a call; return whether they are equal. Collective."""
+        equal = self._transport.agree(token, send_ready)
+        self._meet()
+        return equal
+
+    def _meet(self) -> None:
+        if self._recorder is not None:
+            self._recorder.meet()
+
+    def leave(self) -> None:
+        """Note the end of a call, good or bad. Local."""
+        if self._recorder is not None:
+            self._recorder.leave()
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
@@ -134,7 +155,7 @@ class Agreement:
             The call of the working ranks, or None once no rank has work.
         """
         self._enter(call)
-        return None if self._transport.agree(JOINED) else self._settle(call)[0]
+        return None if self._compare(JOINED) else self._settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         """Tell the other ranks why this one fails. Collective."""

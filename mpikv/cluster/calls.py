@@ -13,6 +13,8 @@ JOINED = (1 << 62) - 2
 """The token of a rank that has run out of work; no digest."""
 TEXT_BYTES = 160
 """Bytes of a call's text on the board."""
+NOTE_BYTES = 8 + TEXT_BYTES
+"""Bytes of a note: the text, after its length."""
 
 
 def note(text: str) -> bytes:

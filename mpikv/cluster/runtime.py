@@ -7,13 +7,17 @@ to the next deadline when all wait.
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import platform
+import resource
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -59,6 +63,14 @@ class Runtime(Protocol):
     def give_way(self) -> None:
         """Let another thread or process have the core."""
 
+    def busy(self) -> int:
+        """Return how many nanoseconds the main thread of this rank's process has run on a core."""
+
+    def signs(self) -> list[int]:
+        """Return why this rank's process may be late: nanoseconds in Python's garbage collector, and of its main thread
+        without a core; pages and blocks that it read from a disk.
+        """
+
     def sleep(self, seconds: float) -> None:
         """Return after so many seconds."""
 
@@ -103,6 +115,15 @@ class _System:
     def peer(self, process: int) -> Peer | None:
         return None
 
+    def busy(self) -> int:
+        return time.clock_gettime_ns(_main_clock())
+
+    def signs(self) -> list[int]:
+        used, without_core = resource.getrusage(resource.RUSAGE_SELF), 0
+        with suppress(OSError, IndexError):  # a kernel without these figures
+            without_core = int(Path("/proc/self/schedstat").read_text().split()[1])
+        return [_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
+
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         time.sleep(seconds)
         return False
@@ -112,6 +133,27 @@ class _System:
 
 
 _SYSTEM: Runtime = _System()
+
+
+@cache
+def _main_clock() -> int:
+    return time.pthread_getcpuclockid(threading.main_thread().ident or 0)
+
+
+@cache
+def _collector() -> list[int]:
+    """Return a list; its first number is the nanoseconds that Python's garbage collector takes in this process."""
+    spent = [0, 0]
+
+    def note(phase: str, _: object) -> None:
+        now = time.monotonic_ns()
+        if phase == "start":
+            spent[1] = now
+        elif spent[1]:
+            spent[0] += now - spent[1]
+
+    gc.callbacks.append(note)
+    return spent
 
 
 class _Here(threading.local):

@@ -26,6 +26,10 @@ from ..protocols import Array, Group
 from .runtime import owned, system_function
 
 SHARED = "/dev/shm"
+BOARD = ".board"
+"""Ends the name of a status board's file. Other processes find it among the open files of a rank, after its name is
+gone: Python's ``mmap`` keeps it open.
+"""
 # Two cache lines: processors fetch lines in pairs, so flags of two ranks in one pair would slow each other down.
 _ALIGNMENT = 128
 # Memory for which the system may not have made the pages yet, so it still reports them as free; and its bytes.
@@ -37,10 +41,11 @@ _GLOBAL_EXPEDITED, _WAIT, _WAKE = 2, 0, 1
 _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
 
 
-def allocate_shared(group: Group, nbytes: int, zeroed: bool = True) -> Array:
+def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = "") -> Array:
     """Return memory that all ranks of this host share, aligned to 128 bytes. Collective over the host.
 
     It holds zeros. With ``zeroed`` the system makes its pages now, else each at first use: a millisecond per megabyte.
+    ``mark`` ends the name of the file.
 
     Raises:
         MemoryError: on every rank of the host, if its shared memory is too small.
@@ -49,7 +54,7 @@ def allocate_shared(group: Group, nbytes: int, zeroed: bool = True) -> Array:
     place, size = group.local_rank, len(group.host_ranks)
     if size == 1:
         return zeros(nbytes, _ALIGNMENT)[:]  # its base is an array, as below
-    path, free, problem, pages = f"{SHARED}/mpikv-{os.getpid()}-{secrets.token_hex(8)}", 0, "", mmap(-1, 1)
+    path, free, problem, pages = f"{SHARED}/mpikv-{os.getpid()}-{secrets.token_hex(8)}{mark}", 0, "", mmap(-1, 1)
     promised: list[tuple[Any, int]] = owned(_PROMISED)
     promised[:] = [(memory, amount) for memory, amount in promised if memory() is not None]
     try:

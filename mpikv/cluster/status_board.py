@@ -7,6 +7,8 @@ interpreter's lock. The signal goes to the thread that makes the calls, and its 
 frames of a running thread may vanish during the read, and that has killed processes. A stopped or ended process cannot
 answer; the kernel reports its state.
 
+``mpikv top`` and ``mpikv run`` read the board, too: they find its file among the open files of a rank.
+
 A rank of another host is asked by a message. Waiting ranks there answer from the board of their host. Only waiting
 ranks receive these messages, beside the calls that they wait for.
 
@@ -27,19 +29,22 @@ import sysconfig
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..protocols import Array, Group
-from .calls import TEXT_BYTES
+from .calls import NOTE_BYTES, TEXT_BYTES
+from .lateness import LABELS, RECORD, RING, SIGNS, Lateness, Recorder
 from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
+from .shared_memory import BOARD, allocate_shared
 
 _QUESTION = signal.SIGURG
 # The name of the answer file in /proc/<pid>/fd. An asker checks it before each signal.
@@ -54,6 +59,22 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
+_NUMBERS = ("call", "pid", "space", "thread", "answers", "over", "rank", "size", "layout")
+SLOT = np.dtype(
+    [
+        *((name, "i8") for name in _NUMBERS),
+        ("signs", "i8", len(SIGNS)),
+        ("ring", RECORD, RING),
+        ("labels", "u1", (LABELS, NOTE_BYTES)),
+        ("length", "i8"),
+        ("text", "u1", TEXT_BYTES),
+    ]
+)
+"""A rank's part of the board: its present call, and where its time goes."""
+LAYOUT = zlib.crc32(repr(SLOT.descr).encode())
+"""Tells the boards of this version from others."""
+
+
 class Answer(NamedTuple):
     """A host's answer: its late ranks, and a text about them."""
 
@@ -64,22 +85,24 @@ class Answer(NamedTuple):
 class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
-    def __init__(self, group: Group) -> None:
-        """Collective."""
+    def __init__(self, group: Group, report: float = 0.0) -> None:
+        """Collective. ``report``: see :class:`~mpikv.cluster.lateness.Lateness`."""
         self._rank, self._ranks = group.rank, group.host_ranks
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._inquiry = Inquiry(group, lambda: self._look(()), lambda: self.number[0])
-        numbers = [(name, "i8") for name in ("call", "pid", "space", "thread", "answers", "over", "length")]
-        slot = np.dtype([*numbers, ("text", "u1", TEXT_BYTES)])
-        board = group.allocate(slot.itemsize * len(self._ranks))
-        self._look_at(board.view(slot))
+        is_real = group.size > 1 and present().world is None
+        allocate = partial(allocate_shared, group, mark=BOARD) if is_real else group.allocate
+        self._look_at(allocate(SLOT.itemsize * len(self._ranks)).view(SLOT))
         mine = self._slots[group.local_rank]
         # The main thread of a process has the number of the process.
         mine["pid"] = mine["thread"] = present().process
-        mine["space"] = _pid_space()
+        mine["space"], mine["rank"], mine["size"] = _pid_space(), group.rank, group.size
+        self.recorder = Recorder(mine) if group.size > 1 else None
+        self.lateness = Lateness(group, lambda: self._slots, report)
         if group.size > 1:
-            mine["answers"] = _answer_questions() if present().world is None else -1  # simulated ranks get no signal
+            mine["answers"] = _answer_questions() if is_real else -1  # simulated ranks get no signal
+        mine["layout"] = LAYOUT  # last: whoever reads it finds the rest
         self.current = self.previous = b""
         """This rank's present note and the one before it."""
 
@@ -172,6 +195,8 @@ class StatusBoard:
         # A memory view that is still exported would keep the window from being freed.
         views = self.number, self._note
         self._look_at(self._slots.copy())
+        if self.recorder:
+            self.recorder.close()
         for view in views:
             view.release()
 

@@ -53,6 +53,8 @@ class Communicator:
                 self._agreement.name(call, error)
             self._end_unless_settled(call.verb, error)
             raise
+        finally:
+            self._agreement.leave()
         return result
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:

@@ -211,15 +211,21 @@ class KVStore(RankedStore):
     def statistics(self) -> dict[str, Any]:
         """Return counters of the store. Local.
 
-        ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows. ``commits``, once
-        :meth:`steps` makes some: how many, the seconds that they took, and the present interval in steps.
+        ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows. ``ranks``, of several ranks,
+        has a dict for each: how many seconds it was ``computing`` and waited for ``input`` between calls, and was
+        ``waiting`` for other ranks and ``moving`` data in calls; how often it came ``last``, and how many seconds it
+        ``held_up`` the others. ``late`` has the ``rank`` that held up the others most, the ``share`` of the time, the
+        ``cause`` and a ``text``, or is None. Ranks on several hosts tell each other in each 128th call. ``commits``,
+        once :meth:`steps` makes some: how many, the seconds that they took, and the present interval in steps.
 
         Example:
             >>> import mpikv
             >>> mpikv.create().statistics()
             {'rows': {'bytes_sent': 0}}
         """
-        counters = {"rows": {"bytes_sent": self._rows.sent}}
+        counters: dict[str, Any] = {"rows": {"bytes_sent": self._rows.sent}}
+        if self.size > 1:
+            counters |= self._board.lateness.describe(self._agreement.calls)
         return counters if self._commits is None else {**counters, "commits": self._commits.statistics()}
 
     def keys(self) -> tuple[Key, ...]:
@@ -1282,6 +1288,7 @@ class KVStore(RankedStore):
             hide_frames(error)
             raise
         finally:
+            self._agreement.leave()
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:

@@ -31,6 +31,7 @@ from .simulation import (
     SimulatedError,
     cluster,
     draw_faults,
+    spend,
 )
 from .wrappers import Recording
 
@@ -69,6 +70,7 @@ __all__ = [
     "UpdaterContract",
     "cluster",
     "draw_faults",
+    "spend",
 ]
 
 # Loaded on first use: contracts need pytest, a simulation does not.

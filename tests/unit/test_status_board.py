@@ -103,7 +103,7 @@ def test_a_signal_that_is_ignored_is_in_use(number: int) -> None:
 
 
 def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
-    memory = mmap.mmap(-1, 4096)
+    memory = mmap.mmap(-1, board.SLOT.itemsize)
     allocate = partial(np.frombuffer, memory, np.uint8)
     alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), allocate=allocate)
     closed = StatusBoard(alone)

@@ -4,7 +4,7 @@ The package may import all of mpikv. mpikv knows only two things of it: the :mod
 waiting code for time, threads and locks, and the ``library`` of a communicator.
 """
 
-from .cluster import Cluster, cluster
+from .cluster import Cluster, cluster, spend
 from .errors import Deadlock, Hung, Planted, SimulatedError
 from .faults import Cut, Delay, Differ, Fault, FullDisk, Kill, Leave, Missed, Pause, Raise, draw_faults
 from .messages import Communicator
@@ -28,4 +28,5 @@ __all__ = [
     "SimulatedError",
     "cluster",
     "draw_faults",
+    "spend",
 ]

@@ -19,7 +19,7 @@ from .scheduler import Scheduler
 from .system import one_core, simulated_system
 from .task import Process, Task
 
-__all__ = ["Cluster", "check_program", "cluster"]
+__all__ = ["Cluster", "check_program", "cluster", "spend"]
 
 Program = Callable[..., Any]
 
@@ -191,6 +191,28 @@ class _Run:
         for task in self._scheduler.ended.values():
             noted(error, task.story())
         return error
+
+
+# What a real system counts meanwhile: whether the thread runs, a place among the signs, and so much there per second.
+_SPENT = {
+    "compute": (True, 0, 0),
+    "collector": (True, 0, 10**9),
+    "cores": (False, 1, 10**9),
+    "input": (False, 0, 0),
+    "swap": (False, 2, 10_000),
+    "disk": (False, 3, 100_000),
+}
+
+
+def spend(seconds: float, on: str = "compute") -> None:
+    """Let this simulated rank spend seconds of its clock on ``compute``, ``collector``, ``cores``, ``input``, ``swap``
+    or ``disk``: the causes that :meth:`mpikv.KVStore.statistics` tells apart.
+    """
+    task: Any = runtime.present()
+    runs, place, count = _SPENT[on]
+    task.sleep(seconds)
+    task.of.busy += seconds * runs
+    task.of.signs[place] += int(seconds * count)
 
 
 def cluster(size: int, *, hosts: int = 1, seed: int = 0, faults: Sequence[Fault] = ()) -> Cluster:

@@ -48,6 +48,9 @@ class Process:
     world: Any
     owned: dict[str, list[Any]] = field(default_factory=dict)
     warned: Warned = field(default_factory=Warned)
+    busy: float = 0.0
+    """Seconds of its main thread on a core."""
+    signs: list[int] = field(default_factory=lambda: [0] * 4)
 
 
 class Task:
@@ -139,6 +142,12 @@ class Task:
     def give_way(self) -> None:
         self.changed()
         self._pass(self.scheduler.candidates, None, self.scheduler.now)
+
+    def busy(self) -> int:
+        return int(1e9 * self.of.busy)
+
+    def signs(self) -> list[int]:
+        return list(self.of.signs)
 
     def sleep(self, seconds: float) -> None:
         self.changed()

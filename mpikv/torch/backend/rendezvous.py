@@ -182,7 +182,7 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
     wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
     compare_requests(group, "init_process_group", wanted, problem)
-    board = StatusBoard(group)
+    board = StatusBoard(group, config.report)
     deadline = Deadline(config.timeout, config.warn_after, board)
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)

@@ -1,0 +1,256 @@
+"""Where the time of each rank goes, and which rank makes the others wait.
+
+A call has three moments: a rank arrives, all ranks have agreed, and the rank leaves. So its time is divided into four
+phases: two between calls, when its main thread computes or waits for something else, its *input*; the wait for other
+ranks; and the exchange of data. A rank keeps its last calls on the board. The last rank to arrive waits least: this
+compares durations alone, and needs no common clock of several hosts.
+
+Processor time tells the first two phases apart. To ask the system for it takes longer than all else here. So a rank
+asks only after a long phase, and takes the short phases since the last answer for busy ones.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..protocols import Array, Group
+from .calls import NOTE_BYTES
+from .printing import log
+from .runtime import present
+
+# Calls on the board, twice as many as between two sums of them: other ranks still read the older half.
+_WINDOW = 128
+RING = 2 * _WINDOW
+LABELS = 64
+"""The calls that keep their texts."""
+PHASES = ("input", "computing", "waiting", "moving")
+SIGNS = ("collecting", "delayed", "faults", "reads")
+"""Nanoseconds in the garbage collector, and ready without a core; pages and blocks that were read from a disk."""
+RECORD = np.dtype([(name, "i8") for name in ("call", "began", *PHASES)])
+TOTALS = np.dtype([(name, "i8") for name in ("last", "caused", *PHASES, *SIGNS)])
+# Nanoseconds: a phase to ask for processor time after, and how seldom to read the other signs.
+_LONG, _SELDOM = 400_000, 25_000_000
+# Pages or blocks from a disk that tell.
+_PAGES = 10
+# For each cause, its figure, and what the late rank does.
+_WHY = {
+    "compute": ("computing", "computes{0}"),
+    "collector": ("collecting", "collects garbage{0}, for {1}"),
+    "cores": ("delayed", "was ready to run without a core for {1}: more threads than cores"),
+    "input": ("input", "waits between calls{0}: for a loader, a lock, a GPU"),
+    "disk": ("reads", "reads from a disk between calls"),
+    "swap": ("faults", "reads its pages back from a disk, as from swap"),
+    "exchange": ("moving", "exchanges data{0}: look at the network to its host"),
+}
+_PACK = struct.Struct(f"={len(RECORD.descr)}q").pack_into
+
+
+class Recorder:
+    """Keeps this rank's last calls in its slot of the board. All methods are local; one thread calls them at a time."""
+
+    def __init__(self, slot: Any) -> None:
+        self._signs = slot["signs"]
+        self._ring, self._labels = slot["ring"].view(np.uint8).data, slot["labels"].reshape(-1).data
+        self._notes: list[bytes] = [b""] * LABELS
+        # Looked up here: simulated ranks have their own.
+        here = present()
+        self._clock, self._processor, self._read_signs = time.monotonic_ns, here.busy, here.signs
+        self._number, self._first = 0, here.signs()
+        self._since = self._sampled = self._read = self._clock()
+        self._busy = self._processor()
+        self._began = self._input = self._computing = self._waiting = 0
+
+    def arrive(self, number: int, noted: bytes) -> None:
+        """Begin a call, described by a :func:`~mpikv.cluster.calls.note`."""
+        if self._number:  # the call before was left by an error
+            self.leave()
+        now = self._clock()
+        outside = now - self._since
+        self._computing = computing = self._sample(now, outside) if outside > _LONG else outside
+        self._number, self._input, self._waiting = number, outside - computing, 0
+        self._since = self._began = now
+        # A training repeats a few calls: most often their texts stand there already.
+        if self._notes[place := number % LABELS] is not noted:
+            self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
+
+    def meet(self) -> None:
+        """Note that all ranks have come."""
+        now = self._clock()
+        self._waiting = waiting = now - self._since
+        if waiting > _LONG:
+            self._sample(now, waiting)
+        self._since = now
+
+    def leave(self) -> None:
+        """End the call."""
+        if number := self._number:
+            now = self._clock()
+            moving = now - self._since
+            if moving > _LONG:
+                self._sample(now, moving)
+            place = number % RING * RECORD.itemsize
+            _PACK(self._ring, place, number, self._began, self._input, self._computing, self._waiting, moving)
+            self._number, self._since = 0, now
+
+    def close(self) -> None:
+        """Write no more: the memory ends."""
+        self._ring.release()
+        self._labels.release()
+        self._number, self._signs = 0, np.zeros(len(SIGNS), np.int64)
+        self._ring, self._labels = (memoryview(bytearray(n)) for n in (RING * RECORD.itemsize, LABELS * NOTE_BYTES))
+
+    def _sample(self, now: int, length: int) -> int:
+        """Return how long the main thread ran in the phase of this length that ends now."""
+        busy = self._processor()
+        ran = busy - self._busy - (now - self._sampled - length)
+        self._busy, self._sampled = busy, now
+        if now - self._read > _SELDOM:
+            self._read = now
+            self._signs[:] = np.subtract(self._read_signs(), self._first)
+        return min(max(ran, 0), length)
+
+
+class Lateness:
+    """Adds up the calls of all ranks."""
+
+    def __init__(self, group: Group, slots: Callable[[], Array], report: float) -> None:
+        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0."""
+        self._group, self._slots = group, slots
+        self._ranks, self._folded = np.zeros(group.size, TOTALS), 0
+        self.next = 8
+        """The number of the call at which to call :meth:`fold`."""
+        self._every = report if group.rank == 0 and group.size > 1 else 0.0
+        self._started = self._reported = present().now()
+        self._before = self._ranks.copy()
+
+    def fold(self, number: int) -> None:
+        """Add the calls before call ``number``, in which all ranks have met. Collective across several hosts."""
+        self.next = min(2 * self.next, self.next + _WINDOW)
+        if self._group.one_host:
+            self._fold_here(number - 1)
+        else:
+            rows = self._rows([self._group.local_rank], number - 1)[0]
+            sums = [int(rows[name].sum()) for name in PHASES]
+            signs = self._slots()["signs"][self._group.local_rank].tolist()
+            # In microseconds: the words of a window stay short.
+            mine = [rows["call"].tolist()[:1], (rows["waiting"] // 1000).tolist(), sums, signs]
+            texts = self._group.gather(json.dumps(mine))
+            starts, waits, phases, all_signs = zip(*map(json.loads, texts), strict=True)
+            if len(set(map(len, waits))) == 1 and all(start == starts[0] for start in starts):
+                self._add(1000 * np.array(waits, np.int64), np.array(phases), np.array(all_signs))
+            self._folded = number - 1
+        if self._every:
+            now = present().now()
+            if now - self._reported >= self._every:
+                self._report(now)
+            if self._group.one_host:  # a program may make few calls in the time of a report
+                rate = number / max(now - self._started, 1e-3)
+                self.next = min(self.next, number + max(1, int(rate * self._every / 8)))
+
+    def describe(self, number: int) -> dict[str, Any]:
+        """Return the sums of each rank, in seconds, and the late rank, by the calls before call ``number``. Local."""
+        if self._group.one_host:
+            self._fold_here(number - 1)
+        names = {**dict(zip(PHASES, PHASES, strict=True)), "caused": "held_up"}
+        ranks = [
+            {"last": int(rank["last"]), **{shown: int(rank[name]) / 1e9 for name, shown in names.items()}}
+            for rank in self._ranks
+        ]
+        late = find_late(self._ranks, present().now() - self._started)
+        return {"ranks": ranks, "late": late and late._asdict()}
+
+    def _fold_here(self, last: int) -> None:
+        rows = self._rows(range(self._group.size), last)
+        self._add(rows["waiting"], np.stack([rows[name].sum(axis=1) for name in PHASES], 1), self._slots()["signs"])
+        self._folded = max(self._folded, last)
+
+    def _rows(self, places: Sequence[int], last: int) -> Array:
+        return window(self._slots()[list(places)], self._folded, last)
+
+    def _add(self, waits: Array, phases: Array, signs: Array) -> None:
+        ranks = self._ranks
+        for place, name in enumerate(PHASES):
+            ranks[name] += phases[:, place]
+        for place, name in enumerate(SIGNS):
+            ranks[name] = signs[:, place]
+        ranks["last"] += np.bincount(waits.argmin(axis=0), minlength=len(ranks))
+        np.add.at(ranks["caused"], waits.argmin(axis=0), caused(waits))
+
+    def _report(self, now: float) -> None:
+        """Log who made the others wait since the last report."""
+        before = self._before
+        seconds, self._reported, self._before = now - self._reported, now, self._ranks.copy()
+        late = find_late(difference(self._before, before), seconds)
+        log("%s", late.text if late else f"no rank made the others wait in the last {seconds:.0f} s")
+
+
+def window(slots: Array, begin: int, last: int) -> Array:
+    """Return the records of the calls after ``begin`` up to ``last`` that all these slots have: slots x calls."""
+    calls = np.arange(max(begin, last - _WINDOW) + 1, last + 1)
+    rows = slots["ring"][:, calls % RING]
+    whole: Array = rows[:, (rows["call"] == calls).all(axis=0)]
+    return whole
+
+
+def caused(waits: Array) -> Array:
+    """Return, for each call, the mean of the time that the others waited longer than the last rank."""
+    means: Array = (waits.sum(axis=0) - len(waits) * waits.min(axis=0)) // max(len(waits) - 1, 1)
+    return means
+
+
+def difference(after: Array, before: Array) -> Array:
+    """Return what was added to the sums for each rank."""
+    added: Array = after.copy()
+    for name in TOTALS.names or ():
+        added[name] -= before[name]
+    return added
+
+
+class Late(NamedTuple):
+    """The rank that made the others wait."""
+
+    rank: int
+    share: float
+    """Of the time, how much the others waited for it."""
+    cause: str
+    """``compute``, ``collector``, ``cores``, ``input``, ``disk``, ``swap`` or ``exchange``."""
+    text: str
+
+
+def find_late(added: Array, seconds: float, ranks: Sequence[int] | None = None) -> Late | None:
+    """Return which rank held up the others by more than a hundredth of a time, and why; None if no rank did.
+
+    ``added`` has the sums over that time for each rank, or for each of these ``ranks``.
+    """
+    worst = int(added["caused"].argmax())
+    share = float(added["caused"][worst]) / max(1e9 * seconds, 1)
+    if share < 0.01 or len(added) == 1:
+        return None
+    own, others = added[worst], np.delete(added, worst)
+    usual = {name: float(np.median(others[name])) for name in TOTALS.names or ()}
+    # Not over the median: with a slow link all ranks but few exchange data for long.
+    more = {name: float(own[name] - others[name].mean()) for name in usual}
+    # Without a core a thread neither runs nor waits for anything else: this time is in its input.
+    delayed = max(min(more["delayed"], more["input"]), 0)
+    excess = {
+        "compute": more["computing"] - max(more["collecting"], 0),
+        "collector": more["collecting"],
+        "cores": delayed,
+        "input": more["input"] - delayed,
+        "exchange": more["moving"],
+    }
+    cause = max(excess, key=lambda name: excess[name])
+    if cause == "input" and max(more["faults"], more["reads"]) >= _PAGES:
+        cause = "swap" if more["faults"] >= more["reads"] / 100 else "disk"
+    phase, why = _WHY[cause]
+    times = own[phase] / usual[phase] if usual[phase] else 0
+    often = f" {times:.1f} times as long as the median" if 1 < times < 100 else ""
+    rank = worst if ranks is None else ranks[worst]
+    text = f"rank {rank} made the others wait {share:.0%} of the last {seconds:.0f} s; it {why}"
+    return Late(rank, share, cause, text.format(often, f"{own[phase] / 1e9:.1f} s"))

@@ -1,0 +1,71 @@
+"""Where the time of real ranks goes. Simulated ranks plant the causes: tests/simulation/test_lateness.py."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+STEPS, SLEEP = 10, 0.03
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_the_late_rank_is_named(comm: Any, transport: str) -> None:
+    """The last rank sleeps, for longer than a busy machine delays the others."""
+    with mpikv.create(comm=comm, transport=transport) as kv:
+        kv.init("w", np.zeros(3))
+        for _ in range(STEPS):
+            compute(0.001)
+            if kv.rank == kv.size - 1:
+                time.sleep(SLEEP)
+            kv.push("w", np.ones(3))
+        kv.barrier()
+        found = kv.statistics()
+    if kv.size == 1:
+        assert "ranks" not in found
+        return
+    *others, last = found["ranks"]
+    assert len(others) == kv.size - 1
+    assert found["late"]["rank"] == kv.size - 1
+    assert found["late"]["text"].startswith(f"rank {kv.size - 1} made the others wait ")
+    known = sum(rank["last"] for rank in found["ranks"])
+    assert known >= 7  # of other hosts the first eight calls, with that of create
+    assert last["input"] >= SLEEP * (known - 2)
+    assert last["computing"] < last["input"]
+    assert all(rank["waiting"] > last["waiting"] for rank in others)
+
+
+@pytest.mark.processes
+def test_computing_is_processor_time(comm: Any) -> None:
+    with mpikv.create(comm=comm) as kv:
+        for _ in range(STEPS):
+            compute(0.02)
+            kv.barrier()
+        found = kv.statistics()
+    for rank in found.get("ranks", []):
+        assert rank["computing"] >= STEPS * 0.018
+
+
+def test_a_line_is_logged_on_request(
+    comm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few calls a second are enough, and each rank has its own variable."""
+    monkeypatch.setenv("MPIKV_REPORT", "0.1" if comm is None or comm.rank == 0 else "0")
+    caplog.set_level(logging.WARNING, "mpikv")
+    with mpikv.create(comm=comm) as kv:
+        for _ in range(STEPS):
+            time.sleep(SLEEP)
+            kv.barrier()
+    lines = [record.getMessage() for record in caplog.records if "made the others wait" in record.getMessage()]
+    assert bool(lines) is (kv.size > 1 and kv.rank == 0)
