@@ -76,7 +76,7 @@ def test_no_integer_wraps_on_its_way_out(comm, ranks, name):
                 assert kv.pull("k", out=out) is out
                 np.testing.assert_array_equal(out, value)
             else:
-                with pytest.raises(mpikv.ValueMismatch, match=f"{wanted.name} holds .*pass one of {stored.name}"):
+                with pytest.raises(mpikv.ValueMismatch, match=f"{wanted.name} holds .*pass an out of {stored.name}"):
                     kv.pull("k", out=out)
                 np.testing.assert_array_equal(out, before)
 

@@ -623,7 +623,7 @@ def test_advice_about_arrays(kv):
     np.testing.assert_array_equal(kv.pull("m"), matrix * kv.size)
     fails(
         ValueMismatch,
-        "only dtypes of one kind are cast; pass one of float64",
+        "only dtypes of one kind are cast; pass an out of float64",
         lambda: kv.pull("w", out=np.zeros(3, np.int64)),
     )
     kv.pull("w", out=np.zeros(3, np.dtype("float64")))
