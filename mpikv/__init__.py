@@ -14,6 +14,7 @@ import typing
 if typing.TYPE_CHECKING:
     from . import codecs, optimizers, schedules
     from .async_store.async_kvstore import AsyncKVStore
+    from .checking.opening import checked
     from .checkpoint import SaveWork
     from .cluster.background import Work
     from .creation import create
@@ -74,6 +75,7 @@ __all__ = [
     "Unsupported",
     "ValueMismatch",
     "Work",
+    "checked",
     "clip_global_norm",
     "codecs",
     "create",
@@ -95,6 +97,7 @@ _PLACES = {
     "Scope": "store.scope",
     "Trainer": "train.trainer",
     "Work": "cluster.background",
+    "checked": "checking.opening",
     "clip_global_norm": "train.loss_scaling",
     "create": "creation",
 }

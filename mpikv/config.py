@@ -172,7 +172,7 @@ def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.
-LAUNCHER_VARIABLES = frozenset({"MPIKV_KEEP", "MPIKV_MASTER", "MPIKV_RUN", "MPIKV_RUN_AT"})
+LAUNCHER_VARIABLES = frozenset({"MPIKV_CHECK", "MPIKV_KEEP", "MPIKV_MASTER", "MPIKV_RUN", "MPIKV_RUN_AT"})
 _SWITCHES = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 

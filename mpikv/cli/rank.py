@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
+from ..checking.opening import check_world
 from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
 from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
@@ -50,6 +51,8 @@ def main() -> None:
     # At exit, not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, report, rank, 0, process)
     status = 1
+    if os.environ.get("MPIKV_CHECK"):
+        check_world()
     try:
         report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
         status = _run(sys.argv[1:], prefix, rank)

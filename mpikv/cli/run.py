@@ -38,6 +38,7 @@ examples:
   mpikv run -n 4 train.py --epochs 10      four ranks on this host
   mpikv run -n auto -m package.train       one rank per core, or per task of a Slurm job; a module
   mpikv run -n 4 --hosts a:2,b:2 train.py  two ranks on each of two hosts
+  mpikv run --check -n 4 any_mpi4py.py     say why ranks of a script that uses mpi4py hang, or differ
   mpikv run -n 4 --restarts 3 train.py     go on after deaths from the last commit of kv.steps
   mpikv run -n 4 --dry-run train.py        only show the command and the variables
 
@@ -102,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A:2,B:2",
         type=parse_hosts,
         help="hosts, each with the most ranks it may take (default: an equal share)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="compare the ranks' calls of mpi4py's COMM_WORLD, with deadlines; the script stays as it is",
     )
     add("--tag", action="store_true", help="begin each line of output with its rank")
     add("--launcher", metavar="PATH", help="the mpiexec to use, instead of looking for it")
@@ -288,6 +294,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         raise TransportUnavailable(problem)
     if version and (rivals := name_rivals(version)):
         _note(rivals)
+    checks = {"MPIKV_CHECK": "1"} if options.check else {}
     with contextlib.ExitStack() as stack:
         restarts = None
         if options.restarts or options.keep:
@@ -297,7 +304,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             restarts = Restarts(folder, options.restarts, options.keep is not None, _note)
         status, reason = run_job(
             plan.command,
-            {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}"},
+            {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}", **checks},
             size,
             one_host=one_host,
             tell=_note,

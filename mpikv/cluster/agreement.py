@@ -34,7 +34,7 @@ from ..errors import (
     text_of,
 )
 from ..protocols import Group, Transport
-from .calls import JOINED, Call, CallReport, text_of_note
+from .calls import JOINED, UNKNOWN, Call, CallReport, text_of_note
 from .status_board import StatusBoard
 from .tracebacks import callers_place_of, place_here, place_of
 
@@ -68,18 +68,19 @@ class Agreement:
             PeerFailed: another rank raised before it could take part.
             Stalled: a rank did not come; the message does not tell yet where it is.
         """
-        self._enter(call)
+        self.enter(call)
         if not self.verifies:
             self._transport.fence(send_ready)
             self._meet()
         elif not self._compare(call.token, send_ready):
-            _, some_have_left = self._settle(call)
+            _, some_have_left = self.settle(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
         elif self.calls >= self._lateness.next:
             self._lateness.fold(self.calls)
 
-    def _enter(self, call: Call) -> None:
+    def enter(self, call: Call) -> None:
+        """Announce a call that is compared later, or now. Local."""
         self.calls += 1
         if self._recorder is not None:
             self._recorder.arrive(self.calls, call.note)
@@ -115,7 +116,7 @@ class Agreement:
         """Tell the other ranks that this one cannot make its call, and raise the error. Collective: the others are in
         :meth:`begin`.
         """
-        self._enter(call)
+        self.enter(call)
         if self.verifies:
             self._tell_failure(call, error)
         if isinstance(error, MemoryError):
@@ -128,7 +129,7 @@ class Agreement:
         """
         if error is None:
             if not self._transport.agree(_WELL):
-                self._settle(call)  # raises: some rank has reported an error
+                self.settle(call)  # raises: some rank has reported an error
             return
         self._tell_failure(call, error)
         # Its text is this package's, and may be completed.
@@ -154,8 +155,8 @@ class Agreement:
         Returns:
             The call of the working ranks, or None once no rank has work.
         """
-        self._enter(call)
-        return None if self._compare(JOINED) else self._settle(call)[0]
+        self.enter(call)
+        return None if self._compare(JOINED) else self.settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         """Tell the other ranks why this one fails. Collective."""
@@ -178,9 +179,9 @@ class Agreement:
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
-    def _settle(self, call: Call) -> tuple[CallReport, bool]:
+    def settle(self, call: Call, number: int = 0) -> tuple[CallReport, bool]:
         """Raise unless all ranks that have work make the same call; return it, and whether some have none.
-        Collective.
+        Collective. ``number`` is that of a call that is not the last one.
         """
         reports = self._tell(call, None)
         # Errors before mismatches: bad arguments change the digest too, and the error says more.
@@ -190,9 +191,9 @@ class Agreement:
         working = {rank: other for rank, other in enumerate(reports) if other.token != JOINED}
         if len(working) < len(reports):
             self._check_joinable(call, working)
-        if len({other.token for other in working.values()}) > 1:
+        if len({other.token for other in working.values()}) > 1 and not _may_agree(list(working.values())):
             text = (
-                f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed; "
+                f"ranks disagree at call #{number or self.calls}: {_difference(working)}; nothing was changed; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
                 f"{_places(working)}"
             )
@@ -278,6 +279,14 @@ def compare_requests(
             mismatch = RankMismatch(f"{verb}: ranks disagree: {'; '.join(differing)}{where}")
             raise mark_repeated(mismatch, group.rank == 0)
     return [request_of[text][2] for text in texts]
+
+
+def _may_agree(reports: Sequence[CallReport]) -> bool:
+    """Return whether calls differ only in parts that some rank does not know."""
+    columns = zip(*((other.verb, *other.parts) for other in reports), strict=False)
+    return any(UNKNOWN in other.parts for other in reports) and all(
+        len({part for part in column if part != UNKNOWN}) < 2 for column in columns
+    )
 
 
 def _of_peer(call: Call, rank: int, failure: str) -> Exception:

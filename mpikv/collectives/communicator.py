@@ -17,17 +17,49 @@ __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 
 
-class Communicator:
-    """Makes the calls of a group of ranks, for one thread at a time. All methods are collective.
+class Standing:
+    """Whether the ranks of a group can make calls together.
 
-    After an error that every rank has, as RankMismatch, it can be used again. After another one, as Stalled, each later
-    call raises it anew.
+    After an error that every rank has, as RankMismatch, they can. After another one, as Stalled, each later call raises
+    it anew.
     """
 
-    def __init__(self, collectives: Collectives, agreement: Agreement, group: Group) -> None:
-        self.collectives = collectives
-        self._agreement, self._group, self._quietly = agreement, group, quiet()
+    def __init__(self, agreement: Agreement, group: Group) -> None:
+        self._agreement, self._group = agreement, group
         self._failure: Exception | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no failure has ended the calls."""
+        return self._failure is None
+
+    def check_usable(self) -> None:
+        """Raise the failure after which no call is made. Local."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def end(self, error: Exception) -> None:
+        """Let no call in any more on any rank, after a failure outside of the calls. Local."""
+        self._failure = error
+        self._group.announce_end(text_of(error))
+
+    def end_unless_settled(self, verb: str, error: BaseException) -> None:
+        """Let no call in any more after a failure that the other ranks do not know of. Local."""
+        if not is_settled(error):
+            self._agreement.complete(verb, error)
+            ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
+            self._failure = error if isinstance(error, TransportError) else Closed(ended)
+            if not isinstance(error, Stalled):  # the others have the same deadline
+                self._group.announce_end(ended)
+        hide_frames(error)
+
+
+class Communicator(Standing):
+    """Makes the calls of a group of ranks, for one thread at a time. All methods are collective."""
+
+    def __init__(self, collectives: Collectives, agreement: Agreement, group: Group) -> None:
+        super().__init__(agreement, group)
+        self.collectives, self._quietly = collectives, quiet()
 
     def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
         """Agree on a call, and return what ``run(staged)`` returns.
@@ -51,7 +83,7 @@ class Communicator:
         except BaseException as error:
             if isinstance(error, ValueMismatch):
                 self._agreement.name(call, error)
-            self._end_unless_settled(call.verb, error)
+            self.end_unless_settled(call.verb, error)
             raise
         finally:
             self._agreement.leave()
@@ -63,25 +95,5 @@ class Communicator:
         try:
             self._agreement.refuse(call, error)
         except BaseException as failure:
-            self._end_unless_settled(call.verb, failure)
+            self.end_unless_settled(call.verb, failure)
             raise
-
-    def check_usable(self) -> None:
-        """Raise the failure after which no call is made. Local."""
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-
-    def end(self, error: Exception) -> None:
-        """Let no call in any more on any rank, after a failure outside of the calls. Local."""
-        self._failure = error
-        self._group.announce_end(text_of(error))
-
-    def _end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Let no call in any more after a failure that the other ranks do not know of. Local."""
-        if not is_settled(error):
-            self._agreement.complete(verb, error)
-            ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
-            self._failure = error if isinstance(error, TransportError) else Closed(ended)
-            if not isinstance(error, Stalled):  # the others have the same deadline
-                self._group.announce_end(ended)
-        hide_frames(error)

@@ -33,6 +33,7 @@ LAYERS = (
     "collectives",
     "sparse",
     "verbs",
+    "checking",
     "checkpoint",
     "keep",
     "store",

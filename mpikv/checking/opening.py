@@ -1,0 +1,90 @@
+"""The two ways to checked communicators: a call, and the import of mpi4py under ``mpikv run --check``."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from importlib.util import find_spec
+from typing import Any
+
+from ..cluster.mpi_library import load_mpi
+
+
+def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None = None) -> Any:
+    """Return an ``MPI.Intracomm`` with checks over the same ranks: every rank raises where their calls differ, where
+    MPI would hang or give wrong results.
+
+    Collective over ``comm``. The result has the handle of ``comm``, so freeing one frees both. What it makes, as by
+    ``Dup`` and ``Split``, is checked too. ``MPI.Request.Waitall`` and its like wait without a deadline, unless the
+    program runs under ``mpikv run --check``; ``Wait`` of a request has one.
+
+    Args:
+        comm: an intracommunicator of mpi4py, as ``MPI.COMM_WORLD``.
+        timeout: seconds that a call waits for another rank before it raises :class:`~mpikv.errors.Stalled`.
+        warn_after: seconds after which a waiting rank logs where the late ranks are.
+
+    Raises:
+        TypeError: ``comm`` is no intracommunicator.
+        RankMismatch: ranks pass different times.
+        Stalled: not all ranks have come.
+    """
+    mpi = load_mpi()
+    from .intracomm import CheckedComm, open_checks
+
+    if not isinstance(comm, mpi.Intracomm):
+        raise TypeError(f"checked: comm={comm!r} is not an mpi4py.MPI.Intracomm, as MPI.COMM_WORLD")
+    return open_checks(CheckedComm(comm), "checked", timeout, warn_after)
+
+
+def check_world() -> None:
+    """Have ``MPI.COMM_WORLD`` checked from the import of ``mpi4py.MPI`` on, which is still to come. Local."""
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Finds ``mpi4py.MPI`` as Python does, and has it changed once it is loaded."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec: Any = find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_change(module: Any) -> None:
+            load(module)
+            _rebind(module)
+
+        spec.loader.exec_module = load_and_change
+        return spec
+
+
+def _rebind(mpi: Any) -> None:
+    """Put checked objects in the places of MPI's, before any program has seen these. Collective, if MPI has started."""
+    from .check import end_checks
+    from .intracomm import CheckedComm, CheckedRequest, open_checks
+
+    world = mpi.COMM_WORLD = CheckedComm(mpi.COMM_WORLD)
+    mpi.Request = CheckedRequest
+
+    # A program may start and end MPI itself.
+    def started(start: Any) -> Any:
+        @wraps(start)
+        def call(*given: Any) -> Any:
+            result = start(*given)
+            open_checks(world, "Init")
+            return result
+
+        return call
+
+    def ended(end: Any) -> Any:
+        @wraps(end)
+        def call() -> None:
+            end_checks()
+            end()
+
+        return call
+
+    mpi.Init, mpi.Init_thread, mpi.Finalize = started(mpi.Init), started(mpi.Init_thread), ended(mpi.Finalize)
+    if mpi.Is_initialized():
+        open_checks(world, "Init")
