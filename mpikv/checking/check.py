@@ -6,10 +6,10 @@ It works on a duplicate of the communicator, so its messages never meet those of
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ..cluster.agreement import Agreement
@@ -24,10 +24,11 @@ from ..cluster.waiting import Waiting
 from ..collectives.communicator import Standing
 from ..config import Config
 from ..engine.plan import digest
-from ..errors import MPIKVError, Stalled, TransportError, text_of
+from ..errors import MPIKVError, TransportError, text_of
 from ..transports.requests import AbortableWaiting
-from .facts import Facts, text_of as fact_text
-from .tickets import SentTickets, SharedTickets, Tickets
+from .facts import Facts
+from .facts import text_of as text_of_fact
+from .tickets import SharedTickets, Tickets
 
 # Nonblocking calls that may wait for their comparison, and descriptions of calls that are kept.
 _MOST_PENDING, _MOST_CALLS = 512, 4096
@@ -36,35 +37,25 @@ _LOOKS = 200
 # Requests that this rank has stopped waiting for. They keep the buffers alive: MPI may still read and write them.
 _abandoned: list[Any] = []
 
-
-class Place(NamedTuple):
-    """A line of the program."""
-
-    code: CodeType
-    line: int
-
-    def __str__(self) -> str:
-        return f" at {self.code.co_filename}:{self.line} in {self.code.co_name}"
+Describe = Callable[[], tuple[str, Sequence[int]]]
+"""Returns an operation in words, and the ranks without which it does not end, as far as one knows."""
 
 
-class Posted(NamedTuple):
-    """A nonblocking collective call that the ranks have not compared."""
-
-    call: Call
-    number: int
-    place: Place
-
-
-class Started(NamedTuple):
+class Operation(NamedTuple):
     """An operation that the program has to wait for."""
 
     request: Any
-    text: str
-    peers: Sequence[int]
-    """The ranks without which it does not end, as far as one knows."""
-    place: Place
+    describe: Describe
+    place: tuple[str, int, str]
+    """File, line and function of the program."""
     number: int = 0
     """That of its comparison; 0 for a message."""
+    call: Call | None = None
+
+    def where(self) -> str:
+        """Return the place for the end of a line."""
+        file, line, function = self.place
+        return f" at {file}:{line} in {function}" if file else ""
 
 
 class Check:
@@ -73,18 +64,18 @@ class Check:
     def __init__(self, group: ProcessGroup, config: Config, made_by: str) -> None:
         """Collective. ``made_by`` is the call that made the communicator."""
         self.group, self.config, self._made_by, self._made_at = group, config, made_by, place_here()
-        self._process, self.is_world = os.getpid(), made_by == "Init"
-        self.board = StatusBoard(group)
-        self._waits = AbortableWaiting(group, Waiting(config.timeout, config.warn_after, self.board.warn))
-        self._tickets: Tickets = (SharedTickets if group.one_host else SentTickets)(group, self._waits)
-        # A Protocol of transports asks for more than an agreement needs.
-        self._agreement = Agreement(self._tickets, group, self.board, verifies=True)  # type: ignore[arg-type]
+        self._process = os.getpid()
+        self._board = StatusBoard(group)
+        self._waits = AbortableWaiting(group, Waiting(config.timeout, config.warn_after, self._board.warn))
+        self._tickets = (SharedTickets if group.one_host else Tickets)(group, self._waits)
+        # An agreement asks for less than a whole transport.
+        self._agreement = Agreement(self._tickets, group, self._board, verifies=True)  # type: ignore[arg-type]
         self._standing = Standing(self._agreement, group)
         self._calls: dict[tuple[Any, ...], Call] = {}
-        self._pending = deque[Posted]()
-        self._started: list[Started] = []
-        self._most_started = 64
-        self._agreement.begin(_described(made_by, ()))
+        self._pending = deque[Operation]()
+        self._started: list[Operation] = []
+        self._many_started = 64
+        self._agreement.begin(self._call(made_by, ()))
         owned("checks").append(self)
 
     # --- Collective calls
@@ -97,86 +88,84 @@ class Check:
             Stalled: a rank did not come.
         """
         self._standing.check_usable()
-        call = self._calls.get((verb, facts)) or self._describe(verb, facts)
+        call = self._calls.get((verb, facts)) or self._call(verb, facts)
         try:
-            if self._pending:
-                self._compare_until(self._pending[-1].number)
+            while self._pending:
+                self._compare_first(self._waits)
             self._agreement.begin(call)
         except BaseException as error:
-            self._standing.end_unless_settled(verb, error)
-            hide_frames(error)
+            self._fail(verb, error)
             raise
 
-    def post(self, verb: str, facts: Facts, request: Any, place: Place) -> Started:
+    def post(self, verb: str, facts: Facts, request: Any, frame: FrameType) -> Operation:
         """Announce a nonblocking call that MPI has started; it is compared later. Local."""
         self._standing.check_usable()
         if len(self._pending) >= _MOST_PENDING:
-            self._compare_until(self._pending[0].number)
-        call = self._calls.get((verb, facts)) or self._describe(verb, facts)
+            with self._failing(verb):
+                self._compare_first(self._waits)
+        call = self._calls.get((verb, facts)) or self._call(verb, facts)
         self._agreement.enter(call)
-        self._pending.append(Posted(call, self._tickets.post(call.token), place))
-        return self.track(request, str(call), (), place, self._pending[-1].number)
+        operation = self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token), call)
+        self._pending.append(operation)
+        return operation
 
-    def _describe(self, verb: str, facts: Facts) -> Call:
+    def _call(self, verb: str, facts: Facts) -> Call:
         if len(self._calls) >= _MOST_CALLS:
             self._calls.clear()
-        call = self._calls[verb, facts] = _described(verb, facts)
+        parts = [text_of_fact(fact) for fact in facts if fact not in (None, "")]
+        label = ", ".join(parts)
+        call = self._calls[verb, facts] = Call(verb, digest(f"{verb}({label})"), label, describe=lambda: parts)
         return call
 
     def look(self) -> None:
         """Compare the nonblocking calls that every rank has made by now. Local, unless they differ."""
         while self._pending and self._tickets.are_here(self._pending[0].number):
-            self._compare(self._pending.popleft())
+            self._compare_first(self._waits)
 
-    def _compare_until(self, number: int) -> None:
-        """Wait for the comparison of a nonblocking call, and of those before it."""
-        while self._pending and self._pending[0].number <= number:
-            self._tickets.await_all(self._pending[0].number)
-            self._compare(self._pending.popleft())
-
-    def _compare(self, posted: Posted) -> None:
-        if self._tickets.are_equal(posted.number):
+    def _compare_first(self, waits: AbortableWaiting) -> None:
+        """Wait for all ranks to make the first call that is not compared, and compare it."""
+        number, call = self._pending[0].number, self._pending[0].call
+        self._tickets.await_all(number, waits)
+        operation = self._pending.popleft()
+        if call is None or self._tickets.are_equal(number):
             return
-        self._agreement.place = posted.place.__str__
+        self._agreement.place = operation.where
         try:
-            self._agreement.settle(posted.call, posted.number)
-        except BaseException as error:
+            self._agreement.settle(call, number)
+        except MPIKVError as error:
             # MPI has begun calls that do not fit: no later one can be trusted.
-            if isinstance(error, MPIKVError):
-                self._standing.end(error)
+            self._standing.end(error)
             raise
         finally:
             self._agreement.place = place_here
 
     # --- Messages and requests
 
-    def track(self, request: Any, text: str, peers: Sequence[int], place: Place, number: int = 0) -> Started:
+    def track(
+        self, request: Any, describe: Describe, frame: FrameType, number: int = 0, call: Call | None = None
+    ) -> Operation:
         """Remember an operation that the program has to wait for. Local."""
-        if len(self._started) >= self._most_started:
+        if len(self._started) >= self._many_started:
             self._started = [one for one in self._started if one.request]
-            self._most_started = 2 * len(self._started) + 64
-        started = Started(request, text, peers, place, number)
-        self._started.append(started)
-        return started
+            self._many_started = 2 * len(self._started) + 64
+        place = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        self._started.append(Operation(request, describe, place, number, call))
+        return self._started[-1]
 
-    def complete(self, started: Started, is_done: Callable[[], object]) -> None:
+    def complete(self, operation: Operation, is_done: Callable[[], object]) -> None:
         """Wait until an operation is done; of a collective call, until the ranks have compared it.
 
         Raises:
             RankMismatch: ranks made different calls.
             Stalled: the deadline passed.
         """
-        if started.number:
-            with_errors = self._standing
-            try:
-                self._compare_until(started.number)
-            except BaseException as error:
-                with_errors.end_unless_settled(started.text, error)
-                hide_frames(error)
-                raise
-        self.wait(is_done, started.text, started.peers, started.request)
+        if operation.call:
+            with self._failing(str(operation.call)):
+                while self._pending and self._pending[0].number <= operation.number:
+                    self._compare_first(self._waits)
+        self.wait(is_done, operation.describe, operation.request)
 
-    def wait(self, is_done: Callable[[], object], text: str, peers: Sequence[int], keep: Any = None) -> None:
+    def wait(self, is_done: Callable[[], object], describe: Describe, keep: Any = None) -> None:
         """Wait for a message. ``keep`` is kept alive after a failure.
 
         Raises:
@@ -186,25 +175,35 @@ class Check:
             if is_done():
                 return
         self._standing.check_usable()
-        before = self.board.current
+        (text, peers), board = describe(), self._board
+        last = board.current
 
         def is_done_now() -> bool:
             self.look()  # a rank that finds a difference needs the others' part
             return bool(is_done())
 
-        self.board.write(self.board.number[0], note(f"{text_of_note(before)}, then {text}"))
+        board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
         try:
-            self._waits.until(is_done_now, lambda: peers)
-        except BaseException as error:
+            with self._failing(text):
+                self._waits.until(is_done_now, lambda: peers)
+        except BaseException:
             _abandoned.append(keep)
-            self._standing.end_unless_settled(text, error)
-            hide_frames(error)
             raise
-        self.board.write(self.board.number[0], before)
+        board.write(board.number[0], last)
 
-    def peers(self, rank: int) -> Sequence[int]:
-        """Return the ranks of which one sends a message from ``rank``, which may be any. Local."""
-        return (rank,) if 0 <= rank < self.group.size else tuple(self.group.others)
+    @contextmanager
+    def _failing(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fail(verb, error)
+            raise
+
+    def _fail(self, verb: str, error: BaseException) -> None:
+        # MPI's own, as of a message that is too long, is the program's affair.
+        if isinstance(error, (MPIKVError, KeyboardInterrupt)):
+            self._standing.end_unless_settled(verb, error)
+        hide_frames(error)
 
     # --- The end
 
@@ -212,24 +211,26 @@ class Check:
         """Release all. Collective; the ranks have agreed on it."""
         self._tell_left()
         owned("checks").remove(self)
-        self.board.close()
+        self._board.close()
         self.group.close()
 
     def _tell_left(self) -> None:
         """Log what the program has started and not waited for. Local."""
-        for started in self._started:
-            if started.request:
-                log("rank %d never waited for %s%s", self.group.rank, started.text, started.place)
+        for operation in self._started:
+            if operation.request:
+                log("rank %d never waited for %s%s", self.group.rank, operation.describe()[0], operation.where())
 
-    def _announce_end(self) -> None:
-        if not self.is_world and self.group.rank == 0:
+    def announce_end(self) -> None:
+        """Make the end of the program this rank's next call, and log what was left. Local."""
+        if self._made_by not in ("Init", "checked") and self.group.rank == 0:
             log("the communicator of %s%s was never freed", self._made_by, self._made_at)
         self._tell_left()
         call = Call("close", digest("close"))
         self._agreement.enter(call)
-        self._pending.append(Posted(call, self._tickets.post(call.token), _NO_PLACE))
+        number = self._tickets.post(call.token)
+        self._pending.append(Operation(None, lambda: ("", ()), ("", 0, ""), number, call))
 
-    def _await_end(self) -> None:
+    def await_end(self) -> None:
         """Wait for the other ranks to end, without a deadline: a rank may compute alone, as in plain MPI. Collective.
 
         Raises:
@@ -237,33 +238,12 @@ class Check:
         """
         patience = AbortableWaiting(self.group, Waiting(float("inf")))
         while self._pending:
-            self._tickets.await_all(self._pending[0].number, patience)
-            self._compare(self._pending.popleft())
+            self._compare_first(patience)
 
     @property
     def is_open(self) -> bool:
         """Whether this process made it, and no failure has ended it."""
         return os.getpid() == self._process and self._standing.is_usable
-
-
-class _NoPlace(Place):
-    def __str__(self) -> str:
-        return ""
-
-
-_NO_PLACE = _NoPlace(_NoPlace.__str__.__code__, 0)
-
-
-def _described(verb: str, facts: Facts) -> Call:
-    parts = [fact_text(fact) for fact in facts if fact not in (None, "")]
-    text = f"{verb}({', '.join(parts)})"
-    return Call(verb, digest(text), ", ".join(parts), describe=lambda: parts)
-
-
-def place_of_caller(depth: int = 2) -> Place:
-    """Return the line that called the caller of this function. Local."""
-    frame = sys._getframe(depth)
-    return Place(frame.f_code, frame.f_lineno)
 
 
 def end_checks() -> None:
@@ -275,10 +255,10 @@ def end_checks() -> None:
     try:
         # All first: ranks may be in calls of any of these communicators.
         for check in checks:
-            check._announce_end()
+            check.announce_end()
         for check in checks:
-            check._await_end()
-    except (TransportError, Stalled) as error:
+            check.await_end()
+    except TransportError as error:
         log("the end of the program: %s", error)
     except MPIKVError as error:
         print_lines(f"{type(error).__name__}: {text_of(error)}", "mpikv: at the end of the program: ")

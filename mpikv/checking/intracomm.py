@@ -7,10 +7,12 @@ persistent and neighbourhood collectives, windows, files, spawned processes, int
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache, partial, wraps
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, TypeAlias
 
 from ..cluster.agreement import compare_requests
 from ..cluster.connecting import connect
@@ -18,111 +20,86 @@ from ..cluster.mpi_library import load_mpi
 from ..cluster.process_group import ProcessGroup
 from ..config import OWN_AFFAIRS, Config
 from ..errors import ConfigError
-from .check import Check, Started, end_checks, place_of_caller
-from .facts import BUFFERS, OBJECTS, Facts
+from .check import Check, Describe, Operation, end_checks
+from .facts import BUFFERS, OBJECTS, Facts, nothing
 
 MPI: Any = load_mpi()
-_Comm, _Request = MPI.Intracomm, MPI.Request
+_Comm: Any = MPI.Intracomm
+_Request: Any = MPI.Request
+# MPI's own, by the name under which pickle looks for it.
+COMM_WORLD = MPI.COMM_WORLD
+
+_Run: TypeAlias = Callable[[Any, Any, Any, Any], Any]
+"""Makes a checked call: of the communicator, MPI's method, and the arguments."""
 
 
 class _AnyRequest(type):
     """Counts every request of MPI as one of the class: under ``--check`` its name is ``MPI.Request``."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _Request) if cls is CheckedRequest else type.__instancecheck__(cls, instance)
+        return isinstance(instance, _Request)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _Request) if cls is CheckedRequest else type.__subclasscheck__(cls, subclass)
+        return issubclass(subclass, _Request)
 
 
 class CheckedRequest(_Request, metaclass=_AnyRequest):  # type: ignore[misc]
     """A request with the deadline, and the comparison, of the communicator that it comes from."""
 
-    _check: Check | None = None
-    _started: Started
+    check: Check | None = None
+    operation: Operation
 
     def __new__(cls, request: Any = None) -> Any:
         return super().__new__(cls, request)
 
-    def _settle(self) -> None:
-        """Wait until it is complete, and compared if it is a collective call."""
-        if self._check is not None and self:
-            self._check.complete(self._started, partial(_Request.Get_status, self))
 
-    def _look(self) -> None:
-        if self._check is not None:
-            self._check.look()
+def _checked(requests: Iterable[Any]) -> list[Any]:
+    return [request for request in requests if getattr(request, "check", None) and request]
 
 
 def _settle_all(requests: Iterable[Any]) -> None:
-    for request in requests:
-        if type(request) is CheckedRequest:
-            request._settle()
+    """Wait until requests are complete, and compared if they are of collective calls."""
+    for request in _checked(requests):
+        request.check.complete(request.operation, partial(_Request.Get_status, request))
 
 
 def _settle_any(requests: Sequence[Any]) -> None:
     """Wait until one of several requests is complete."""
-    checked = [request for request in requests if type(request) is CheckedRequest and request]
-    # Requests of other origins complete without us.
+    checked = _checked(requests)
+    # Others complete without the checks: then MPI waits.
     if checked and len(checked) == sum(map(bool, requests)):
-        _look_at(checked)
-        text = f"any of {len(checked)} requests, the first {checked[0]._started.text}"
-        peers = sorted({peer for request in checked for peer in request._started.peers})
-        checked[0]._check.wait(lambda: any(map(_Request.Get_status, checked)), text, peers, requests)
+        described = [request.operation.describe() for request in checked]
+        text = f"any of {len(checked)} requests, the first {described[0][0]}"
+        peers = sorted({peer for _, peers in described for peer in peers})
+        is_done = lambda: any(map(_Request.Get_status, checked))  # noqa: E731
+        checked[0].check.wait(is_done, lambda: (text, peers), requests)
 
 
 def _look_at(requests: Iterable[Any]) -> None:
-    for request in requests:
-        if type(request) is CheckedRequest:
-            request._look()
+    for request in _checked(requests):
+        request.check.look()
 
 
-def _preceded(name: str, first: Callable[[Any], None]) -> Any:
-    """Return a method of requests that does something before MPI's."""
-    raw = getattr(_Request, name)
+def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
+    """Have methods of requests do something with their requests before MPI's part."""
+    for name in names.split():
+        raw: Any = getattr(_Request, name)
 
-    @wraps(raw)
-    def method(it: Any, *given: Any, **named: Any) -> Any:
-        first(it)
-        return raw(it, *given, **named)
+        # With many, the class comes before the requests.
+        @wraps(raw)
+        def method(it: Any, *given: Any, raw: Any = raw, **named: Any) -> Any:
+            first(given[0] if many else (it,))
+            return raw(*given, **named) if many else raw(it, *given, **named)
 
-    return method
-
-
-def _preceded_for_all(name: str, first: Callable[[Any], None]) -> Any:
-    """Return a class method of requests that does something with a list of them before MPI's."""
-    raw = getattr(_Request, name)
-
-    @wraps(raw)
-    def method(cls: Any, requests: Any, *given: Any, **named: Any) -> Any:
-        first(requests)
-        return raw(requests, *given, **named)
-
-    return classmethod(method)
+        preceded: Any = method
+        setattr(CheckedRequest, name, classmethod(preceded) if many else preceded)
 
 
-for _name in ("Wait", "wait"):
-    setattr(CheckedRequest, _name, _preceded(_name, CheckedRequest._settle))
-for _name in ("Test", "test"):
-    setattr(CheckedRequest, _name, _preceded(_name, CheckedRequest._look))
-for _first, _names in (
-    (_settle_all, ("Waitall", "waitall")),
-    (_settle_any, ("Waitany", "waitany", "Waitsome", "waitsome")),
-    (_look_at, ("Testall", "testall", "Testany", "testany", "Testsome", "testsome")),
-):
-    for _name in _names:
-        setattr(CheckedRequest, _name, _preceded_for_all(_name, _first))
-
-
-def _where_checked(method: Any) -> Any:
-    """Make a method MPI's own where there are no checks."""
-    raw = getattr(_Comm, method.__name__)
-
-    @wraps(raw)
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        return (raw if self.check is None else method)(self, *given, **named)
-
-    return call
+_precede("Wait wait", _settle_all, many=False)
+_precede("Test test", _look_at, many=False)
+_precede("Waitall waitall", _settle_all, many=True)
+_precede("Waitany waitany Waitsome waitsome", _settle_any, many=True)
+_precede("Testall testall Testany testany Testsome testsome", _look_at, many=True)
 
 
 class Checks:
@@ -130,234 +107,195 @@ class Checks:
 
     check: Check | None = None
 
-    def _open(self: Any, config: Config, made_by: str, group: ProcessGroup | None = None) -> Any:
+    def begin_checks(self: Any, config: Config, made_by: str, group: ProcessGroup | None = None) -> Any:
         """Begin the checks, and return the communicator. Collective over it."""
         self.check = Check(group or ProcessGroup(_Comm(self), timeout=config.timeout), config, made_by)
         return self
 
-    def _tracked(self: Any, request: Any, verb: str, peer: int, tag: int) -> Any:
-        """Return a checked request of a message."""
-        checked = CheckedRequest(request)
-        checked._check = self.check
-        text = _message(verb, peer, tag)
-        checked._started = self.check.track(checked, text, self.check.peers(peer), place_of_caller(3))
-        return checked
 
-    def _complete(self: Any, request: Any, status: Any, verb: str, peer: int, tag: int) -> None:
-        test = partial(request.Test, status) if status is not None else request.Test
+def _add(name: str, run: _Run) -> None:
+    """Add a checked method."""
+    raw = getattr(_Comm, name)
+
+    @wraps(raw)
+    def method(self: Any, *given: Any, **named: Any) -> Any:
+        return raw(self, *given, **named) if self.check is None else run(self, raw, given, named)
+
+    setattr(Checks, name, method)
+
+
+def _collective(verb: str, facts: Callable[..., Facts]) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
+        self.check.begin(verb, facts(self, *given, **named))
+        return raw(self, *given, **named)
+
+    return run
+
+
+def _nonblocking(verb: str, facts: Callable[..., Facts]) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
+        described = facts(self, *given, **named)
+        request = CheckedRequest(raw(self, *given, **named))
+        request.check = self.check
+        request.operation = self.check.post(verb, described, request, sys._getframe(2))
+        return request
+
+    return run
+
+
+@cache
+def _signature(name: str) -> Signature:
+    return signature(getattr(_Comm, name))
+
+
+def _arguments(name: str, given: Any, named: Any) -> dict[str, Any]:
+    bound = _signature(name).bind(None, *given, **named)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _describing(comm: Any, name: str, given: Any, named: Any) -> Describe:
+    def describe() -> tuple[str, Sequence[int]]:
+        arguments, words, peers = _arguments(name, given, named), list[str](), set[int]()
+        for key, way in (("dest", "to"), ("source", "from")):
+            if (rank := arguments.get(key)) is not None:
+                words.append(f"{way} any rank" if rank == MPI.ANY_SOURCE else f"{way} rank {rank}")
+                peers.update(range(comm.size) if rank == MPI.ANY_SOURCE else (rank,))
+        tags = [tag for key, tag in arguments.items() if key.endswith("tag") and tag != MPI.ANY_TAG]
+        return f"{name}({', '.join([*words, *(f'tag {tag}' for tag in tags[:1])])})", sorted(peers - {comm.rank})
+
+    return describe
+
+
+def _waited(name: str, start: str, at: int | None = None) -> _Run:
+    """Return a run of a message that waits. ``at`` is the position of the status among its arguments."""
+
+    def run(self: Any, raw: Any, given: Any, named: Any) -> None:
+        status = named.pop("status", None) if at is None or len(given) <= at else given[at]
+        try:
+            request = getattr(_Comm, start)(self, *given[:at], **named)
+        except NotImplementedError:  # an MPI before version 4 has no Isendrecv
+            raw(self, *given, **named)
+            return
+        test = partial(request.Test, status)
         if not test():
-            self.check.wait(test, _message(verb, peer, tag), self.check.peers(peer), request)
+            self.check.wait(test, _describing(self, name, given, named), request)
 
-    def _matched(self: Any, probe: Callable[..., Any], source: int, tag: int, status: Any, verb: str) -> Any:
-        """Wait for a message, and return what a nonblocking probe then returns."""
+    return run
+
+
+def _probed(name: str, probe: str) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
         found: list[Any] = []
 
         def is_here() -> bool:
-            found[:] = [probe(self, source, tag, status)]
+            found[:] = [getattr(_Comm, probe)(self, *given, **named)]
             return bool(found[0])
 
-        self.check.wait(is_here, _message(verb, source, tag), self.check.peers(source))
+        self.check.wait(is_here, _describing(self, name, given, named))
         return found[0]
 
-    # --- Messages
-
-    @_where_checked
-    def Sendrecv(  # noqa: N802
-        self: Any,
-        sendbuf: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        recvtag: int = MPI.ANY_TAG,
-        status: Any = None,
-    ) -> None:
-        receive = _Comm.Irecv(self, recvbuf, source, recvtag)
-        send = _Comm.Isend(self, sendbuf, dest, sendtag)
-        self._complete(receive, status, "Sendrecv: Recv", source, recvtag)
-        self._complete(send, None, "Sendrecv: Send", dest, sendtag)
-
-    @_where_checked
-    def sendrecv(
-        self: Any,
-        sendobj: Any,
-        dest: int,
-        sendtag: int = 0,
-        recvbuf: Any = None,
-        source: int = MPI.ANY_SOURCE,
-        recvtag: int = MPI.ANY_TAG,
-        status: Any = None,
-    ) -> Any:
-        send = _Comm.isend(self, sendobj, dest, sendtag)
-        received = self.recv(recvbuf, source, recvtag, status)
-        self._complete(send, None, "sendrecv: send", dest, sendtag)
-        return received
-
-    @_where_checked
-    def Recv(  # noqa: N802
-        self: Any, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
-    ) -> None:
-        self._complete(_Comm.Irecv(self, buf, source, tag), status, "Recv", source, tag)
-
-    @_where_checked
-    def recv(
-        self: Any, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
-    ) -> Any:
-        # Not irecv: without a buffer it takes messages up to 32 KiB only.
-        return self._matched(_Comm.improbe, source, tag, status, "recv").recv(status)
-
-    # --- Communicators
-
-    def Free(self: Any) -> None:  # noqa: N802
-        self._leave("Free")
-
-    def Disconnect(self: Any) -> None:  # noqa: N802
-        self._leave("Disconnect")
-
-    def free(self: Any) -> None:
-        if self.check is not None:
-            self.Free()
-        else:
-            _Comm.free(self)
-
-    def _leave(self: Any, verb: str) -> None:
-        check, self.check = self.check, None
-        if check is not None:
-            check.begin(verb, ())
-            check.close()
-        getattr(_Comm, verb)(self)
+    return run
 
 
-def _message(verb: str, peer: int, tag: int) -> str:
-    way = "to" if "end" in verb.rpartition(" ")[2] else "from"
-    who = "any rank" if peer == MPI.ANY_SOURCE else f"rank {peer}"
-    return f"{verb}({way} {who}{'' if tag == MPI.ANY_TAG else f', tag {tag}'})"
+def _receive(self: Any, raw: Any, given: Any, named: Any) -> Any:
+    buf, *place = (_arguments("recv", given, named)[key] for key in ("buf", "source", "tag", "status"))
+    # Not irecv: without a buffer it takes messages up to 32 KiB only.
+    message = _probed("recv", "improbe" if buf is None else "iprobe")(self, None, tuple(place), {})
+    return message.recv(place[2]) if buf is None else raw(self, buf, *place)
 
 
-def _collective(name: str, verb: str, facts: Callable[..., Facts]) -> Any:
-    raw = getattr(_Comm, name)
-
-    @wraps(raw)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        if self.check is not None:
-            self.check.begin(verb, facts(self, *given, **named))
-        return raw(self, *given, **named)
-
-    return method
+def _send_and_receive(self: Any, raw: Any, given: Any, named: Any) -> Any:
+    _, *values = _arguments("sendrecv", given, named).values()
+    send = _Comm.isend(self, *values[:3])
+    received = self.recv(*values[3:])
+    self.check.wait(send.Test, _describing(self, "sendrecv", given, named), send)
+    return received
 
 
-def _nonblocking(name: str, facts: Callable[..., Facts]) -> Any:
-    raw = getattr(_Comm, name)
-
-    @wraps(raw)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        if self.check is None:
-            return raw(self, *given, **named)
-        described = facts(self, *given, **named)
+def _started(name: str) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
         request = CheckedRequest(raw(self, *given, **named))
-        request._check = self.check
-        request._started = self.check.post(name, described, request, place_of_caller())
+        request.check = self.check
+        # Without the buffer, which would live as long as the description.
+        describe = _describing(self, name, (None, *given[1:]), {"buf": None, **named} if not given else named)
+        request.operation = self.check.track(request, describe, sys._getframe(2))
         return request
 
-    return method
+    return run
 
 
-def _sending(name: str, started: str) -> Any:
-    raw, start = getattr(_Comm, name), getattr(_Comm, started)
-
-    @wraps(raw)
-    def method(self: Any, buf: Any, dest: int, tag: int = 0) -> None:
-        if self.check is None:
-            raw(self, buf, dest, tag)
-        else:
-            self._complete(start(self, buf, dest, tag), None, name, dest, tag)
-
-    return method
-
-
-def _starting(name: str) -> Any:
-    raw = getattr(_Comm, name)
-    place = 0 if "recv" in name else 1
-
-    @wraps(raw)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        request = raw(self, *given, **named)
-        if self.check is None:
-            return request
-        names = ("source", "tag") if place == 0 else ("dest", "tag")
-        peer, tag = (
-            given[at] if len(given) > at else named.get(key, default)
-            for at, key, default in zip((1, 2), names, (MPI.ANY_SOURCE, MPI.ANY_TAG if place == 0 else 0), strict=True)
-        )
-        return self._tracked(request, name, peer, tag)
-
-    return method
-
-
-def _probing(name: str, started: str) -> Any:
-    raw, probe = getattr(_Comm, name), getattr(_Comm, started)
-
-    @wraps(raw)
-    def method(self: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
-        if self.check is None:
-            return raw(self, source, tag, status)
-        return self._matched(probe, source, tag, status, name)
-
-    return method
-
-
-def _making(name: str, compared: bool) -> Any:
-    raw = getattr(_Comm, name)
-
-    @wraps(raw)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        if self.check is None:
-            return raw(self, *given, **named)
-        if compared:
+def _making(name: str, is_compared: bool = True) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
+        if is_compared:
             self.check.begin(name, ())
         made = raw(self, *given, **named)
-        if made == MPI.COMM_NULL:
-            return made
-        return _classes()[_kind_of(made)](made)._open(self.check.config, name)
+        return made if made == MPI.COMM_NULL else _CLASSES[type(made)](made).begin_checks(self.check.config, name)
 
-    return method
+    return run
 
 
-def _kind_of(made: Any) -> Any:
-    return next(kind for kind in type(made).__mro__ if kind.__module__ == _Comm.__module__)
+def _freeing(name: str) -> _Run:
+    def run(self: Any, raw: Any, given: Any, named: Any) -> None:
+        check, self.check = self.check, None
+        check.begin(name, ())
+        check.close()
+        raw(self)
+
+    return run
 
 
 for _name, _facts in BUFFERS.items():
-    setattr(Checks, _name, _collective(_name, _name, _facts))
-    setattr(Checks, f"I{_name.lower()}", _nonblocking(f"I{_name.lower()}", _facts))
-for _name, _facts in OBJECTS.items():
-    setattr(Checks, _name, _collective(_name, _name, _facts))
-# The two names of one call.
-Checks.barrier = _collective("barrier", "Barrier", BUFFERS["Barrier"])  # type: ignore[attr-defined]
-for _name, _started in {"Send": "Isend", "Ssend": "Issend", "send": "isend", "ssend": "issend"}.items():
-    setattr(Checks, _name, _sending(_name, _started))
+    _add(_name, _collective(_name, _facts))
+    _add(f"I{_name.lower()}", _nonblocking(f"I{_name.lower()}", _facts))
+for _name in OBJECTS:
+    _add(_name, _collective(_name, OBJECTS[_name]))
+_add("barrier", _collective("Barrier", nothing))  # the two names of one call
+for _name in ("Send", "Ssend", "send", "ssend"):
+    _add(_name, _waited(_name, f"I{_name.lower()}" if _name[0] == "S" else f"i{_name}"))
+for _name, _at in (("Recv", 3), ("Sendrecv", 6), ("Sendrecv_replace", 5)):
+    _add(_name, _waited(_name, f"I{_name.lower()}", _at))
+for _name in ("Probe", "Mprobe", "probe", "mprobe"):
+    _add(_name, _probed(_name, f"I{_name.lower()}" if _name[0] in "PM" else f"i{_name}"))
+_add("recv", _receive)
+_add("sendrecv", _send_and_receive)
 for _name in ("Isend", "Issend", "Ibsend", "Irsend", "Irecv", "isend", "issend", "ibsend", "irecv"):
-    setattr(Checks, _name, _starting(_name))
-for _name, _started in {"Probe": "Iprobe", "Mprobe": "Improbe", "probe": "iprobe", "mprobe": "improbe"}.items():
-    setattr(Checks, _name, _probing(_name, _started))
-for _name in ("Dup", "Dup_with_info", "Clone", "Create", "Split", "Split_type", "Create_cart", "Create_graph",
-              "Create_dist_graph", "Create_dist_graph_adjacent"):  # fmt: skip
-    setattr(Checks, _name, _making(_name, True))
-Checks.Create_group = _making("Create_group", False)  # type: ignore[attr-defined]  # the other ranks do not call it
+    _add(_name, _started(_name))
+for _name in ("Dup", "Dup_with_info", "Clone", "Create", "Split", "Split_type"):
+    _add(_name, _making(_name))
+for _name in ("Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent"):
+    _add(_name, _making(_name))
+_add("Create_group", _making("Create_group", is_compared=False))  # the other ranks do not call it
+for _name in ("Free", "Disconnect", "free"):
+    _add(_name, _freeing(_name.capitalize()))
 
 
-class CheckedComm(Checks, _Comm):  # type: ignore[misc]
+class _Alike(type):
+    """Makes a class equal to the class of MPI that it checks: programs compare the types of communicators."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__base__
+
+    def __hash__(cls) -> int:
+        return hash(cls.__base__)
+
+
+class CheckedComm(Checks, _Comm, metaclass=_Alike):  # type: ignore[misc]
     """An ``MPI.Intracomm`` whose ranks compare their calls. It has the handle of the one it is made from."""
 
     def __new__(cls, comm: Any = None) -> Any:
         return super().__new__(cls, comm)
 
+    def __reduce__(self) -> Any:
+        return (_world, ()) if self is MPI.COMM_WORLD else super().__reduce__()
 
-@cache
-def _classes() -> dict[Any, Any]:
-    """Return the checked class of each class of communicators."""
-    kinds = (MPI.Cartcomm, MPI.Graphcomm, MPI.Distgraphcomm)
-    return {_Comm: CheckedComm} | {kind: type(f"Checked{kind.__name__}", (Checks, kind), {}) for kind in kinds}
+
+def _world() -> Any:
+    return MPI.COMM_WORLD
+
+
+_CLASSES = {kind: _Alike(f"Checked{kind.__name__}", (Checks, kind), {}) for kind in MPI.Topocomm.__subclasses__()}
+_CLASSES[_Comm] = CheckedComm
 
 
 def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_after: float | None = None) -> Any:
@@ -371,7 +309,7 @@ def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_afte
     wanted = {key: repr(value) for key, value in asdict(config).items() if key not in OWN_AFFAIRS}
     compare_requests(group, "checked", wanted, problem)
     atexit.register(_end_at_exit)
-    return comm._open(config, made_by, group)
+    return comm.begin_checks(config, made_by, group)
 
 
 def _end_at_exit() -> None:

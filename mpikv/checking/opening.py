@@ -47,7 +47,7 @@ class _Finder:
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "mpi4py.MPI":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec: Any = find_spec(name)
         load = spec.loader.exec_module
 
@@ -64,27 +64,27 @@ def _rebind(mpi: Any) -> None:
     from .check import end_checks
     from .intracomm import CheckedComm, CheckedRequest, open_checks
 
-    world = mpi.COMM_WORLD = CheckedComm(mpi.COMM_WORLD)
     mpi.Request = CheckedRequest
 
+    def begin() -> None:
+        world = CheckedComm(mpi.COMM_WORLD)
+        mpi.COMM_WORLD = open_checks(world, "Init")
+
     # A program may start and end MPI itself.
-    def started(start: Any) -> Any:
+    def starting(start: Any) -> Any:
         @wraps(start)
         def call(*given: Any) -> Any:
             result = start(*given)
-            open_checks(world, "Init")
+            begin()
             return result
 
         return call
 
-    def ended(end: Any) -> Any:
-        @wraps(end)
-        def call() -> None:
-            end_checks()
-            end()
+    def ending() -> None:
+        end_checks()
+        end()
 
-        return call
-
-    mpi.Init, mpi.Init_thread, mpi.Finalize = started(mpi.Init), started(mpi.Init_thread), ended(mpi.Finalize)
+    end = mpi.Finalize
+    mpi.Init, mpi.Init_thread, mpi.Finalize = starting(mpi.Init), starting(mpi.Init_thread), wraps(end)(ending)
     if mpi.Is_initialized():
-        open_checks(world, "Init")
+        begin()

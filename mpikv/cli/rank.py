@@ -26,6 +26,7 @@ from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts
+from ..errors import text_of
 from ..store.endings import tell_unseen
 from .reports import Report, open_report
 from .watch import PREFIX, shared_files
@@ -141,7 +142,13 @@ def _exit_status(error: SystemExit, prefix: str) -> int:
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        return error.code & 0xFF
+        status = error.code & 0xFF
+        if status and error.__context__ is not None:
+            # A handler may have printed it on another rank only.
+            cause = error.__context__
+            text = f"{type(cause).__name__}: {text_of(cause)}{place_of(cause)}"
+            print_lines(f"exits with status {status} after {text}", prefix)
+        return status
     print_lines(str(error.code), prefix)
     return 1
 

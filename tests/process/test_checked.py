@@ -1,0 +1,290 @@
+"""Communicators of mpi4py whose ranks compare their calls: what they find, name and leave alone."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.launching import why_no_mpi
+
+import mpikv
+from mpikv import RankMismatch, Stalled
+
+pytestmark = pytest.mark.deadline(120)
+SOME = pytest.mark.ranks(2, 3, 4)
+
+
+@pytest.fixture
+def world(comm: Any) -> Any:
+    """Return a checked communicator of all ranks."""
+    checked = mpikv.checked(comm.Dup(), timeout=30)
+    yield checked
+    checked.Free()
+
+
+def mpi() -> Any:
+    from mpi4py import MPI
+
+    return MPI
+
+
+VALUES, TOTAL = np.ones(8), np.zeros(8)
+
+# What the last rank does, what the others do, and a text of the error.
+MISTAKES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "root": (
+        lambda comm: comm.Bcast(VALUES, comm.size - 1),
+        lambda comm: comm.Bcast(VALUES),
+        r"calls? Bcast\(root 0, float64\[8\]\); .*Bcast\(root \d, float64\[8\]\)",
+    ),
+    "count": (
+        lambda comm: comm.Allreduce(VALUES[:4], TOTAL[:4]),
+        lambda comm: comm.Allreduce(VALUES, TOTAL),
+        r"float64\[8\]\); .*float64\[4\]",
+    ),
+    "dtype": (
+        lambda comm: comm.Bcast(np.zeros(8, np.int64)),
+        lambda comm: comm.Bcast(VALUES),
+        r"float64\[8\]\); .*int64\[8\]",
+    ),
+    "op": (
+        lambda comm: comm.Allreduce(VALUES, TOTAL, mpi().MAX),
+        lambda comm: comm.Allreduce(VALUES, TOTAL),
+        r"Allreduce\(sum, .*Allreduce\(max, ",
+    ),
+    "order": (lambda comm: comm.Barrier(), lambda comm: comm.Bcast(VALUES), r"Bcast\(.*Barrier\(\)"),
+    "verb": (
+        lambda comm: comm.Allreduce(VALUES, TOTAL),
+        lambda comm: comm.Reduce(VALUES, TOTAL),
+        r"Reduce\(sum, root 0, .*Allreduce\(sum, ",
+    ),
+    "root of objects": (lambda comm: comm.bcast(1, root=comm.size - 1), lambda comm: comm.bcast(1), r"bcast\(root 0\)"),
+    "op of objects": (lambda comm: comm.allreduce(1, mpi().PROD), lambda comm: comm.allreduce(1), r"\(sum\).*\(prod\)"),
+    "counts of all": (
+        lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [2] * comm.size]),
+        lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [1] * comm.size]),
+        r"\[1, 1.*\[2, 2",
+    ),
+    "split": (lambda comm: comm.Dup(), lambda comm: comm.Split(0), r"Split\(\).*Dup\(\)"),
+}
+
+
+@SOME
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_each_difference_is_named_on_every_rank(world: Any, mistake: str) -> None:
+    last, others, text = MISTAKES[mistake]
+    with pytest.raises(RankMismatch, match=text) as raised:
+        (last if world.rank == world.size - 1 else others)(world)
+    assert str(raised.value).count(f" at {__file__}:") == 2
+    assert world.allgather(world.rank) == list(range(world.size)), "the communicator can be used again"
+
+
+@SOME
+def test_a_nonblocking_difference_is_named_where_it_is_waited_for(comm: Any) -> None:
+    world = mpikv.checked(comm.Dup(), timeout=30)
+    line = sys._getframe().f_lineno + 1
+    request = world.Ibcast(VALUES, world.size - 1) if world.rank == 0 else world.Ibcast(VALUES.copy(), 0)
+    with pytest.raises(RankMismatch, match=r"Ibcast\(root 0.*") as raised:
+        request.Wait()
+    assert str(raised.value).count(f":{line} in ") == 2
+    with pytest.raises(RankMismatch):  # MPI has begun calls that do not fit
+        world.Barrier()
+
+
+@SOME
+def test_a_nonblocking_call_meets_a_blocking_one(comm: Any) -> None:
+    world = mpikv.checked(comm.Dup(), timeout=30)
+    with pytest.raises(RankMismatch, match=r"Bcast\(root 0, float64\[8\]\).*Ibarrier\(\)|Ibarrier.*Bcast"):
+        world.Ibarrier().Wait() if world.rank == 0 else world.Bcast(VALUES)
+
+
+@SOME
+def test_a_nonblocking_call_waits_for_no_rank(world: Any) -> None:
+    # Legal: rank 0 starts its call, and the others start theirs once they have its message.
+    if world.rank == 0:
+        request = world.Ibarrier()
+        for rank in range(1, world.size):
+            world.send("go on", rank)
+    else:
+        assert world.recv(source=0) == "go on"
+        request = world.Ibarrier()
+    request.Wait()
+
+
+@SOME
+def test_a_message_moves_while_its_sender_is_in_a_collective(world: Any) -> None:
+    large, peer = np.full(1 << 20, world.rank, np.float64), world.size - 1
+    if world.rank == 0:
+        request = world.Isend(large, peer)
+        world.Barrier()
+        request.Wait()
+    else:
+        if world.rank == peer:
+            world.Recv(large, 0)
+            assert not large.any()
+        world.Barrier()
+
+
+@SOME
+def test_a_call_is_the_same_however_its_buffer_is_written(world: Any) -> None:
+    ours = [VALUES, [VALUES, mpi().DOUBLE], [VALUES, 8, "d"], [VALUES, (8, 0), mpi().DOUBLE], memoryview(VALUES)]
+    pairs = mpi().DOUBLE.Create_contiguous(2).Commit()
+    for form in (*ours, [VALUES, 4, pairs]):
+        world.Bcast(form if world.rank else VALUES)
+    pairs.Free()
+    gathered = np.zeros(world.size)
+    world.Gather(np.ones(1), gathered if world.rank == 0 else None)
+    world.Allgatherv(np.ones(1), gathered if world.rank else [gathered, [1] * world.size])
+    root = np.int64(0) if world.rank else 0
+    assert world.bcast(world.rank, root=root) == 0
+    assert gathered.sum() == world.size
+
+
+@SOME
+def test_a_form_that_is_not_known_agrees_with_any(world: Any) -> None:
+    class Unknown:
+        __cuda_array_interface__ = property(lambda self: VALUES.__array_interface__)
+
+    with pytest.raises(RankMismatch):
+        world.Bcast(VALUES if world.rank else VALUES[:4])
+    mine = world.check
+    mine.begin("Bcast", (0, "?") if world.rank == 0 else (0, (VALUES.dtype, 8)))
+    assert Unknown  # the argument itself is mpi4py's affair
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_what_it_makes_is_checked_and_one_of_mpi(comm: Any) -> None:
+    comm = comm or mpi().COMM_WORLD
+    world = mpikv.checked(comm.Dup(), timeout=30)
+    made = [world.Dup(), world.Split(0), world.Create(world.group), world.Clone(), world.Create_cart([world.size])]
+    made.append(world.Create_group(world.group))
+    for one in made:
+        assert isinstance(one, mpi().Intracomm)
+        assert one.check is not None
+        assert one.allreduce(1) == world.size
+        one.Free()
+    assert world.Split(mpi().UNDEFINED) == mpi().COMM_NULL
+    assert mpikv.checked(mpi().COMM_SELF) == mpi().COMM_SELF
+    with pytest.raises(ValueError, match="serialize"):
+        pickle.dumps(world)
+    world.Free()
+    with pytest.raises(TypeError, match="is not an mpi4py"):
+        mpikv.checked(3)
+
+
+@SOME
+def test_a_receive_has_a_deadline(comm: Any) -> None:
+    world = mpikv.checked(comm.Dup(), timeout=1, warn_after=0.5)
+    comm.Barrier()
+    if world.rank == 0:
+        with pytest.raises(Stalled, match=r"Recv\(from rank 1, tag 7\): waited .* rank 1 began call #1 checked\(\)"):
+            world.Recv(np.ones(1), 1, 7)
+        comm.Ibarrier().Wait()
+    else:
+        request = comm.Ibarrier()
+        while not request.Test():
+            pass
+
+
+@SOME
+def test_ranks_must_wait_equally_long(comm: Any) -> None:
+    with pytest.raises(RankMismatch, match="timeout"):
+        mpikv.checked(comm, timeout=20 if comm.rank else 30)
+
+
+# --- Under mpikv run --check
+
+PLANTED = """
+import sys
+import time
+import numpy as np
+from mpi4py import MPI
+
+comm, values = MPI.COMM_WORLD, np.ones(8)
+last = comm.rank == comm.size - 1
+if sys.argv[1] == "missing rank" and last:
+    time.sleep(600)
+if sys.argv[1] == "missing receive" and comm.rank == 0:
+    comm.Ssend(values, dest=comm.size - 1, tag=3)
+if sys.argv[1] == "early exit" and last:
+    sys.exit()
+if sys.argv[1] == "exception" and last:
+    raise ValueError("no data for this rank")
+comm.Barrier()
+"""
+SAYS = {
+    "missing rank": ("Stalled: Barrier: ", r"began call #1 Init() last and is now at", "planted.py:10"),
+    "missing receive": ("Stalled: Ssend(to rank {last}, tag 3): ", "rank {last} began call #2 Barrier() last"),
+    "early exit": ("RankMismatch: Barrier: ", "rank {last} has reached the end of its program, after call #1 Init()"),
+    "exception": ("[rank {last}/{size}] ValueError: no data for this rank", 'planted.py", line 16'),
+}
+
+
+def run_checked(
+    folder: Path, program: str, size: int, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    (folder / "planted.py").write_text(program)
+    command = [sys.executable, "-m", "mpikv", "run", "--check", "-n", str(size), "planted.py", *words]
+    environ = {**__import__("os").environ, **variables}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environ, check=False)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("mistake", SAYS)
+def test_a_planted_mistake_ends_the_job_by_name(tmp_path: Path, mistake: str, size: int) -> None:
+    done = run_checked(tmp_path, PLANTED, size, mistake, MPIKV_TIMEOUT="3", MPIKV_WARN_AFTER="1")
+    assert done.returncode == 1, done.stderr
+    for text in SAYS[mistake]:
+        assert text.format(last=size - 1, size=size) in done.stderr, done.stderr
+
+
+def test_what_is_left_is_told_at_the_end(tmp_path: Path) -> None:
+    program = """
+import numpy as np
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+part = comm.Split(0)
+comm.Irecv(np.ones(1), 0, 5)
+print(type(comm) == MPI.Intracomm, isinstance(comm.isend(1, comm.rank), MPI.Request))
+comm.recv(source=comm.rank)
+"""
+    done = run_checked(tmp_path, program, 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True"] * 2
+    assert "the communicator of Split at" in done.stderr
+    assert "rank 1 never waited for Irecv(from rank 0, tag 5) at" in done.stderr
+
+
+def test_a_program_may_start_and_end_mpi_itself(tmp_path: Path) -> None:
+    program = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+assert not MPI.Is_initialized()
+MPI.Init()
+print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.check is not None)
+MPI.Finalize()
+"""
+    done = run_checked(tmp_path, program, 2)
+    assert (done.returncode, done.stdout) == (0, "2 True\n" * 2), done.stderr
+
+
+def test_a_rank_may_compute_alone_after_the_others_have_ended(tmp_path: Path) -> None:
+    program = """
+import time
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 0:
+    time.sleep(3)
+    print("done")
+"""
+    done = run_checked(tmp_path, program, 2, MPIKV_TIMEOUT="1")
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
