@@ -71,6 +71,8 @@ class Check:
         # An agreement asks for less than a whole transport.
         self._agreement = Agreement(self._tickets, group, self._board, verifies=True)  # type: ignore[arg-type]
         self._standing = Standing(self._agreement, group)
+        self.leave = self._agreement.leave
+        """Notes the end of a collective call."""
         self._calls: dict[tuple[Any, ...], Call] = {}
         self._pending = deque[Operation]()
         self._started: list[Operation] = []
@@ -105,6 +107,7 @@ class Check:
                 self._compare_first(self._waits)
         call = self._calls.get((verb, facts)) or self._call(verb, facts)
         self._agreement.enter(call)
+        self._agreement.leave()
         operation = self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token), call)
         self._pending.append(operation)
         return operation

@@ -22,6 +22,15 @@ Fact: TypeAlias = Any
 Facts: TypeAlias = tuple[Fact, ...]
 
 _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MAXLOC", "MINLOC")
+# The kinds of MPI's datatypes without gaps, as asking MPI for one takes microseconds. Others may be freed.
+_KINDS = {
+    datatype.handle: np.dtype(datatype.typestr)
+    for datatype in vars(MPI).values()
+    if isinstance(datatype, MPI.Datatype)
+    and datatype != MPI.DATATYPE_NULL
+    and datatype.is_predefined
+    and datatype.size == datatype.extent == np.dtype(datatype.typestr).itemsize
+}
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
 _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError, MPI.Exception)
 
@@ -83,8 +92,8 @@ def _unpack(message: Any, vector: bool) -> tuple[Fact, int, Any, int]:
         dtype = buffer.dtype if hasattr(buffer, "dtype") else np.dtype(buffer.format)
         return dtype, 1, count, nbytes // dtype.itemsize
     datatype = MPI._typedict[datatype] if isinstance(datatype, str) else datatype
-    if datatype.is_predefined:
-        return np.dtype(datatype.typestr), 1, count, nbytes // datatype.extent
+    if (known := _KINDS.get(datatype.handle)) is not None:
+        return known, 1, count, nbytes // known.itemsize
     bases = _bases_of(datatype)
     if len(bases) > 1:
         return "bytes", datatype.size, count, nbytes // datatype.extent

@@ -127,7 +127,9 @@ def _add(name: str, run: _Run) -> None:
 def _collective(verb: str, facts: Callable[..., Facts]) -> _Run:
     def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
         self.check.begin(verb, facts(self, *given, **named))
-        return raw(self, *given, **named)
+        result = raw(self, *given, **named)
+        self.check.leave()
+        return result
 
     return run
 

@@ -7,6 +7,7 @@ rank waits where it starts such a call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +86,9 @@ class SharedTickets(Tickets):
         stride = _HEAD + _ROOM
         self._words = group.allocate(8 * stride * group.size).data.cast("q")
         self._peers = [rank * stride for rank in group.others]
-        self._mine, self._safe, self._order = group.rank * stride, _ROOM, memory_barrier() or (lambda: None)
+        self._mine, self._order = group.rank * stride, memory_barrier()
+        # A number up to which posts take no place of a token that is still needed.
+        self._safe = _ROOM if self._peers else math.inf
         self._spins = _SPINS if group.size <= group.host_cores else 0
 
     def post(self, token: int) -> int:
@@ -93,7 +96,8 @@ class SharedTickets(Tickets):
         if number > self._safe:  # its place has a token that a rank may not have read
             self._until(lambda: self._has_room(number), tuple, self._waits)
         words[self._mine + _HEAD + number % _ROOM] = token
-        self._order()
+        if self._order:
+            self._order()
         # Last: a rank that sees the number finds its token.
         words[self._mine] = self._posted = number
         return number
@@ -110,7 +114,8 @@ class SharedTickets(Tickets):
         return True
 
     def are_equal(self, number: int) -> bool:
-        self._order()
+        if self._order:
+            self._order()
         words, place = self._words, _HEAD + number % _ROOM
         words[self._mine + 1] = number
         token = words[self._mine + place]
