@@ -21,13 +21,7 @@ from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, slice_bytes, unknown_variables, wants_slices
-from .errors import (
-    ConfigError,
-    Stalled,
-    TransportUnavailable,
-    Unsupported,
-    known_names,
-)
+from .errors import ConfigError, Stalled, TransportUnavailable, Unsupported, known_names
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside

@@ -375,9 +375,7 @@ def address_of(array: Array) -> int:
 
 
 def disjoint(
-    sources: Sequence[Sequence[Array]],
-    targets: Sequence[Sequence[Array]],
-    address: Callable[[Array], int] = address_of,
+    sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]], address: Callable[[Array], int] = address_of
 ) -> bool:
     """Return whether each key's targets may be written before the sources of the other keys have been read.
 

@@ -32,14 +32,7 @@ from ..optimizers import Optimizer
 from ..protocols import Array, Key, Updater
 from .ahead import Ahead
 from .chunks import Parts, Piece, Window, cut_array, read_arrays, write_arrays
-from .compatibility import (
-    check_dumpable,
-    describe_updater,
-    find_states,
-    find_values,
-    slot_names,
-    warn_of_other_mean,
-)
+from .compatibility import check_dumpable, describe_updater, find_states, find_values, slot_names, warn_of_other_mean
 from .extents import list_extents
 from .files import Draft, Reader, Source
 from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype

@@ -79,10 +79,7 @@ def launch_by_mpi(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 # The launchers' variables of the local rank and the number of local ranks.
-_LOCAL_RANKS = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+_LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
 
 
 def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:

@@ -234,10 +234,7 @@ class Arena:
         return tuple(self._values)
 
     def place(
-        self,
-        requests: Sequence[tuple[np.dtype[Any], int]],
-        leaving: Sequence[Place] = (),
-        alone: Container[int] = (),
+        self, requests: Sequence[tuple[np.dtype[Any], int]], leaving: Sequence[Place] = (), alone: Container[int] = ()
     ) -> list[Place]:
         """Release the places ``leaving``, then return one for each (dtype, number of elements).
 

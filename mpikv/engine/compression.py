@@ -204,12 +204,7 @@ class RangeCompression:
         return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, lengths)
 
     def _sum(
-        self,
-        plan: Plan,
-        bucket: Bucket,
-        messages: Sequence[_Message],
-        layers: Layers,
-        lengths: Sequence[int] | None,
+        self, plan: Plan, bucket: Bucket, messages: Sequence[_Message], layers: Layers, lengths: Sequence[int] | None
     ) -> Array:
         """Exchange the arrays of one position after the other, until no rank has more. Collective.
 

@@ -143,11 +143,7 @@ class GpuOrder:
         self._recording = threading.Lock()
 
     def watch(
-        self,
-        check: Callable[[], None],
-        abort: Callable[[str], None],
-        queue: Door,
-        wake: Callable[[], None],
+        self, check: Callable[[], None], abort: Callable[[str], None], queue: Door, wake: Callable[[], None]
     ) -> None:
         """Install the watchdog of the stream: work on it may never end by itself.
 

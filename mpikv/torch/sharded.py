@@ -23,19 +23,7 @@ from ..store.kvstore import KVStore
 from .failures import raising_on_all
 from .tensors import row_of, tensor_over
 
-_ELEMENTWISE = (
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself; a rank can own any part of a parameter."""
 
 _WHOLE = ("Adafactor", "Muon")

@@ -9,11 +9,7 @@ from ..protocols import Array, Group
 
 
 def allocate_collectively(
-    group: Group,
-    agree: Callable[[int], bool],
-    make: Callable[[int], Array],
-    nbytes: int,
-    what: str = "values",
+    group: Group, agree: Callable[[int], bool], make: Callable[[int], Array], nbytes: int, what: str = "values"
 ) -> Array:
     """Return the memory of ``make(nbytes)``, or raise on every rank. Collective over the group, as ``agree`` is.
 

@@ -21,13 +21,7 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
     Raises:
         TransportUnavailable: on every rank, with the first problem of any.
     """
-    mine = {
-        "host": nccl_host(),
-        "gpu": gpu.uuid,
-        "name": gpu.name,
-        "version": version,
-        "settings": nccl_settings(),
-    }
+    mine = {"host": nccl_host(), "gpu": gpu.uuid, "name": gpu.name, "version": version, "settings": nccl_settings()}
     every = [json.loads(text) for text in group.gather(json.dumps(mine))]
     if problem := _find_problem(every):  # the same on all ranks: they all have the same facts
         raise settled(TransportUnavailable(f"{problem}; 'dist_sync' sums on the host"))

@@ -59,10 +59,7 @@ class SettingVerbs:
         found = self._compile_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
-        log(
-            "compression %s runs on the host: pushes wait for the GPU and copy gradients and sums",
-            codec.settings(),
-        )
+        log("compression %s runs on the host: pushes wait for the GPU and copy gradients and sums", codec.settings())
         from ..codecs.host_fallback import HostFallback
 
         return HostFallback(codec, self._memory) if codec.elementwise else codec
