@@ -82,10 +82,10 @@ class Checkpoints:
         path = os.fsdecode(path)
         self._exchange.check_slots()
         header = Header(*self._describe_keys(), values, updater)
-        start = check_writable(header)
+        check_writable(header)
         others = [*["with residuals"] * residuals, *["wait=False"] * (not wait), *map("state of {!r}".format, packed)]
         call = _describe_call(verb, path, header, *others)
-        return call, lambda: self._save(call, Draft(path), header, start, residuals, wait, packed)
+        return call, lambda: self._save(call, Draft(path), header, residuals, wait, packed)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
         """Return the keys, the distinct kinds of keys, and the position of each key's kind."""
@@ -103,14 +103,7 @@ class Checkpoints:
         return tuple(self._entries()), tuple(described), kind_of
 
     def _save(
-        self,
-        call: Call,
-        draft: Draft,
-        header: Header,
-        start: int,
-        residuals: bool,
-        wait: bool,
-        packed: Mapping[str, Array],
+        self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
         extras: list[Span] = []
         # Their number is known only inside of the call: other ranks may have pushed longer lists.
@@ -118,16 +111,16 @@ class Checkpoints:
             header, extras = more, self._agreement.run_together(call, list_residuals, self._exchange, more)
         header, program = add_program(self._transport, header, packed)
         if extras or packed:
-            start = self._agreement.run_together(call, check_writable, header)
+            self._agreement.run_together(call, check_writable, header)
         spans = chain(self._list_values(header, self._divide), extras)
         is_root, work = self._transport.rank == self._root, None
         if wait:
             pieces = chain(_cut_spans(spans, self._memory.to_host), program)
-            self._run_parts(call, write_arrays(draft, header, start, pieces, is_root))
+            self._run_parts(call, write_arrays(draft, header, pieces, is_root))
         else:
             copies = chain(self._agreement.run_together(call, self._copies.make, spans), program)
             ahead = Ahead[Window]()
-            parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
+            parts = write_arrays(draft, header, copies, is_root, ahead=ahead)
             self._run_parts(call, parts, enough=lambda: ahead.source is not None)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if work is not None:
@@ -415,11 +408,11 @@ def save_states(
         Kind(name_of(each), shape, count, 0, slot_names(optimizer.slots(each))) for each, shape, count in kinds
     ]
     header = Header(tuple(values), tuple(described), kind_of, False, describe_updater(optimizer))
-    start = check_writable(header)
+    check_writable(header)
     text = f"{brief(repr(path), 300)}, {_describe(header)}"
     yield text
     pieces = _cut_states(header, kept) if writes else ()
-    with closing(write_arrays(Draft(path), header, start, pieces, creates=writes, attaches=False)) as parts:
+    with closing(write_arrays(Draft(path), header, pieces, creates=writes, attaches=False)) as parts:
         for _ in parts:  # the sums are those of one rank
             yield text
 
@@ -446,17 +439,15 @@ def load_states(
     source, optimizer = find_states(path, values, present, "Trainer")
     text = f"{brief(repr(source.path), 300)}, {_describe(source.header)}, {_describe_sums(source)}"
     yield text
-    kept = {key: _make_state(kind) for key, kind in source.header.pairs}
+    kept = dict[Key, KeptState]()
+    for key, kind in source.header.pairs:
+        state = {slot: np.empty(kind.shape, parse_dtype(dtype)) for slot, dtype in kind.state.items()}
+        kept[key] = KeptState(state, kind.updates)
     with closing(Reader(source)) as reader:
         reader.open()
         for _ in read_arrays(reader, own=(), shared=_cut_states(source.header, kept)):
             yield text
     return optimizer, kept
-
-
-def _make_state(saved: Kind) -> KeptState:
-    state = {slot: np.empty(saved.shape, parse_dtype(dtype)) for slot, dtype in saved.state.items()}
-    return KeptState(state, saved.updates)
 
 
 def _cut_states(header: Header, kept: Mapping[Key, KeptState]) -> Iterator[Piece]:

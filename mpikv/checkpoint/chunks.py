@@ -64,19 +64,18 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 def write_arrays(
     draft: Draft,
     header: Header,
-    start: int,
     pieces: Iterable[Piece],
     creates: bool,
     attaches: bool = True,
     ahead: Ahead[Window] | None = None,
 ) -> Parts:
-    """Write a checkpoint with this rank's pieces; its arrays begin at ``start``. Collective: every rank runs its parts.
+    """Write a checkpoint with this rank's pieces. Collective: every rank runs its parts.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. With
     ``ahead``, its thread writes the windows, once started; without it each part writes a window.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
-    windows = _write_windows(draft, header, start, pieces)
+    windows = _write_windows(draft, header, pieces)
     try:
         if creates:
             draft.create(nonce)
@@ -100,10 +99,10 @@ def write_arrays(
         draft.close()
 
 
-def _write_windows(draft: Draft, header: Header, start: int, pieces: Iterable[Piece]) -> Iterator[Window]:
+def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Iterator[Window]:
     """Write one window after the other; yield its chunks, and this rank's contribution to their checksums."""
     for chunks, (mine,) in _windows(header.nbytes, pieces):
-        sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
+        sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, header.start + offset))
         if mine:
             # Per window: a full or failing disk shows now, and not at the end.
             draft.flush()

@@ -310,14 +310,14 @@ def check_byte_order() -> None:
         raise Unsupported("checkpoints are little-endian, and this processor is not")
 
 
-def check_writable(header: Header) -> int:
-    """Return the offset of the arrays in a file with this header; raise Unsupported if no reader would accept it."""
+def check_writable(header: Header) -> None:
+    """Raise Unsupported if no reader would accept a file with this header."""
     check_byte_order()
     try:
         _parse_description(_parse_tree(header.text))
     except ValueError as error:  # CheckpointError is one; json raises one for numbers of too many digits
         raise Unsupported(f"no checkpoint can hold this store: {brief(str(error), 300)}") from None
-    return header.start
+    _ = header.start  # which raises where the header is too long
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:

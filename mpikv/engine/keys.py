@@ -192,14 +192,11 @@ class KeyTable:
 
     def _new_row(self) -> int:
         self._rows += 1
-        if self._rows > self.counts.size:
-            self._grow(self.counts.size)
+        if self._rows > (more := self.counts.size):
+            for name in ("counts", "earlier", "stale", "buffered"):
+                setattr(self, name, np.pad(getattr(self, name), (0, more)))
+            self.tally = self.counts.data
         return self._rows - 1
-
-    def _grow(self, more: int) -> None:
-        for name in ("counts", "earlier", "stale", "buffered"):
-            setattr(self, name, np.pad(getattr(self, name), (0, more)))
-        self.tally = self.counts.data
 
 
 class Form(NamedTuple):

@@ -520,6 +520,7 @@ class Planner:
         if alone and total.dtype == dtype and not self.updater.assigns:
             sends = (total,)  # the updater reads it there: packing there saves a copy
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
+        may_be_direct = self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
             value=value,
@@ -533,14 +534,11 @@ class Planner:
             sends=sends,
             items=_items(pieces, entries),
             shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
-            direct=pieces[0].high == stop - start and sends[0] is not total and self._may_be_direct(nbytes),
+            direct=pieces[0].high == stop - start and sends[0] is not total and may_be_direct,
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             bind_list=self.bind_list,
         )
-
-    def _may_be_direct(self, nbytes: int) -> bool:
-        return self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
 
     def _total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
         own = slice(start + shard.low, start + shard.high)

@@ -131,7 +131,8 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
             _check_sums(kv)
         leaves, structure = jax.tree_util.tree_flatten(tree)
         outline = _outline(kv, tree, structure, f"jax/{result}/{_prefix(name)}")
-        leaves = [_as_array(leaf) for leaf in leaves]
+        known = np.ndarray, np.generic, jax.Array
+        leaves = [leaf if isinstance(leaf, known) else jnp.asarray(leaf) for leaf in leaves]
         if result == "mean":
             for place, leaf in enumerate(leaves):
                 _check_mean(outline.names[place], leaf)
@@ -302,11 +303,6 @@ def _check_mean(name: str, leaf: Any) -> None:
         raise ValueMismatch(
             f"leaf {name!r} is {leaf.dtype}, which cannot hold a mean; take the sum, average=False, or make it float32"
         )
-
-
-def _as_array(leaf: Any) -> Any:
-    """Return a leaf as an array; a number becomes an array of JAX."""
-    return leaf if isinstance(leaf, (np.ndarray, np.generic, jax.Array)) else jnp.asarray(leaf)
 
 
 def _is_traced(leaves: Sequence[Any]) -> bool:

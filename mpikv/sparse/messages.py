@@ -17,6 +17,9 @@ from ..protocols import Array, Transport
 Selected: TypeAlias = "tuple[Array, Array]"
 """The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
 
+Lists: TypeAlias = "Sequence[Sequence[Array]]"
+"""For each rank, or for all, an array for each value."""
+
 Take: TypeAlias = "Callable[[Sequence[Array]], Sequence[Array]]"
 """Returns the rows of the numbers of each value, in memory of their own."""
 
@@ -32,7 +35,7 @@ class Kind(NamedTuple):
         return self.width * self.dtype.itemsize
 
 
-Ready: TypeAlias = "Callable[[Sequence[Sequence[Array]]], None]"
+Ready: TypeAlias = "Callable[[Lists], None]"
 """Receives the row numbers of each value from each rank, before rows move. A rank may run out of memory here, and not
 later. It raises on all ranks, or on none."""
 
@@ -49,12 +52,7 @@ class Packed:
         return self._alltoallv.sent
 
     def send(
-        self,
-        numbers: Sequence[Sequence[Array]],
-        rows: Callable[[], Sequence[Sequence[Array]]],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        ready: Ready,
+        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
         """Send the rows ``numbers[r]`` to rank r, or the only ones to all; return each rank's rows for this one.
         Collective.
@@ -66,7 +64,7 @@ class Packed:
         return [_unpack(part, kinds) for part in received]
 
     def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
+        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         """Return the rows ``wanted[r]`` of each value from each rank r; ``take`` returns this rank's. Collective."""
         asked, _ = self._alltoallv.send([_pack(_numbers(part)) for part in wanted], ("ask", label))
@@ -88,12 +86,7 @@ class Split:
         return self._numbers.sent + self._rows.sent
 
     def send(
-        self,
-        numbers: Sequence[Sequence[Array]],
-        rows: Callable[[], Sequence[Sequence[Array]]],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        ready: Ready,
+        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
@@ -102,7 +95,7 @@ class Split:
         return _join(received, self._rows.carry(sent, table), kinds)
 
     def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
+        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         ready(asked)
@@ -110,9 +103,7 @@ class Split:
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return _answers(answers, wanted, kinds, self._rank)
 
-    def _send_numbers(
-        self, numbers: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable
-    ) -> tuple[list[list[Array]], Array]:
+    def _send_numbers(self, numbers: Lists, kinds: Sequence[Kind], label: Hashable) -> tuple[list[list[Array]], Array]:
         """Send numbers to each other rank, or the only ones to all. Collective. Return the numbers received from each,
         and a table of bytes of rows: one line per sender, one column per receiver, or one for all.
         """
@@ -121,7 +112,7 @@ class Split:
         received, table = self._numbers.send([_pack(_numbers(part)) for part in parts], label, sizes)
         return [_numbers_in(part, kinds) for part in received], table
 
-    def _of_others(self, parts: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
+    def _of_others(self, parts: Lists) -> Lists:
         """Return the parts without this rank's own, which stays here; a single part is for all."""
         return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
@@ -191,17 +182,13 @@ def _split(packed: Array, numbers: Sequence[Array], kinds: Sequence[Kind]) -> li
     return [rows[item] for item in range(len(numbers))]
 
 
-def _answers(
-    received: Sequence[Array], wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], rank: int
-) -> list[list[Array]]:
+def _answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind], rank: int) -> list[list[Array]]:
     """Split each other rank's message into the rows wanted of it; this rank's holds nothing."""
     pairs = enumerate(zip(received, wanted, strict=True))
     return [[] if sender == rank else _split(part, numbers, kinds) for sender, (part, numbers) in pairs]
 
 
-def _join(
-    numbers_received: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]
-) -> list[list[Selected]]:
+def _join(numbers_received: Lists, rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
     """Join the numbers received from each rank with their rows."""
     return [
         _paired(numbers, _split(values, numbers, kinds)) for numbers, values in zip(numbers_received, rows, strict=True)

@@ -93,7 +93,8 @@ class Rows:
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
                 # Without an updater a push clears the possibly nonzero rows: record them from the start.
                 assert entry.present is not None
-                entry.present.rows = self._of_this_rank(entry, ids).copy()
+                mine = self._owners(entry).split(ids, self._transport.size)[self._transport.rank]
+                entry.present.rows = ids[mine].copy()
         self._transport.fence()
         self._exchange.values.start_from_values(keys)
 
@@ -225,11 +226,6 @@ class Rows:
         order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
         values = _copy_rows(self._tables, values, order, self._kept)
         return [values[low:high] for low, high in pairwise(ends)]
-
-    def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
-        """Return the rows with elements of this rank."""
-        mine: Array = ids[self._owners(entry).split(ids, self._transport.size)[self._transport.rank]]
-        return mine
 
     def _owners(self, entry: Entry) -> _Owners:
         plan = self._exchange.values.plan((entry.key,))

@@ -305,12 +305,9 @@ class AllReduce(Wrapped):
                     f"the arrays for key {key!r} are {first.dtype.name}{list(first.shape)} and "
                     f"{array.dtype.name}{list(array.shape)}; those of one list are alike"
                 )
-        total: Array = memory.order.run(run_quietly, self._added, [first, *others])
+        add = partial(local_sum, [first, *others], first.dtype, self._store._config.deterministic)
+        total: Array = memory.order.run(run_quietly, lambda: add().astype(first.dtype, copy=False))
         return total
-
-    def _added(self, arrays: Sequence[Array]) -> Array:
-        in_pairs = self._store._config.deterministic
-        return local_sum(arrays, arrays[0].dtype, in_pairs).astype(arrays[0].dtype, copy=False)
 
     def _work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
         work, gpu = _Work([], [], []), memory.gpu if isinstance(memory, DeviceMemory) else None

@@ -92,7 +92,9 @@ class LocalUpdate:
         slots = optimizer.slots(parameter.data.dtype)
         kept = self.states.get(name)
         if kept is None:
-            kept = KeptState({slot: _zeros_like(parameter, dtype) for slot, dtype in slots.items()})
+            size, zeros_of = parameter.data.size, parameter.memory.zeros
+            rows = {slot: zeros_of(size * dtype.itemsize).view(dtype) for slot, dtype in slots.items()}
+            kept = KeptState({slot: row.reshape(parameter.data.shape) for slot, row in rows.items()})
             _restart_master(kept, parameter)
         elif slots.keys() != kept.state.keys():
             raise ConfigError(
@@ -123,8 +125,3 @@ def place_state(kept: KeptState, parameter: Parameter) -> KeptState:
 def _restart_master(kept: KeptState, parameter: Parameter) -> None:
     if "master" in kept.state:
         parameter.memory.copy((kept.state["master"],), (parameter.data,))
-
-
-def _zeros_like(parameter: Parameter, dtype: np.dtype[Any]) -> Array:
-    weight = parameter.data
-    return parameter.memory.zeros(weight.size * dtype.itemsize).view(dtype).reshape(weight.shape)

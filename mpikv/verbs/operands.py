@@ -232,12 +232,7 @@ class Operands:
         return widened(plan.keys, plan.dtypes, outs, self._memory, result)
 
     def places(
-        self,
-        key: Any,
-        keys: tuple[Key, ...],
-        stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
-        out: Any,
-        result: Any,
+        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any, result: Any
     ) -> tuple[Arrays, Any]:
         """Return the same for values of these shapes and dtypes. The keys may be new."""
         outs = [

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays.arrays import as_of_library, narrows
 from ..errors import ValueMismatch, settled
 from ..protocols import Array, Key, Memory
+
+Groups: TypeAlias = "Sequence[Sequence[Array]]"
+"""For each key, the arrays to fill."""
 
 
 class Renewed:
@@ -31,7 +34,8 @@ class Renewed:
     def made(self) -> Any:
         """Return the structure for the caller, once the arrays are filled."""
         try:
-            return _replaced(self.arrays, self._returned)
+            of = self._originals
+            return _replaced(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
         except Exception as error:
             settled(error)  # the ranks have made their call, and each makes its own arrays
             raise
@@ -42,10 +46,6 @@ class Renewed:
             return leaf
         self._originals[id(array)] = leaf
         return array
-
-    def _returned(self, leaf: Any) -> Any:
-        original = self._originals.get(id(leaf))
-        return leaf if original is None else as_of_library(leaf, original)
 
 
 class Widened:
@@ -77,12 +77,8 @@ def answer(result: Any) -> Any:
 
 
 def widened(
-    keys: Sequence[Key],
-    dtypes: Sequence[np.dtype[Any]],
-    groups: Sequence[Sequence[Array]],
-    memory: Memory,
-    result: Any = None,
-) -> tuple[Sequence[Sequence[Array]], Any]:
+    keys: Sequence[Key], dtypes: Sequence[np.dtype[Any]], groups: Groups, memory: Memory, result: Any = None
+) -> tuple[Groups, Any]:
     """Return the arrays that a call fills with values of these dtypes, and its result.
 
     Where an integer dtype of the caller's is narrower, a new array of the stored dtype takes the array's place, and a

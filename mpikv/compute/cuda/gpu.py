@@ -383,11 +383,10 @@ class CupyGpu:
     def _stage(self) -> Staging:
         with self._making:
             if self._staging is None:
-                self._staging = Staging([self._pinned(_PIECE) for _ in range(_PIECES)], self._move, self._now)
+                pinned = [self.cuda.alloc_pinned_memory(_PIECE) for _ in range(_PIECES)]
+                pieces = [np.frombuffer(memory, np.uint8, _PIECE) for memory in pinned]
+                self._staging = Staging(pieces, self._move, self._now)
             return self._staging
-
-    def _pinned(self, nbytes: int) -> Array:
-        return np.frombuffer(self.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
         stream = self.cuda.get_current_stream().ptr

@@ -102,15 +102,11 @@ def _check_writable(tensors: Iterable[Any]) -> None:
             )
 
 
-def _is_dense(tensor: Any) -> bool:
-    return bool(tensor.is_contiguous()) and not (tensor.is_conj() or tensor.is_neg())
-
-
 def _dense(tensor: Any, factor: Any) -> Any:
     """Return a tensor itself, or a dense copy of it, times a factor if there is one."""
     if factor is not None:
         tensor = (tensor * factor).to(tensor.dtype)  # a factor with more bits would change it
-    return tensor if _is_dense(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.resolve_conj().resolve_neg().contiguous()  # itself, if it is dense
 
 
 def flat(tensor: Any) -> Array:
