@@ -290,7 +290,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         board, waits = StatusBoard(group, settings.report), None
         if request.kind.storeless and all(cupy for *_, cupy in of_ranks):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
-            waits = AbortableWaiting(group, waiting, listening=False)
+            waits = AbortableWaiting(group.find_end, waiting, listening=False)
         if device is None:
             transport, kernels = open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
         else:

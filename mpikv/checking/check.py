@@ -66,7 +66,7 @@ class Check:
         self.group, self.config, self._made_by, self._made_at = group, config, made_by, place_here()
         self._process = os.getpid()
         self._board = StatusBoard(group)
-        self._waits = AbortableWaiting(group, Waiting(config.timeout, config.warn_after, self._board.warn))
+        self._waits = AbortableWaiting(group.find_end, Waiting(config.timeout, config.warn_after, self._board.warn))
         self._tickets = (SharedTickets if group.one_host else Tickets)(group, self._waits)
         # An agreement asks for less than a whole transport.
         self._agreement = Agreement(self._tickets, group, self._board, verifies=True)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ class Check:
         Raises:
             RankMismatch: a rank makes another call.
         """
-        patience = AbortableWaiting(self.group, Waiting(float("inf")))
+        patience = AbortableWaiting(self.group.find_end, Waiting(float("inf")))
         while self._pending:
             self._compare_first(patience)
 

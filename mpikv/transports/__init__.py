@@ -119,7 +119,7 @@ def open_gpu_transport(
     if control is None:
         # Agreement sends a few bytes: large GPU messages must not make the host's staging memory as large.
         own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
-        control = open_transport(group, own, warn, waits=AbortableWaiting(group, waiting))
+        control = open_transport(group, own, warn, waits=AbortableWaiting(group.find_end, waiting))
     gathers, native = config.deterministic, config.native_halves
     return NcclTransport(
         group, control, memory, nccl, config.bucket_bytes, waiting, gathers=gathers, native_halves=native

@@ -16,7 +16,6 @@ from ..cluster.process_group import GONE, ProcessGroup
 from ..cluster.runtime import OfMessages, present
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
-from ..protocols import Group
 
 # Polls between two looks for notices of other ranks: a look takes longer than a poll.
 _LOOK_EVERY = 64
@@ -50,8 +49,9 @@ class AbortableWaiting:
     With ``listening`` false it starts to look at :meth:`listen`; nothing is slower until then.
     """
 
-    def __init__(self, group: Group, waiting: Waits, *, listening: bool = True) -> None:
-        self._group, self._waiting = group, waiting
+    def __init__(self, find_end: Callable[[], str], waiting: Waits, *, listening: bool = True) -> None:
+        """``find_end`` is a group's, or returns a text likewise."""
+        self._find_end, self._waiting = find_end, waiting
         self.until: Callable[[Callable[[], bool], Callable[[], Sequence[int]]], None] = waiting.until
         if listening:
             self.listen()
@@ -64,8 +64,7 @@ class AbortableWaiting:
         self._waiting.until(_looking(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
-        why = self._group.find_end()
-        return TransportError(why) if why else None
+        return TransportError(why) if (why := self._find_end()) else None
 
 
 class Requests:

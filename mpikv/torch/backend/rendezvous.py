@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -35,43 +36,26 @@ from ...transports.requests import AbortableWaiting
 from ...transports.rings import Rings
 from .tensors import combine
 
-# Seconds between two looks whether the processes of missing ranks have ended.
+# Seconds between two looks whether processes have ended.
 _PATIENCE = 0.25
 
 
-class Deadline(Waiting):
-    """Waits with a timeout that each call may change. It can be ended, and ends if an awaited process has ended."""
+class Ends:
+    """Finds out why a call of a group will never complete. Local."""
 
-    def __init__(self, timeout: float, warn_after: float, board: StatusBoard) -> None:
-        """Times are in seconds."""
-        super().__init__(timeout, warn_after, board.warn)
-        self._board, self.ended = board, ""
-        """Why no wait goes on."""
+    def __init__(self, group: Group, board: StatusBoard) -> None:
+        self._group, self._board, self._due = group, board, -math.inf
+        self.own = ""
+        """Why this rank itself waits no more."""
 
-    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true.
-
-        Raises:
-            Stalled: the deadline has passed, or no wait goes on.
-            TransportError: the process of a missing rank has ended.
-        """
-        due = present().now() + _PATIENCE
-
-        def ready_or_ended() -> bool:
-            nonlocal due
-            if self.ended:
-                raise Stalled(self.ended)
-            if ready():
-                return True
-            if (now := present().now()) < due:
-                return False
-            due = now + _PATIENCE  # a look at processes takes longer than a poll
-            lost = {*missing()}.intersection(self._board.gone())
-            if lost and not ready():  # asked once more: it may have come before its end
-                raise TransportError("; ".join(self._board.describe(sorted(lost))))
-            return False
-
-        super().until(ready_or_ended, missing)
+    def find(self) -> str:
+        """Return the reason, as :meth:`~mpikv.protocols.Group.find_end`; also that a process of this host has ended."""
+        if why := self.own or self._group.find_end():
+            return why
+        if (now := present().now()) < self._due:
+            return ""
+        self._due = now + _PATIENCE  # a look at processes takes longer than all else here
+        return "; ".join(self._board.describe(self._board.gone()))
 
 
 @dataclass
@@ -84,7 +68,8 @@ class Meeting:
     agreement: Agreement
     communicator: Communicator
     mailbox: Mailbox
-    deadline: Deadline
+    deadline: Waiting
+    ends: Ends
 
     def close(self) -> None:
         """Free all. Collective; ranks have agreed on it."""
@@ -95,7 +80,7 @@ class Meeting:
 
     def abort(self, why: str) -> None:
         """Tell the other ranks that this one makes no more calls. Local."""
-        self.deadline.ended = why
+        self.ends.own = why
         self.mailbox.abort(why)
         self.board.give_up()
         self.group.announce_end(why)
@@ -183,13 +168,13 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
     compare_requests(group, "init_process_group", wanted, problem)
     board = StatusBoard(group, config.report)
-    deadline = Deadline(config.timeout, config.warn_after, board)
-    transport = open_transport(group, config, board.warn, waits=AbortableWaiting(group, deadline))
+    deadline, ends = Waiting(config.timeout, config.warn_after, board.warn), Ends(group, board)
+    transport = open_transport(group, config, board.warn, waits=AbortableWaiting(ends.find, deadline))
     agreement = Agreement(transport, group, board, config.verify_calls)
     rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
     communicator = Communicator(Collectives(transport, combine=combine), agreement, group)
     mailbox = Mailbox(group, board, communicator.end, rings)
-    return Meeting(group, board, transport, agreement, communicator, mailbox, deadline)
+    return Meeting(group, board, transport, agreement, communicator, mailbox, deadline, ends)
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
