@@ -20,7 +20,9 @@ from mpikv.errors import ConfigError, known_names
 COMMANDS = {
     "run": "start a script on several ranks with the launcher that belongs to Python's MPI library",
     "info": "show versions, the MPI library, the launcher, the transports and the settings; or what is in a checkpoint",
-    "trace": "merge the traces that the ranks of a job wrote with MPIKV_TRACE=DIR",
+    "doctor": "find what is wrong on this host before a job or after one, and the command that mends it",
+    "top": "show the running jobs of this user on this host, and which rank is late",
+    "trace": "merge the traces of MPIKV_TRACE=DIR and show who waited; or show the last calls of a job that failed",
     "bench": "time pushes and pulls beside MPI's collectives and memcpy, and check every result",
 }
 

@@ -29,7 +29,7 @@ from .allocation import find_allocation
 from .gpus import survey
 from .launchers import core_count, environment, find_launcher, find_library
 
-__all__ = ["main"]
+__all__ = ["find_settings", "main"]
 
 OPTIONAL = ("ml_dtypes", "numba", "rich", "matplotlib", "scikit-learn")
 
@@ -176,7 +176,7 @@ def _describe_mpi(environ: Mapping[str, str]) -> Report:
 
 
 def _describe_settings(environ: Mapping[str, str]) -> Report:
-    config, problems, usable = _settings()
+    config, problems, usable = find_settings()
     values = {}
     for field in dataclasses.fields(config):
         variable = f"MPIKV_{field.name.upper()}"
@@ -189,7 +189,7 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
     return {"values": values, "problems": problems}
 
 
-def _settings() -> tuple[Config, list[str], bool]:
+def find_settings() -> tuple[Config, list[str], bool]:
     """Return the settings, the faults of their variables, and whether the variables were usable."""
     try:
         return Config.read(), unknown_variables(), True
@@ -204,7 +204,7 @@ def _describe_transport(name: str, mpi: Report) -> Report:
 
 def _describe_ranks(launch: Launch | None) -> Report:
     """Return the chosen transport and the places of the ranks. Collective over the ranks of the launch."""
-    config, _, _ = _settings()
+    config, _, _ = find_settings()
     try:
         group = connect(None, config) if launch is not None and launch.size > 1 else ProcessGroup()
     except MPIKVError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -17,10 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from ..cluster.environment import GIVEN_UP, UNSTARTED, free_port
 from ..config import aborts
+from .boards import CALLS, describe
 from .reports import Reports
 from .restarts import Restarts
 from .watch import PREFIX, Death, Watch
@@ -64,6 +66,8 @@ class _End(NamedTuple):
     """Whether ranks have died, so that others could take their places."""
     begun: bool = True
     """Whether a rank's script may have begun."""
+    calls: Mapping[str, Any] | None = None
+    """The last calls of the ranks, after a failure."""
 
 
 def run_job(
@@ -95,6 +99,8 @@ def run_job(
                 retried = True
             elif early or restarts is None or not end.dies or not restarts.go_on(end.what):
                 break
+    if end.calls is not None:
+        tell(f"the last calls of each rank:  mpikv trace {_keep_calls(end.calls)}")
     return end.status, end.what + end.more + (restarts.end(end.status) if restarts is not None else "")
 
 
@@ -155,6 +161,9 @@ def _run_once(
             if job.received is not None:
                 end = _End(128 + job.received, f"stopped by {signal.Signals(job.received).name}")
             job.failed = end.status != 0
+            with contextlib.closing(watch.boards):
+                if job.failed and (boards := watch.boards.read()):
+                    end = end._replace(calls=describe(boards, end.what))
         if not _descendants():
             watch.remove_files(orphans=end.status != 0)
         # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
@@ -176,6 +185,13 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -
         what = f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
         return _End(1, what, dies=True)
     return _End(0)
+
+
+def _keep_calls(dump: Mapping[str, Any]) -> str:
+    """Write the last calls of the ranks into a file for the user alone; return its path."""
+    with tempfile.NamedTemporaryFile("w", prefix=CALLS, suffix=".json", delete=False) as file:
+        json.dump(dump, file)
+    return file.name
 
 
 def _recorded(directory: Path) -> dict[int, Death]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..keep.folder import Start, newest_step, read_start, remove_commits, write_start
 
-__all__ = ["Restarts", "open_folder", "remove_folders"]
+__all__ = ["Restarts", "find_folders", "open_folder", "remove_folders"]
 
 _SHARED, _PREFIX = Path("/dev/shm"), "mpikv-keep-"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -122,15 +122,21 @@ def _lock(folder: Path) -> int:
     return handle
 
 
-def remove_folders() -> list[str]:
-    """Remove folders of this user's commands that were killed; return their names."""
-    removed = []
+def find_folders(remove: bool = False) -> list[str]:
+    """Return the folders of this user's commands that were killed; remove them on request."""
+    found = []
     for folder in _SHARED.glob(f"{_PREFIX}*"):
         # It is another user's, still has its command, or was removed meanwhile.
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid():
                 lock = _lock(folder)
-                shutil.rmtree(folder)
+                if remove:
+                    shutil.rmtree(folder)
                 os.close(lock)
-                removed.append(str(folder))
-    return removed
+                found.append(str(folder))
+    return found
+
+
+def remove_folders() -> list[str]:
+    """Remove these folders, and return their names."""
+    return find_folders(remove=True)

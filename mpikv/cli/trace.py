@@ -1,16 +1,18 @@
-"""``mpikv trace DIR``: joins the ranks' records of calls into one file for a browser."""
+"""``mpikv trace``: joins the ranks' records of calls into one file for a browser, or shows the last calls of a job."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..store.tracing import SUFFIX
+from .boards import roll_call, table
 from .parser import Parser
 
 __all__ = ["main"]
@@ -23,16 +25,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = Parser(
         prog="mpikv trace",
         description=(
-            "Merge the traces that the ranks of a job wrote with MPIKV_TRACE=DIR into one file. It shows when each "
-            "call began and ended, its keys and bytes, and how long it waited for the other ranks. Open the result "
-            "in https://ui.perfetto.dev or chrome://tracing."
+            "Merge the traces that the ranks of a job wrote with MPIKV_TRACE=DIR into one file, and print how long each"
+            " rank waited. The file shows when each call began and ended, its keys and bytes, and how long it waited "
+            "for the other ranks. Open it in https://ui.perfetto.dev or chrome://tracing. With a file that mpikv run "
+            "wrote when a job ended badly, print where each rank was."
         ),
     )
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="directory that MPIKV_TRACE named, with the traces of one job"
+        "directory",
+        metavar="DIR",
+        type=Path,
+        help="directory that MPIKV_TRACE named, with the traces of one job; or the file with its last calls",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR/trace.json)")
     options = parser.parse_args(arguments)
+    if options.directory.is_file():
+        return _show_calls(options.directory)
     output: Path = options.output or options.directory / "trace.json"
     try:
         events = merged(options.directory)
@@ -42,7 +50,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     ranks = {event["pid"] for event in events}
     print(f"{output}: {sum(event['ph'] == 'B' for event in events)} events of {len(ranks)} ranks")
+    print("\n".join(table(_waits(events))))
     return 0
+
+
+def _show_calls(file: Path) -> int:
+    """Print the last calls that ``mpikv run`` has kept; return 1 if the file has none."""
+    try:
+        dump = json.loads(file.read_text())
+        if dump["mpikv"] != "calls":
+            raise KeyError
+        print("\n".join(roll_call(dump)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"mpikv trace: {file} has no last calls of a job ({type(error).__name__})", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _waits(events: Sequence[Event]) -> list[tuple[object, ...]]:
+    """Return the rows of a table: how long each rank was in calls, and waited in them, and in which most."""
+    waited: dict[int, Counter[str]] = {}
+    for event in events:
+        if microseconds := event.get("args", {}).get("waited_us"):  # at the end of a wait, or of the call around it
+            waited.setdefault(event["pid"], Counter())[event["name"]] += microseconds
+    rows: list[tuple[object, ...]] = [("rank", "waited", "most of it in")]
+    for rank, of_verbs in sorted(waited.items()):
+        verb, most = of_verbs.most_common(1)[0]
+        rows.append((rank, f"{of_verbs.total() / 1e6:.2f} s", f"{verb}, {most / 1e6:.2f} s"))
+    return rows
 
 
 def merged(directory: Path) -> list[Event]:

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..cluster.environment import FILES
+from .boards import Boards
 
-__all__ = ["PREFIX", "Death", "Watch", "remove_leftovers", "shared_files"]
+__all__ = ["PREFIX", "Death", "Watch", "find_leftovers", "remove_leftovers", "shared_files"]
 
 PREFIX = "rank."
 """Prefix of a rank's file with its process id and host, written at its start."""
@@ -67,6 +68,8 @@ class Watch:
         self._poll = select.poll()
         self._files: set[str] = set()
         self._before = set(map(str, _SHARED.glob("*")))
+        self.boards = Boards()
+        self._turn = 0
 
     def wait(self, launcher: subprocess.Popen[bytes], bereft: Callable[[], None]) -> int:
         """Return the launcher's exit status. While it runs and some ranks have ended, ``bereft`` is called again and
@@ -115,6 +118,10 @@ class Watch:
     def _look(self, seconds: float) -> None:
         self._see_deaths(seconds)
         self._meet_ranks()
+        # One rank at a time: most often all ranks have the same boards, which outlive them here.
+        self._turn += 1
+        for _, pid in list(self._alive.values())[self._turn % max(len(self._alive), 1) :][:1]:
+            self.boards.look(pid)
         for pid in self._to_ask():
             self._files |= shared_files(pid)
             # Reading the maps takes a millisecond; in that time a second death may follow the first.
@@ -165,8 +172,8 @@ def shared_files(pid: int) -> set[str]:
         return set()
 
 
-def remove_leftovers() -> list[str]:
-    """Remove shared files of this user's jobs that were killed as a whole a while ago; return their names."""
+def find_leftovers() -> list[str]:
+    """Return the shared files of this user's jobs that were killed as a whole a while ago."""
     old: dict[tuple[int, int], str] = {}
     for file in filter(_ours, _SHARED.glob("*")):
         with contextlib.suppress(OSError):  # it was removed meanwhile
@@ -176,10 +183,16 @@ def remove_leftovers() -> list[str]:
     for process in Path("/proc").glob("[0-9]*") if old else ():
         for held in _held(process):
             old.pop(held, None)
-    for name in old.values():
+    return sorted(old.values())
+
+
+def remove_leftovers() -> list[str]:
+    """Remove these files, and return their names."""
+    found = find_leftovers()
+    for name in found:
         with contextlib.suppress(OSError):
             os.unlink(name)
-    return sorted(old.values())
+    return found
 
 
 def _held(process: Path) -> set[tuple[int, int]]:

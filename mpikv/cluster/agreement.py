@@ -55,7 +55,11 @@ class Agreement:
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
         self.calls = 0
-        self._recorder, self._lateness = board.recorder, board.lateness
+        self._lateness, recorder = board.lateness, board.recorder
+        self._arrive = recorder.arrive if recorder else _note_nothing
+        self._meet = recorder.meet if recorder else _note_nothing
+        self.leave: Callable[[], object] = recorder.leave if recorder else _note_nothing
+        """Notes the end of a call, good or bad. Local."""
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
@@ -82,8 +86,7 @@ class Agreement:
     def enter(self, call: Call) -> None:
         """Announce a call that is compared later, or now. Local."""
         self.calls += 1
-        if self._recorder is not None:
-            self._recorder.arrive(self.calls, call.note)
+        self._arrive(self.calls, call.note)
         # A training repeats one call: then only its number changes, one store instead of 168 bytes.
         if call.note is self._board.current:
             self._board.number[0] = self.calls
@@ -95,15 +98,6 @@ class Agreement:
         equal = self._transport.agree(token, send_ready)
         self._meet()
         return equal
-
-    def _meet(self) -> None:
-        if self._recorder is not None:
-            self._recorder.meet()
-
-    def leave(self) -> None:
-        """Note the end of a call, good or bad. Local."""
-        if self._recorder is not None:
-            self._recorder.leave()
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
@@ -250,6 +244,10 @@ class Agreement:
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         return text if text.endswith(where) else text + where
+
+
+def _note_nothing(*_: object) -> None:
+    """Note no time: a rank that is alone waits for nobody."""
 
 
 def compare_requests(

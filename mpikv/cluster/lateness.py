@@ -33,7 +33,8 @@ PHASES = ("input", "computing", "waiting", "moving")
 SIGNS = ("collecting", "delayed", "faults", "reads")
 """Nanoseconds in the garbage collector, and ready without a core; pages and blocks that were read from a disk."""
 RECORD = np.dtype([(name, "i8") for name in ("call", "began", *PHASES)])
-TOTALS = np.dtype([(name, "i8") for name in ("last", "caused", *PHASES, *SIGNS)])
+COLUMNS = ("last", "held_up", *PHASES, *SIGNS)
+"""The sums for a rank: how often it came last, and nanoseconds that it held up the others; then as above."""
 # Nanoseconds: a phase to ask for processor time after, and how seldom to read the other signs.
 _LONG, _SELDOM = 400_000, 25_000_000
 # Pages or blocks from a disk that tell.
@@ -121,13 +122,13 @@ class Lateness:
 
     def __init__(self, group: Group, slots: Callable[[], Array], report: float) -> None:
         """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0."""
-        self._group, self._slots = group, slots
-        self._ranks, self._folded = np.zeros(group.size, TOTALS), 0
+        self._group, self._slots, self._folded = group, slots, 0
+        self._sums, self._signs = np.zeros((group.size, len(COLUMNS)), np.int64), np.int64(0)
         self.next = 8
         """The number of the call at which to call :meth:`fold`."""
         self._every = report if group.rank == 0 and group.size > 1 else 0.0
         self._started = self._reported = present().now()
-        self._before = self._ranks.copy()
+        self._before = self._sums.copy()
 
     def fold(self, number: int) -> None:
         """Add the calls before call ``number``, in which all ranks have met. Collective across several hosts."""
@@ -135,15 +136,13 @@ class Lateness:
         if self._group.one_host:
             self._fold_here(number - 1)
         else:
-            rows = self._rows([self._group.local_rank], number - 1)[0]
-            sums = [int(rows[name].sum()) for name in PHASES]
-            signs = self._slots()["signs"][self._group.local_rank].tolist()
+            slot = self._slots()[self._group.local_rank :][:1]
+            rows = window(slot, self._folded, number - 1)
             # In microseconds: the words of a window stay short.
-            mine = [rows["call"].tolist()[:1], (rows["waiting"] // 1000).tolist(), sums, signs]
-            texts = self._group.gather(json.dumps(mine))
-            starts, waits, phases, all_signs = zip(*map(json.loads, texts), strict=True)
-            if len(set(map(len, waits))) == 1 and all(start == starts[0] for start in starts):
-                self._add(1000 * np.array(waits, np.int64), np.array(phases), np.array(all_signs))
+            mine = [(rows["waiting"][0] // 1000).tolist(), _phases(rows)[0].tolist(), slot["signs"][0].tolist()]
+            waits, *figures = zip(*map(json.loads, self._group.gather(json.dumps(mine))), strict=True)
+            if len({len(each) for each in waits}) == 1:  # a call that failed on one rank has no record there
+                self._add(1000 * np.array(waits, np.int64), *map(np.array, figures))
             self._folded = number - 1
         if self._every:
             now = present().now()
@@ -157,36 +156,29 @@ class Lateness:
         """Return the sums of each rank, in seconds, and the late rank, by the calls before call ``number``. Local."""
         if self._group.one_host:
             self._fold_here(number - 1)
-        names = {**dict(zip(PHASES, PHASES, strict=True)), "caused": "held_up"}
+        shown = COLUMNS[1 : len(PHASES) + 2]
+        seconds = (self._sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
-            {"last": int(rank["last"]), **{shown: int(rank[name]) / 1e9 for name, shown in names.items()}}
-            for rank in self._ranks
+            {"last": last, **dict(zip(shown, each, strict=True))}
+            for last, each in zip(self._sums[:, 0].tolist(), seconds, strict=True)
         ]
-        late = find_late(self._ranks, present().now() - self._started)
+        late = find_late(self._sums, present().now() - self._started)
         return {"ranks": ranks, "late": late and late._asdict()}
 
     def _fold_here(self, last: int) -> None:
-        rows = self._rows(range(self._group.size), last)
-        self._add(rows["waiting"], np.stack([rows[name].sum(axis=1) for name in PHASES], 1), self._slots()["signs"])
+        rows = window(self._slots(), self._folded, last)
+        self._add(rows["waiting"], _phases(rows), self._slots()["signs"].copy())
         self._folded = max(self._folded, last)
 
-    def _rows(self, places: Sequence[int], last: int) -> Array:
-        return window(self._slots()[list(places)], self._folded, last)
-
     def _add(self, waits: Array, phases: Array, signs: Array) -> None:
-        ranks = self._ranks
-        for place, name in enumerate(PHASES):
-            ranks[name] += phases[:, place]
-        for place, name in enumerate(SIGNS):
-            ranks[name] = signs[:, place]
-        ranks["last"] += np.bincount(waits.argmin(axis=0), minlength=len(ranks))
-        np.add.at(ranks["caused"], waits.argmin(axis=0), caused(waits))
+        self._sums += _sum(waits, phases, signs - self._signs)
+        self._signs = signs
 
     def _report(self, now: float) -> None:
         """Log who made the others wait since the last report."""
-        before = self._before
-        seconds, self._reported, self._before = now - self._reported, now, self._ranks.copy()
-        late = find_late(difference(self._before, before), seconds)
+        added, seconds = self._sums - self._before, now - self._reported
+        self._reported, self._before = now, self._sums.copy()
+        late = find_late(added, seconds)
         log("%s", late.text if late else f"no rank made the others wait in the last {seconds:.0f} s")
 
 
@@ -198,18 +190,22 @@ def window(slots: Array, begin: int, last: int) -> Array:
     return whole
 
 
-def caused(waits: Array) -> Array:
-    """Return, for each call, the mean of the time that the others waited longer than the last rank."""
-    means: Array = (waits.sum(axis=0) - len(waits) * waits.min(axis=0)) // max(len(waits) - 1, 1)
-    return means
+def sums_of(rows: Array, signs: Array) -> Array:
+    """Return the sums of records, ranks x calls, and the signs meanwhile: a row of :data:`COLUMNS` for each rank."""
+    return _sum(rows["waiting"], _phases(rows), signs)
 
 
-def difference(after: Array, before: Array) -> Array:
-    """Return what was added to the sums for each rank."""
-    added: Array = after.copy()
-    for name in TOTALS.names or ():
-        added[name] -= before[name]
-    return added
+def _phases(rows: Array) -> Array:
+    return np.stack([rows[name].sum(axis=1) for name in PHASES], 1)
+
+
+def _sum(waits: Array, phases: Array, signs: Array) -> Array:
+    size, last = len(waits), waits.argmin(axis=0)
+    counts = np.zeros((size, 2), np.int64)
+    # The mean of the time that the others waited longer than the last rank.
+    more = (waits.sum(axis=0) - size * waits.min(axis=0)) // max(size - 1, 1)
+    np.add.at(counts, last, np.stack([np.ones_like(more), more], 1))
+    return np.hstack([counts, phases, signs])
 
 
 class Late(NamedTuple):
@@ -228,14 +224,14 @@ def find_late(added: Array, seconds: float, ranks: Sequence[int] | None = None) 
 
     ``added`` has the sums over that time for each rank, or for each of these ``ranks``.
     """
-    worst = int(added["caused"].argmax())
-    share = float(added["caused"][worst]) / max(1e9 * seconds, 1)
+    worst = int(added[:, 1].argmax())
+    share = float(added[worst, 1]) / max(1e9 * seconds, 1)
     if share < 0.01 or len(added) == 1:
         return None
-    own, others = added[worst], np.delete(added, worst)
-    usual = {name: float(np.median(others[name])) for name in TOTALS.names or ()}
+    others = np.delete(added, worst, 0)
     # Not over the median: with a slow link all ranks but few exchange data for long.
-    more = {name: float(own[name] - others[name].mean()) for name in usual}
+    figures = added[worst], np.median(others, axis=0), added[worst] - others.mean(axis=0)
+    own, usual, more = (dict(zip(COLUMNS, each.tolist(), strict=True)) for each in figures)
     # Without a core a thread neither runs nor waits for anything else: this time is in its input.
     delayed = max(min(more["delayed"], more["input"]), 0)
     excess = {

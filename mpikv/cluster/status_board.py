@@ -127,7 +127,7 @@ class StatusBoard:
     @property
     def call(self) -> str:
         """The call that this rank is in."""
-        return _call_of(self._own)
+        return call_of(self._own)
 
     def report(self, missing: Sequence[int]) -> Answer:
         """Find out about the ranks that delay this one: ``missing``, and those that began fewer calls.
@@ -182,13 +182,13 @@ class StatusBoard:
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
-        last = f"began {_call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
-        return f"rank {rank} {last} and {_whereabouts(slot)}"
+        last = f"began {call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
+        return f"rank {rank} {last} and {whereabouts(slot)}"
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
         slots = zip(self._ranks, self._slots, strict=True)
-        return tuple(rank for rank, slot in slots if _state(slot) in ("gone", "dead"))
+        return tuple(rank for rank, slot in slots if is_gone(slot))
 
     def close(self) -> None:
         """Replace the shared memory by a copy: a rank that still waits can report it."""
@@ -201,7 +201,8 @@ class StatusBoard:
             view.release()
 
 
-def _call_of(slot: Any) -> str:
+def call_of(slot: Any) -> str:
+    """Return the call that a rank began last."""
     if not slot["call"]:
         return "create"
     text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
@@ -240,11 +241,11 @@ def _is_in_use(number: int) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", status))
 
 
-def _whereabouts(slot: Any) -> str:
+def whereabouts(slot: Any) -> str:
     """Ask a process of this host where its code is."""
     pid = int(slot["pid"])
     state = _state(slot)
-    if state in ("gone", "dead"):
+    if is_gone(slot):
         return "its process is gone"
     # It could not answer: the question would wait as long as the process.
     if state == "stopped":
@@ -258,6 +259,11 @@ def _whereabouts(slot: Any) -> str:
         return "has reached the end of its program"
     outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
+
+
+def is_gone(slot: Any) -> bool:
+    """Return whether a rank's process has ended."""
+    return _state(slot) in ("gone", "dead")
 
 
 def _waits(slot: Any) -> bool:

@@ -269,7 +269,10 @@ def test_commands() -> None:
     nothing, helped, unknown = mpikv(), mpikv("--help"), mpikv("rnu")
     assert nothing.stdout == helped.stdout
     assert (nothing.returncode, helped.returncode, unknown.returncode) == (2, 0, 2)
-    assert unknown.stderr == "mpikv: unknown command 'rnu' (known: bench, info, run, trace); did you mean 'run'?\n"
+    assert (
+        unknown.stderr
+        == "mpikv: unknown command 'rnu' (known: bench, doctor, info, run, top, trace); did you mean 'run'?\n"
+    )
     text = mpikv("run", "--help").stdout
     assert all(word in text for word in ("--hosts", "--tag", "--dry-run", "srun --mpi=pmi2", "exit status"))
 

@@ -47,7 +47,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts a training; check that it leaves no file of its own, and no process."""
+    """Return a function that starts a training; check that it leaves no process, and no file but its last calls."""
     jobs = list[subprocess.Popen[str]]()
 
     def start(at: str, *options: str, before: str = "", timeout: float = 30.0) -> subprocess.Popen[str]:
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> Iterator[Start]:
     for job in jobs:
         job.kill()
         job.communicate()
-    left = [path.name for path in (tmp_path / "tmp").iterdir()]
+    left = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("mpikv-calls-")]
     assert not left
 
 
