@@ -49,6 +49,8 @@ class Config:
     kernels: str = choice("numpy", KERNELS)
     """The code of optimizers' rules: ``numpy``, or ``numba``. numba compiles most rules to code that passes over memory
     once and gives the same bits."""
+    check_finite: int = count(0)
+    """Look for NaN and infinity in what each rank brings to every so-many-th push, before it is summed; 0: never."""
     single_copy: bool = flag(True)
     """Whether ranks of one host may read each other's large arrays in place, if the system lets them, instead of copies
     in shared memory. A variable only."""

@@ -119,6 +119,7 @@ def create(
     deterministic: bool | None = None,
     native_halves: bool | None = None,
     kernels: str | None = None,
+    check_finite: int | None = None,
     compression: Any = None,
     staleness: int | None = None,
 ) -> KVStore:
@@ -161,6 +162,8 @@ def create(
             and on the number of ranks. Where an NVLink switch adds, NCCL rounds once. Of no effect where the host sums.
         kernels: ``numpy`` (the default) or ``numba``: it compiles the rules of most optimizers. The bits are the same.
             On GPUs rules are always compiled, and ``nccl`` refuses ``numba``.
+        check_finite: 50 looks for NaN and infinity in what each rank brings to every 50th push, before it is summed.
+            That rank raises ``NotFinite`` with the key and the element, the others ``PeerFailed``. Default 0: never.
         compression: the codec of pushes, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
         staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
             number.

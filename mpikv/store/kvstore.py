@@ -117,6 +117,7 @@ class KVStore(RankedStore):
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root)
         self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, compiler)
+        self._verbs.push_pull.check_finite = config.check_finite
         self._control = ControlVerbs(self._agreement, group, root)
         self._order = transport.memory.order
         # Whether calls are made in the order of streams.
@@ -690,6 +691,19 @@ class KVStore(RankedStore):
             False
         """
         return bool(self._collective("any_rank", lambda: self._control.any_rank(flag)))
+
+    def mean(self, value: Any) -> Any:
+        """Return the mean of a number over ranks, such as a loss; of a dict, that of each of its numbers. Collective.
+
+        Numbers are Python's floats, or what ``float`` takes: this is for a few metrics. Means of arrays are sums of a
+        push, divided by :attr:`size`.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().mean({"loss": 0.5, "accuracy": 1})
+            {'loss': 0.5, 'accuracy': 1.0}
+        """
+        return self._collective("mean", self._control.mean, value)
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,18 @@ class ControlVerbs:
 
     def any_rank(self, flag: bool) -> PreparedCall:
         return _VOTE, lambda: not self._agreement.least(int(not flag))
+
+    def mean(self, value: Any) -> PreparedCall:
+        names = list(value) if isinstance(value, Mapping) else None
+        numbers = [float(each) for each in (value.values() if isinstance(value, Mapping) else [value])]
+
+        def run() -> Any:
+            # Added in rank order, so that all ranks have the same bits.
+            rows = map(json.loads, self._group.gather(json.dumps(numbers)))
+            means = [sum(column) / self._group.size for column in zip(*rows, strict=True)]
+            return means[0] if names is None else dict(zip(names, means, strict=True))
+
+        return text_call("mean", str(names), "" if names is None else str(names)), run
 
     def least(self, queued: int) -> PreparedCall:
         """Prepare to learn how many calls with ``wait=False`` all ranks have queued."""

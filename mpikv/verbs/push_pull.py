@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..cluster.calls import Call, PreparedCall
 from ..engine.calls import Confirm, Contribution, Steps
 from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, are_plain
 from ..engine.plan import Plan
+from ..errors import NotFinite
 from .arguments import in_form
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 class PushPull:
     """Prepares these calls of one store."""
 
+    check_finite = 0
+    """See :class:`~mpikv.config.Config`."""
+    _pushes = 0
+
     def __init__(self, exchange: Exchange, operands: Operands, comparison: Comparison, rows: RowVerbs) -> None:
         self._exchange, self._operands, self._comparison, self._rows = exchange, operands, comparison, rows
 
@@ -31,6 +38,8 @@ class PushPull:
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
         plan, arrays = self._operands.sources(key, value)
+        if self.check_finite:
+            self._look_at(plan, arrays)
         if type(arrays) is Brought:
             return self._rows.push(plan, arrays.rows, priority)
         if not plan.raw:
@@ -53,6 +62,8 @@ class PushPull:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
         """Check and describe a pushpull; its run fills ``out``, or if None, ``value``. Packs the first message now."""
         plan, arrays = self._operands.sources(key, value, out is None)
+        if self.check_finite:
+            self._look_at(plan, arrays)
         if type(arrays) is Brought:
             return self._rows.pushpull(plan, arrays.rows, key, given_to_fill(key, value, out), priority)
         pushed = arrays if plan.raw else self._exchange.pushable(plan, arrays)
@@ -78,6 +89,24 @@ class PushPull:
             return in_form(key, plan, self._exchange.values.buffers(plan))
 
         return self._comparison.plan_call("buffer", plan), run
+
+    def _look_at(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
+        """Raise NotFinite in each so-many-th push if this rank brings NaN or infinity. Local."""
+        self._pushes += 1
+        if self._pushes % self.check_finite:
+            return
+        if isinstance(arrays, Brought):
+            arrays = [rows.values for rows in arrays.rows]
+        groups = self._exchange.values.buffers(plan) if arrays is None else arrays
+        for key, shape, group in zip(plan.keys, plan.shapes, groups, strict=True):
+            for array in group if isinstance(group, tuple) else (group,):
+                finite = np.isfinite(array).ravel()
+                if not finite.all():
+                    # Only now to the host: a GPU answers the question itself. Lists are flat here, and rows fewer.
+                    first = int(finite.argmin())
+                    element = [int(each) for each in np.unravel_index(first, (finite.size, *shape[1:]))]
+                    text = f"the value of key {key!r} has {array.ravel()[first]} at element {element}"
+                    raise NotFinite(f"{text}; look at what this rank computes from its batch")
 
     # --- Call and run
 
