@@ -155,8 +155,8 @@ class Collectives:
 
     def gather(self, part: Array, receives: Sequence[Array] | None, root: int) -> None:
         """Fill ``receives``, which only the root has, with every rank's part. Parts may differ in size."""
-        none = [part[:0]] * self._size
-        self.all_to_all([part if rank == root else part[:0] for rank in range(self._size)], receives or none)
+        sends = [part if rank == root else part[:0] for rank in range(self._size)]
+        self.all_to_all(sends, receives or [part[:0]] * self._size)
 
     def scatter(self, parts: Sequence[Array] | None, receive: Array, root: int) -> None:
         """Fill ``receive`` with this rank's part of ``parts``, which only the root has. Parts may differ in size."""

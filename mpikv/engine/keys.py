@@ -129,7 +129,11 @@ class KeyTable:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
         # Rows are used again, in the same order on all ranks: owners are asked by these numbers.
-        row = self._free_row() if self._free_rows else self._new_row()
+        if self._free_rows:
+            row = self._free_rows.pop()
+            self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = 0
+        else:
+            row = self._new_row()
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
         return entry
@@ -184,11 +188,6 @@ class KeyTable:
         near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
         known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
         return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
-
-    def _free_row(self) -> int:
-        row = self._free_rows.pop()
-        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = 0
-        return row
 
     def _new_row(self) -> int:
         self._rows += 1

@@ -135,7 +135,11 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         leaves = [leaf if isinstance(leaf, known) else jnp.asarray(leaf) for leaf in leaves]
         if result == "mean":
             for place, leaf in enumerate(leaves):
-                _check_mean(outline.names[place], leaf)
+                if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                    raise ValueMismatch(
+                        f"leaf {outline.names[place]!r} is {leaf.dtype}, which cannot hold a mean; take the sum, "
+                        "average=False, or make it float32"
+                    )
         if traced := _is_traced(leaves):
             _check_compiling()
         # A compiled function casts numpy's 64-bit numbers to 32 bits, as JAX does with its own.
@@ -295,13 +299,6 @@ def _check_compiling() -> None:
             f"jax.pmap and jax.shard_map would call the host from each of {devices} devices, in no order, so that "
             "ranks add up different things; exchange arrays outside of them: jax.jit takes arrays that are spread over "
             "devices"
-        )
-
-
-def _check_mean(name: str, leaf: Any) -> None:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        raise ValueMismatch(
-            f"leaf {name!r} is {leaf.dtype}, which cannot hold a mean; take the sum, average=False, or make it float32"
         )
 
 

@@ -259,22 +259,16 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Copy every rank's tensor to the root."""
         root, send = self._root(options), read(ins[0])
         arrays, put_back = in_place(self._one_each(outs[0]) if self._rank == root else [])
-
-        def run(_: bool) -> None:
-            self._collectives.gather(send, arrays or None, root)
-
-        return _Plan((f"to {root}", _kind(ins[0])), run, outs, put_back=put_back)
+        run = partial(self._collectives.gather, send, arrays or None, root)
+        return _Plan((f"to {root}", _kind(ins[0])), lambda _: run(), outs, put_back=put_back)
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Copy the root's r-th tensor to rank r."""
         root, ((array,), put_back) = self._root(options), in_place(outs)
         sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
-
-        def run(_: bool) -> None:
-            self._collectives.scatter(sends, array, root)
-
-        return _Plan((f"from {root}", _kind(outs[0])), run, outs, put_back=put_back)
+        run = partial(self._collectives.scatter, sends, array, root)
+        return _Plan((f"from {root}", _kind(outs[0])), lambda _: run(), outs, put_back=put_back)
 
     @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
@@ -291,11 +285,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
         arrays, put_back = in_place(self._one_each(outs))
         sends = [read(one) for one in self._one_each(ins)]
-
-        def run(_: bool) -> None:
-            self._collectives.all_to_all(sends, arrays)
-
-        return _Plan((_kind(ins[0]),), run, result, put_back=put_back)
+        run = partial(self._collectives.all_to_all, sends, arrays)
+        return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
         """Return the parts of a tensor for each rank, along its first dimension."""

@@ -57,7 +57,9 @@ class Queue:
             else:
                 work.place = place_here()
                 self._calls.append((work, run))
-                self._start()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                    self._thread.start()
                 self._changed.notify_all()
         if at_once:
             try:
@@ -74,7 +76,8 @@ class Queue:
         if (unseen := self._unseen) is None:
             return None
         self._unseen = None
-        return noted(unseen[0], f"in {unseen[1]}, for which nobody has waited")
+        advice = "a program that handles the error of a future asks for it by work.exception()"
+        return noted(unseen[0], f"in {unseen[1]}, for which nobody has waited; {advice}")
 
     def saw(self, error: BaseException) -> None:
         """Note that somebody has seen an error."""
@@ -97,11 +100,6 @@ class Queue:
 
     def _runs_here(self) -> bool:
         return self._thread is not None and self._thread.ident == threading.get_ident()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
 
     def _free(self) -> None:
         with self._changed:
