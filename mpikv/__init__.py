@@ -35,6 +35,7 @@ if typing.TYPE_CHECKING:
         Unsupported,
         ValueMismatch,
     )
+    from .keep.commits import Restored
     from .memory.row_sparse import RowSparse
     from .store.allreduce_store import AllReduce
     from .store.capture import CapturedStep
@@ -64,6 +65,7 @@ __all__ = [
     "Parameter",
     "PeerFailed",
     "RankMismatch",
+    "Restored",
     "RowSparse",
     "SaveWork",
     "Scope",
@@ -92,6 +94,7 @@ _PLACES = {
     "KVStoreBase": "store.plugins",
     "LossScaler": "train.loss_scaling",
     "Parameter": "train.parameter",
+    "Restored": "keep.commits",
     "RowSparse": "memory.row_sparse",
     "SaveWork": "checkpoint",
     "Scope": "store.scope",

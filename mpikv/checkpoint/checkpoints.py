@@ -58,7 +58,7 @@ class Checkpoints:
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
     def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Save what of a store is no sum of gradients, for one whose weights are in ``state``."""
+        """Save all but sums of gradients; the owner's weights are in ``state``."""
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
@@ -183,11 +183,15 @@ class Checkpoints:
 
     def _find(self, path: Any) -> PreparedCall:
         self._check_weights()
-        return self.load_rest(path)
+        return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Load what :meth:`save_rest` has saved."""
-        return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
+        """Load a file of :meth:`save_rest`; the present optimizer stays, with the options of the saved one."""
+        source, updater = find_values(path, self._entries(), self._exchange.updater)
+        if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
+            present.take_options(updater)
+            updater = present
+        return self._prepare_load("load", source, updater)
 
     def _find_states(self, path: Any) -> PreparedCall:
         optimizer = self._get_optimizer()
@@ -334,8 +338,8 @@ class Checkpoints:
 
     def _check_weights(self) -> None:
         """Raise Unsupported if values are sums of gradients: a Trainer keeps the weights and their state elsewhere."""
-        table = self._exchange.values.table
-        if (key := next((name for name in table if table.summed.get(name)), None)) is not None:
+        summed = self._exchange.values.table.summed
+        if (key := next((name for name in summed if not isinstance(summed[name], str)), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "
                 "keeps the weights and the optimizer's state itself; save its parameters as arrays and its state by "

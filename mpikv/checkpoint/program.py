@@ -1,4 +1,4 @@
-"""The program's own state in a checkpoint: what ``save(path, state=...)`` was given, and ``load`` returns.
+"""The program's own state in a checkpoint: ``save(path, state=...)`` takes it, and ``load`` returns it.
 
 Each name's state is stored once if all ranks gave the same, as an epoch, and else for each rank, as a generator. So the
 first kind returns to any number of ranks, and the second to as many as have saved it.
@@ -80,7 +80,7 @@ class Program:
                     self.own += cut_array(begin, blob)
 
     def decode(self, tells: bool) -> dict[str, Any]:
-        """Return the state that was read. ``tells``: warn of what is left out."""
+        """Return the state from the read bytes. ``tells``: warn of lost parts."""
         if self._lost and tells:
             log(
                 "the checkpoint has a state for each rank under %s, and this store has another number of ranks: these "

@@ -159,7 +159,9 @@ def _run_once(
                 reports.wait()
             end = _verdict(status, directory, first or watch.deaths, size)
             if job.received is not None:
-                end = _End(128 + job.received, f"stopped by {signal.Signals(job.received).name}")
+                # Ranks may have saved, and ended with the status that asks for another run.
+                status = end.status if end.status == os.EX_TEMPFAIL else 128 + job.received
+                end = _End(status, f"stopped by {signal.Signals(job.received).name}")
             job.failed = end.status != 0
             with contextlib.closing(watch.boards):
                 if job.failed and (boards := watch.boards.read()):
@@ -248,7 +250,8 @@ def _blame(first: Sequence[Death], status: int, size: int) -> _End:
     if code == 0:
         return _End(1, f"{who} left before the end of its script, as by os._exit(0)", so, dies=True)
     if code > 0:
-        return _End(code, f"{who} ended with status {code}", so, dies=True)
+        # Such a rank asks for another run, which is for a batch script to start.
+        return _End(code, f"{who} ended with status {code}", so, dies=code != os.EX_TEMPFAIL)
     killer, hint = signal.Signals(-code), ""
     if killer == signal.SIGKILL:
         # A launcher takes over the status of a rank that was killed: as 9, 137, or by the same signal.

@@ -66,7 +66,7 @@ class Restarts:
         return f"step {step}" if step else "the beginning"
 
     def _note(self, why: str) -> None:
-        write_start(self.folder, Start(self._attempt, why, self._boot))
+        write_start(self.folder, Start(self._attempt, why, self._boot, self._stays))
 
 
 @contextlib.contextmanager

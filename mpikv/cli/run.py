@@ -55,6 +55,7 @@ Ranks on other hosts get few variables from Open MPI: MPIKV_*, MPI4PY_*, OMPI_*,
 exit status:
   0        every rank reached the end of its script, on all hosts
   2        nothing was started: misuse, no MPI library, or a launcher that does not fit it
+  75       a loop of kv.steps ended early, at SIGTERM, and the same command goes on from there
   128 + s  this command received the signal s; 141 if nobody reads its output any more, as in 'mpikv run ... | head'
   other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so;
            else the launcher's

@@ -94,9 +94,9 @@ class KeyTable:
         """Whether only the owners have the newest value."""
         self.buffered = np.zeros(64, np.bool_)
         """Whether a user asked for the key's buffers. Its block may have them because of another key."""
-        self.summed = dict[Key, bool]()
-        """The keys of sums of gradients, and of what else lasts one step; whoever made them keeps the weights, and
-        checkpoints leave them out. True: so much that a checkpoint of the store alone would be a mistake."""
+        self.summed = dict[Key, object]()
+        """The keys of sums of gradients, and of what else lasts one step, with their owners, which keep the weights: a
+        Trainer's token, or the prefix of a torch model's keys. Checkpoints leave them out."""
 
     def __len__(self) -> int:
         return len(self._entries)

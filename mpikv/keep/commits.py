@@ -1,20 +1,30 @@
-"""The collective calls of a loop of steps: restore at its begin, and commits as often as 2 % of the time allows."""
+"""The collective calls of a loop of steps: restore at its begin, and meetings of the ranks after some of the steps.
+
+There they commit, as often as 2 % of the time allows, save a checkpoint now and then, and learn of SIGTERM.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checkpoint import Checkpoints, inspect
+from ..checkpoint.program import peek
 from ..checkpoint.trees import decode, encode
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.environment import launch_of
+from ..cluster.printing import log
 from ..cluster.runtime import owned, present
 from ..engine.alltoallv import gather
 from ..engine.exchange import Exchange
@@ -28,6 +38,10 @@ from .state import ObjectState
 
 _SHARE = 0.02
 """The most that commits may take of the time. A death then costs the time of some 50 commits, made again."""
+_APART = 0.1
+"""The most seconds between two meetings, if steps are no longer and keep their pace: SIGTERM waits for one."""
+_STEP, _OBJECT = "step", "keep/"
+"""Names in the state of a checkpoint; the second precedes those of kept objects."""
 
 
 class Restored(NamedTuple):
@@ -43,81 +57,157 @@ class Restored(NamedTuple):
     """Why the ranks were restarted, in the words of ``mpikv run``."""
 
 
+class Disk(NamedTuple):
+    """The checkpoint of a loop."""
+
+    path: str
+    every: float
+    """Seconds between two saves."""
+    checkpoints: Checkpoints
+
+
 class Commits:
-    """Restores one loop of a store, and makes its commits."""
+    """Restores one loop of a store, and makes its commits and its checkpoints."""
 
     def __init__(
-        self, exchange: Exchange, agreement: Agreement, folder: Path, states: Mapping[str, ObjectState], timeout: float
+        self,
+        exchange: Exchange,
+        agreement: Agreement,
+        collective: Callable[..., Any],
+        states: Mapping[str, ObjectState],
+        folder: Path | None,
+        disk: Disk | None,
+        timeout: float,
     ) -> None:
-        """``timeout``: the seconds that other ranks wait for this one."""
+        """``collective`` makes a call of the store. ``timeout``: the seconds that other ranks wait for this one."""
         self._agreement, self._control, self._timeout = agreement, exchange.transport.control, timeout
-        self._contents, self._states = Contents(exchange), states
-        # Every rank of a launch has files of its own, whatever stores it is in.
-        loops, world = owned("loops of steps"), present().world
-        loops.append(None)
-        self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank)
-        self._layout, self._epoch, self._interval, self._made, self._seconds, self._began = b"", 0, 1, 0, 0.0, 0.0
+        self._contents, self._collective, self._states = Contents(exchange), collective, states
+        self._slots: Slots | None = None
+        if folder is not None:
+            # Every rank of a launch has files of its own, whatever stores it is in.
+            loops, world = owned("loops of steps"), present().world
+            loops.append(None)
+            self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank)
+        self._disk, self._stays, self._asked = disk, disk is not None, False
+        self._layout, self._epoch, self._made = b"", 0, 0
+        self._cost = self._seconds = self._began = self._saved = 0.0
 
     def statistics(self) -> dict[str, Any]:
-        """Return the number of commits, the seconds they took, and the present number of steps between two. Local."""
-        return {"made": self._made, "seconds": self._seconds, "interval": self._interval}
+        """Return the number of commits, and the seconds they took. Local."""
+        return {"made": self._made, "seconds": self._seconds}
 
-    def run(self, collective: Callable[..., Any], step: int, total: int) -> Iterator[int]:
-        """Yield the steps from ``step`` on; ``collective`` makes a call of the store. Collective at commits."""
-        note, since, self._began = self._slots.map_note(), 0, present().now()
-        began = self._began
-        while step < total:
-            if note[0] <= step:
-                note[0] = step + 1
-            yield step
-            step, since = step + 1, since + 1
-            if since >= self._interval or step == total:
-                collective("steps", self._prepare_commit, step, (present().now() - began) / since)
-                since, began = 0, present().now()
+    def run(self, step: int, total: int) -> Iterator[int]:
+        """Yield the steps from ``step`` on. Collective where ranks meet."""
+        note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
+        began = self._began = self._saved = present().now()
+        apart, since = 1, 0
+        with self._heeding():
+            while step < total:
+                if note[0] <= step:
+                    note[0] = step + 1
+                yield step
+                step, since = step + 1, since + 1
+                if since >= apart or step == total:
+                    pace = (present().now() - began) / since
+                    apart, saves, ends = self._collective("steps", self._prepare_meeting, step, pace, step == total)
+                    if saves and self._disk:
+                        self._save(self._disk, step)
+                    if ends:
+                        # A batch script can queue the job again by it: sysexits.h has it for what is to be tried again.
+                        raise SystemExit(os.EX_TEMPFAIL)
+                    began, since = present().now(), 0
+
+    def _save(self, disk: Disk, step: int) -> None:
+        disk.checkpoints.finish()
+        self._collective("save", self._prepare_save, disk, step)
+        self._saved = present().now()
+
+    def _prepare_save(self, disk: Disk, step: int) -> PreparedCall:
+        objects = {_OBJECT + name: state.get() for name, state in self._states.items()}
+        return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **objects})
+
+    @contextmanager
+    def _heeding(self) -> Iterator[None]:
+        """Let SIGTERM end the loop where ranks meet, if its state outlives the job and the program has no other use."""
+        heeds = self._stays and threading.current_thread() is threading.main_thread()
+        if not (heeds and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+            yield
+            return
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_asked", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     # --- Restore
 
-    def prepare_restore(self, total: int) -> PreparedCall:
-        """Prepare a call that puts back the newest commit of all ranks; it returns how, or None on a first start."""
+    def restore(self, total: int) -> Restored | None:
+        """Put back the newest state that all ranks have, in memory or on disk. Return how; None on a first start.
+        Collective.
+        """
+        restored: Restored | None
+        restored, from_disk = self._collective("steps", self._prepare_restore, total)
+        if from_disk and (disk := self._disk):
+            state = self._collective("load", disk.checkpoints.load_rest, disk.path)
+            self._collective("steps", self._prepare_objects, disk.path, state)
+        if restored is not None and restored.step:
+            for _, state in sorted(self._states.items()):
+                state.after()
+        return restored
+
+    def _prepare_restore(self, total: int) -> PreparedCall:
         call = text_call("steps", f"total {total}")
         return call, partial(self._restore, call)
 
-    def _restore(self, call: Call) -> Restored | None:
+    def _restore(self, call: Call) -> tuple[Restored | None, bool]:
         together = partial(self._agreement.run_together, call)
-        start = together(self._begin)
-        begun, _ = self._slots.read_note()
-        epochs, last = gather(self._control, np.array([self._slots.newest().epoch, begun], np.int64)).T
-        together(self._check_epochs, epochs)
-        # Void before all: a rank that had one epoch more would later take it for the new one of that number.
-        self._epoch, step = int(epochs.min()), 0
-        together(self._slots.void_after, self._epoch)
-        if self._epoch:
-            step, store, objects = together(self._read)
-            together(self._put_back, store, objects)
+        start, saved = together(self._begin)
+        epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
+        epochs, last, saves = gather(self._control, np.array([epoch, begun, saved], np.int64)).T
+        saved, step = int(saves.max()), 0
+        if self._slots is not None and not saved:
+            together(self._check_epochs, self._slots.folder, epochs)
+        self._epoch = int(epochs.min())
+        if self._slots is not None:
+            # Void before all: a rank that had one epoch more would later take it for the new one of that number.
+            together(self._slots.void_after, self._epoch)
+            step = self._slots.newest().step
+        if from_disk := saved > step:
+            step = saved
+        elif self._slots is not None and self._epoch:
+            together(self._put_back, *together(self._read, self._slots))
             self._contents.publish()
         again = max(int(last.max()) - step, 0)
-        return Restored(step, start.attempt, again, start.why) if start.attempt or self._epoch else None
+        return Restored(step, start.attempt, again, start.why) if start.attempt or step else None, from_disk
 
-    def _begin(self) -> Start:
-        """Lock this rank's files, and take room for its commits."""
-        self._contents.fix_layout()
-        self._layout = json.dumps(self._contents.layout).encode()
-        self._slots.open(self._timeout / 2)
-        self._slots.reserve(*self._collect())
-        return read_start(self._slots.folder)
+    def _begin(self) -> tuple[Start, int]:
+        """Lock this rank's files, and take room for its commits. Return how it was started, and the step on disk."""
+        self._contents.check_owners({state.owner for state in self._states.values()})
+        start = Start()
+        if self._slots is not None:
+            self._contents.fix_layout()
+            self._layout = json.dumps(self._contents.layout).encode()
+            self._slots.open(self._timeout / 2)
+            self._slots.reserve(*self._collect())
+            start = read_start(self._slots.folder)
+            self._stays |= start.stays
+        if self._disk is None or not os.path.exists(self._disk.path):
+            return start, 0
+        if not isinstance(step := peek(inspect(self._disk.path), _STEP), int):
+            raise ConfigError(f"{self._disk.path!r} is no checkpoint of a loop of steps; give another path")
+        return start, step
 
-    def _check_epochs(self, epochs: Array) -> None:
+    def _check_epochs(self, folder: Path, epochs: Array) -> None:
         # No rank begins its second commit before all have the first.
         if not epochs.min() and epochs.max() > 1:
             raise ConfigError(
-                f"the commits of ranks {np.flatnonzero(epochs == 0).tolist()} are missing in {self._slots.folder}; "
+                f"the commits of ranks {np.flatnonzero(epochs == 0).tolist()} are missing in {folder}; "
                 "empty the folder to start from the beginning"
             )
 
-    def _read(self) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """Return the step of this rank's commit, and the state of the store and of the program, if they fit."""
-        commit = self._slots.newest()
-        text, take = self._slots.read(commit)
+    def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state of the store and of the program in this rank's commit, if they fit."""
+        text, take = slots.read(slots.newest())
         layout, tree = map(json.loads, text.split(b"\n"))
         there, here = (
             [*texts, *(f"the kept object {name!r}" for name in names)]
@@ -125,44 +215,72 @@ class Commits:
         )
         if difference := find_difference(there, here):
             raise ConfigError(
-                f"the commit in {self._slots.folder} has {difference[0]}, and this program has {difference[1]}; start "
+                f"the commit in {slots.folder} has {difference[0]}, and this program has {difference[1]}; start "
                 "the program that made it, or empty the folder to start from the beginning"
             )
         # In the order of _collect. Objects may keep what they are given.
         objects = {name: decode(each, lambda *form: take(*form).copy()) for name, each in tree["objects"].items()}
-        return commit.step, decode(tree["store"], take), objects
+        return decode(tree["store"], take), objects
 
     def _put_back(self, store: dict[str, Any], objects: dict[str, Any]) -> None:
         self._contents.put_back(store)
         for name, state in self._states.items():
             state.set(objects[name])
 
-    # --- Commit
+    def _prepare_objects(self, path: str, saved: dict[str, Any]) -> PreparedCall:
+        call = text_call("steps", f"objects before step {saved[_STEP]}")
+        return call, partial(self._agreement.run_together, call, self._take_objects, path, saved)
 
-    def _prepare_commit(self, step: int, pace: float) -> PreparedCall:
+    def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
+        for name, state in self._states.items():
+            if (key := _OBJECT + name) in saved:
+                state.set(saved[key])
+            elif state.owner is not None:
+                raise ConfigError(
+                    f"{path!r} has another state of {name!r} for each rank, as with update='store', and of "
+                    "another number of ranks; start as many as have saved it"
+                )
+            elif self._control.rank == 0:
+                log("%r has no state for the kept object %r, which stays as it is", path, name)
+
+    # --- Where ranks meet
+
+    def _prepare_meeting(self, step: int, pace: float, is_last: bool) -> PreparedCall:
         call = text_call("steps", f"commit before step {step}")
-        return call, partial(self._commit, call, step, pace)
+        return call, partial(self._meet, call, step, pace, is_last)
 
-    def _commit(self, call: Call, step: int, pace: float) -> None:
-        began = present().now()
-        self._agreement.run_together(call, self._write, self._epoch + 1, step)
-        # Each rank confirms after its header is written: from here on all have this commit, and it counts.
-        self._epoch += 1
+    def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
+        """Commit if it is time. Return how many steps are left to the next meeting, and whether to save and to end."""
         now = present().now()
-        numbers = np.array([now - began, pace, now - self._began])
-        cost, slowest, elapsed = gather(self._control, numbers).max(axis=0).tolist()
-        self._made, self._seconds = self._made + 1, self._seconds + cost
+        mine = [pace, now - self._began, now - self._saved, self._cost, self._seconds, self._asked]
+        slowest, elapsed, unsaved, cost, seconds, asked = gather(self._control, np.array(mine)).max(axis=0).tolist()
+        ends = bool(asked) or is_last
+        if asked and self._control.rank == 0:
+            # Before the others can end, and with them the launcher, which would lose it.
+            log("SIGTERM: the loop saves and ends before step %d, from which the same command goes on", step)
         # One more commit may then take its share of all the time, also after some that took more: the first ones, say.
-        wanted = (self._seconds + cost) / _SHARE - elapsed
-        self._interval = max(math.ceil(wanted / slowest), 1) if slowest else 1
+        early = (seconds + cost) / _SHARE - elapsed
+        if self._slots is not None and (early <= 0 or ends):
+            self._commit(call, self._slots, step)
+            early = (seconds + 2 * cost) / _SHARE - elapsed
+        left = _APART if self._slots is None else min(early, _APART)
+        saves = self._disk is not None and (unsaved >= self._disk.every or ends)
+        return max(math.ceil(left / slowest), 1) if slowest else 1, saves, bool(asked)
 
-    def _write(self, epoch: int, step: int) -> None:
+    def _commit(self, call: Call, slots: Slots, step: int) -> None:
+        began = present().now()
+        self._agreement.run_together(call, self._write, slots, self._epoch + 1, step)
+        # Each rank confirms after its header is written: from here on all have this commit, and it counts.
+        self._epoch, self._made, self._cost = self._epoch + 1, self._made + 1, present().now() - began
+        self._seconds += self._cost
+
+    def _write(self, slots: Slots, epoch: int, step: int) -> None:
         self._contents.check_layout()
-        self._slots.write(epoch, step, *self._collect())
+        slots.write(epoch, step, *self._collect())
 
     def _collect(self) -> tuple[bytes, list[Array]]:
         """Return the text and the arrays of a commit."""
         arrays: list[Array] = []
-        objects = {name: encode(state.get(), arrays, name) for name, state in self._states.items()}
+        objects = {name: encode(state.get(), arrays, f"keep: {name}") for name, state in self._states.items()}
         tree = {"objects": objects, "store": encode(self._contents.collect(), arrays, "the store")}
         return self._layout + b"\n" + json.dumps(tree).encode(), arrays

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..checkpoint.compatibility import describe_updater, restore_updater
 from ..engine.arena import Block
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
+from ..engine.keys import Entry
 from ..errors import Unsupported
 from ..optimizers import Optimizer
 from ..protocols import Array
@@ -26,29 +27,37 @@ class Contents:
         """The texts that tell how the memory of the store is laid out; a commit fits only the same ones."""
         self._identity: tuple[object, ...] = ()
         self._ends: dict[Block, int] = {}
+        self._blocks: list[Block] = []
+        self._rows: list[int] = []
+
+    def check_owners(self, known: Set[object]) -> None:
+        """Raise Unsupported if the store has sums of gradients, and the program does not keep their owner."""
+        for key, owner in self._exchange.values.table.summed.items():
+            if owner not in known:
+                raise Unsupported(
+                    f"steps: {key!r} is a key of sums of gradients, whose owner, a Trainer or what mpikv.torch.attach "
+                    "returned, has the weights; call its steps(), or pass it to kv.keep before kv.steps"
+                )
 
     def fix_layout(self) -> None:
-        """Let the present layout be that of the loop.
-
-        Raises:
-            Unsupported: the store holds sums of gradients, and no weights; or it is on a GPU.
-        """
-        self.layout, self._identity = self._describe(), self._identify()
+        """Let the present layout be that of the loop. Raises Unsupported for values on a GPU."""
+        values = self._exchange.values
+        self._blocks, self._rows = list(values.blocks), [entry.index for entry in values.table.entries()]
         # Small values share a block, most of which may hold none.
-        for entry in self._exchange.values.table.entries():
+        for entry in self._list_kept():
             block, start, size, _ = entry.place
             self._ends[block] = max(self._ends.get(block, 0), start + size)
+        self.layout, self._identity = self._describe(), self._identify()
+
+    def _list_kept(self) -> list[Entry]:
+        table = self._exchange.values.table
+        return [entry for entry in table.entries() if entry.key not in table.summed]
 
     def _describe(self) -> list[str]:
-        exchange, values = self._exchange, self._exchange.values
+        exchange = self._exchange
         if not exchange.transport.memory.is_host:
             raise Unsupported(
                 "commits hold no values of GPUs; start without --restarts and --keep, and save checkpoints"
-            )
-        if (key := next((name for name in values.table if name in values.table.summed), None)) is not None:
-            raise Unsupported(
-                f"the value of {key!r} is a sum of gradients: a Trainer with update_on_kvstore=False, or mpikv.torch, "
-                "keeps the weights, and commits have only the store's; use update_on_kvstore=True"
             )
         updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
         # Not its options, which a program may change in the loop.
@@ -57,13 +66,13 @@ class Contents:
         # The length of messages decides which elements a rank owns.
         texts += [f"messages of {exchange.transport.limit} bytes", f"placement {exchange.placement.name}"]
         texts += [f"updater {kind}", f"compression {codec}"]
-        for entry in values.table.entries():
+        for entry in self._list_kept():
             form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
             sparse = " of rows" * (entry.present is not None)
             texts.append(
                 f"key {entry.key!r}: {form}{sparse}, at {place.start} of block {place.block.index}, row {entry.index}"
             )
-        for block in values.blocks:
+        for block in self._ends:
             slots = {name: name_of(array.dtype) for name, array in block.state.items()}
             texts.append(f"block {block.index}: {block.values.size} elements with the states {slots}")
         return texts
@@ -82,7 +91,7 @@ class Contents:
         self._identity = now
 
     def _identify(self) -> tuple[object, ...]:
-        return self._exchange.values.planner, *self._exchange.values.table.entries()
+        return self._exchange.values.planner, *self._list_kept()
 
     def collect(self) -> dict[str, Any]:
         """Return a tree of the memory itself; texts and numbers in it are copies."""
@@ -90,8 +99,8 @@ class Contents:
         return {
             "updater": describe_updater(self._exchange.updater),
             "codec": [[entry.index, entry.codec_state] for entry in values.table.entries() if entry.codec_state],
-            "residuals": [block.residuals for block in values.blocks],
-            "counts": [values.table.counts, values.table.earlier],
+            "residuals": [block.residuals for block in self._blocks],
+            "counts": [values.table.counts[self._rows], values.table.earlier[self._rows]],
             "values": list(self._list_owned()),
         }
 
@@ -109,12 +118,12 @@ class Contents:
             MemoryError: there is none for residuals; nothing was overwritten.
         """
         exchange, values = self._exchange, self._exchange.values
-        for block, residuals in zip(values.blocks, kept["residuals"], strict=True):
+        for block, residuals in zip(self._blocks, kept["residuals"], strict=True):
             if exchange.compression is not None and residuals:
                 ensure_residuals(exchange.compression.codec, block, len(residuals))
         # Those of pushes before the loop, of which the commit knows.
         values.drop_residuals(keeps_memory=True)
-        for block, residuals in zip(values.blocks, kept["residuals"], strict=True):
+        for block, residuals in zip(self._blocks, kept["residuals"], strict=True):
             for residual, before in zip(block.residuals, residuals, strict=False):
                 np.copyto(residual, before)
         entries = {entry.index: entry for entry in values.table.entries()}
@@ -122,7 +131,7 @@ class Contents:
             entries[index].codec_state.update({name: array.copy() for name, array in arrays.items()})
         for array, before in zip(self._list_owned(), kept["values"], strict=True):
             np.copyto(array, before)
-        values.table.counts[:], values.table.earlier[:] = kept["counts"]
+        values.table.counts[self._rows], values.table.earlier[self._rows] = kept["counts"]
         if isinstance(exchange.updater, Optimizer):
             updater = restore_updater(kept["updater"], exchange.updater)
             assert isinstance(updater, Optimizer)
@@ -130,9 +139,8 @@ class Contents:
 
     def publish(self) -> None:
         """Give every rank the values that their owners have put back. Collective."""
-        values = self._exchange.values
-        if len(values.table):
-            self._exchange.pipeline.republish(values.plan(tuple(values.table)))
+        if keys := tuple(entry.key for entry in self._list_kept()):
+            self._exchange.pipeline.republish(self._exchange.values.plan(keys))
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:

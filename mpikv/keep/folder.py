@@ -66,6 +66,8 @@ class Start(NamedTuple):
     """Why it has, the last time."""
     boot: str = ""
     """The boot of the host that made the commits."""
+    stays: bool = False
+    """Whether the folder outlives the job."""
 
 
 def write_start(folder: Path, start: Start) -> None:

@@ -20,17 +20,23 @@ class ObjectState(NamedTuple):
 
     get: Callable[[], Any]
     set: Callable[[Any], object]
+    owner: object = None
+    """The owner of sums of gradients in the store; this state has its weights."""
+    after: Callable[[], object] = lambda: None
+    """Called when all ranks have restored. Collective."""
 
 
 def find_state(name: str, kept: Any) -> ObjectState:
     """Return the state of an object that a program keeps under a name.
 
     >>> numbers = [1, 2]
-    >>> get, put = find_state("numbers", numbers)
-    >>> put([3])
+    >>> find_state("numbers", numbers).set([3])
     >>> numbers
     [3]
     """
+    if hasattr(kept, "object_state"):
+        found: ObjectState = kept.object_state()
+        return found
     if isinstance(kept, tuple) and len(kept) == 2 and all(map(callable, kept)):
         return ObjectState(*kept)
     if isinstance(kept, np.random.Generator):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
-from ..options import check_whole, naming_arguments, unknown_argument
+from ..options import check_number, check_whole, naming_arguments, unknown_argument
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -196,8 +197,8 @@ class KVStore(RankedStore):
         self._pending.drain()
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
-    def _only_sums(self, keys: Sequence[Key]) -> None:
-        self._exchange.values.table.summed.update(dict.fromkeys(keys, True))
+    def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
+        self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store has a capability: optimizer, sparse, compression, async or gpu. Local.
@@ -217,7 +218,7 @@ class KVStore(RankedStore):
         ``waiting`` for other ranks and ``moving`` data in calls; how often it came ``last``, and how many seconds it
         ``held_up`` the others. ``late`` has the ``rank`` that held up the others most, the ``share`` of the time, the
         ``cause`` and a ``text``, or is None. Ranks on several hosts tell each other in each 128th call. ``commits``,
-        once :meth:`steps` makes some: how many, the seconds that they took, and the present interval in steps.
+        once :meth:`steps` makes some: how many, and the seconds that they took.
 
         Example:
             >>> import mpikv
@@ -1030,26 +1031,39 @@ class KVStore(RankedStore):
             raise ConfigError(f"keep: {taken[0]!r} is kept already; give each object a name of its own")
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
-    def steps(self, total: int, *, fill: Any = None) -> Iterator[int]:
+    def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
         """Return the numbers of a training's steps, for its one loop; after a death the loop goes on where it was.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
         If a rank dies, all ranks start again. The program then makes the store and its objects as in the first start.
         This call puts the newest copy back, and the loop begins with the first step after it. So each step counts
-        once, and the bits are those of a run without a death. Without these options the loop is that of ``range``.
+        once, and the bits are those of a run without a death.
 
-        Collective with these options, and so is the end of a step. Keys, updater and codec are set before the loop. A
+        With ``path``, the loop saves all of that as :meth:`save` does, too, and after the last step. The same program
+        goes on from there after the loss of a host or of the whole job, under any launcher and on any number of ranks.
+        The newest step of both counts. What differs between ranks in the kept objects returns to as many ranks; on
+        another number it stays as the program has made it, with a warning.
+
+        With ``path`` or ``--keep DIR``, SIGTERM makes the loop commit and save after one of the next steps, and
+        end the program with status 75, unless the program handles SIGTERM. With neither of all these, the loop is that
+        of ``range``.
+
+        Collective but for ``range``, and so is the end of a step. Keys, updater and codec are set before the loop. A
         Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each step.
 
         Args:
             total: the number of steps, from 0.
             fill: what a restart pulls into: as ``out`` of :meth:`pull`, a dict of arrays by their keys.
+            path: a checkpoint, of a file system that all hosts share; none need be there yet.
+            save_every: the seconds between two saves, in which training waits.
 
         Raises:
-            Unsupported: the store has had a loop, is ``dist_async``, is on GPUs, or sums gradients for a Trainer.
+            Unsupported: the store has had a loop, is ``dist_async``, is on GPUs without ``path`` alone, or has sums of
+                gradients of a Trainer, or of a torch model, that is not kept.
             ConfigError: the copy is of another program, or another process still writes to it.
             MemoryError: there is no room for copies; on every rank.
+            OSError, CheckpointError, ValueMismatch: as in :meth:`save` and :meth:`load`.
 
         Example:
             >>> import mpikv, numpy as np
@@ -1063,24 +1077,35 @@ class KVStore(RankedStore):
             >>> kv.restored is None
             True
         """
-        from ..keep.commits import Commits
+        from ..keep.commits import Commits, Disk
 
-        total = check_whole("steps: total", total)
+        total, save_every = (
+            check_whole("steps: total", total),
+            check_number("steps: save_every", save_every, "(0, inf)"),
+        )
         self._door.check_open("steps")
         if self._has_looped:
             raise Unsupported("steps: a store has one loop; for epochs, use epoch, batch = divmod(step, batches) in it")
         self._has_looped = True
-        if (folder := keep_directory()) is None:
+        folder, disk = keep_directory(), None
+        if folder is None and path is None:
             return iter(range(total))
         if self.is_capable("async"):
-            raise Unsupported("steps: ranks of 'dist_async' have steps of their own; start without --restarts, --keep")
-        commits = Commits(self._exchange, self._agreement, folder, self._kept, self._config.timeout)
-        restored = self._restored = self._collective("steps", commits.prepare_restore, total)
+            raise Unsupported(
+                "steps: ranks of 'dist_async' have steps of their own; start without --restarts and --keep, and leave "
+                "path out"
+            )
+        if path is not None:
+            disk = Disk(os.fsdecode(path), save_every, self._checkpoints)
+        commits = Commits(
+            self._exchange, self._agreement, self._collective, self._kept, folder, disk, self._config.timeout
+        )
+        restored = self._restored = commits.restore(total)
         self._commits = commits
         begin = 0 if restored is None else restored.step
         if begin and fill is not None:
             self.pull(fill)
-        return commits.run(self._collective, begin, total)
+        return commits.run(begin, total)
 
     @property
     def restored(self) -> Restored | None:

@@ -101,7 +101,7 @@ class KVStoreBase:
         """Return how many updates the present updater has made to a value, as far as is known. Local."""
         return 0
 
-    def _only_sums(self, keys: Sequence[Key]) -> None:
+    def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
         """Mark the values of keys as sums from now on, so that nobody takes them for weights. Local."""
 
     @property

@@ -88,8 +88,8 @@ class Scope(Wrapped):
         """As :meth:`mpikv.KVStore.version`. Local."""
         return int(self._store.version(self._named(key)))
 
-    def _only_sums(self, keys: Sequence[Key]) -> None:
-        self._store._only_sums(self._named(list(keys)))
+    def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
+        self._store._only_sums(self._named(list(keys)), owner)
 
     def view(self, key: Any) -> Any:
         """As :meth:`mpikv.KVStore.view`. Local."""

@@ -26,8 +26,9 @@ from ..cluster.connecting import set_rank_variables_of_mpiexec as _name_rank
 from ..torch_backend import register as _register
 from .attached import Attached, attach
 from .data import broadcast, sampler
+from .loops import steps
 
-__all__ = ["Attached", "attach", "broadcast", "sampler"]
+__all__ = ["Attached", "attach", "broadcast", "sampler", "steps"]
 
 _register()  # of a PyTorch that knows no entry points, or of a copy of mpikv that is not installed
 _name_rank()

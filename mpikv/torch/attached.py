@@ -15,12 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..codecs import create as create_codec
 from ..creation import create
 from ..errors import ConfigError, MPIKVError, Unsupported, a_kind
+from ..keep.state import ObjectState
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
 from .checks import OWNER, check_model, check_options, check_parameter
 from .closures import MeanLoss
 from .comparison import outline, settings_of
 from .failures import raising_on_all
+from .generators import RandomState
 from .joining import copy_from
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
@@ -320,6 +322,43 @@ class Attached:
         copy_from(kv, leader, buffers, model.parameters() if differ else (), self._optimizers if differ else ())
         sync.number, sync.steps, sync.made = numbers[leader]
         sync.weights.forget()
+
+    def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
+        """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps` for restarts and ``path``.
+
+        Collective. It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
+        other objects that a step changes: ``scheduler=scheduler, scaler=scaler``. Each rank keeps its own copies. With
+        ``compression``, the parts of gradients not yet sent are lost in a restart. With ``update="store"``
+        or ``buffers="each"``, ``path`` serves as many ranks as have saved it.
+
+        Example:
+            >>> import mpikv.torch, torch
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            >>> attached = mpikv.torch.attach(model, optimizer)
+            >>> for step in attached.steps(3):
+            ...     optimizer.zero_grad()
+            ...     model(torch.ones(1, 2)).sum().backward()
+            ...     optimizer.step()
+            >>> attached.detach()
+        """
+        self.kv.keep(attached=self, random=RandomState(), **kept)
+        return self.kv.steps(total, path=path, save_every=save_every)
+
+    def object_state(self) -> ObjectState:
+        """Return how :meth:`mpikv.KVStore.keep` keeps the model and its optimizers. Local."""
+        return ObjectState(self._state, self._take_state, self._remains.prefix)
+
+    def _state(self) -> dict[str, Any]:
+        # A whole state of shards would be a collective call.
+        of_optimizers = [one.part_state() for one in self._sharded] or [one.state_dict() for one in self._optimizers]
+        return {"model": self._model.state_dict(), "optimizers": of_optimizers}
+
+    def _take_state(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        takers = [one.take_part_state for one in self._sharded] or [one.load_state_dict for one in self._optimizers]
+        for take, each in zip(takers, state["optimizers"], strict=True):
+            take(each)
 
     def detach(self) -> None:
         """End the averaging: remove the hooks, and give gradients and optimizer their own memory.

@@ -28,7 +28,7 @@ from .comparison import check_equal, plain, settings_of
 from .failures import raising_on_all
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
-from .tensors import row_of
+from .tensors import init_sums, row_of
 from .weights import Weights
 
 # Bytes of the first bucket: small, so that its exchange begins early. DDP uses the same.
@@ -357,7 +357,7 @@ class BackwardSync:
         kv.delete(key)
         gradients = [self.gradients[place] for place in root_order]
         keys = {gradient: self._prefix + gradient.name for gradient in gradients}
-        self._sums.init([*keys.values()], [row_of(gradient.parameter) for gradient in gradients])
+        init_sums(self._sums, self._prefix, [*keys.values()], [row_of(gradient.parameter) for gradient in gradients])
         arrays = dict(zip(gradients, self._sums.buffer([*keys.values()]), strict=True))
         groups = [gradients]
         if self._bucket_bytes is not None:
@@ -365,7 +365,7 @@ class BackwardSync:
         for group in groups:
             self.buckets.append(Bucket([keys[one] for one in group], group, [arrays[one] for one in group]))
         self._totals = np.zeros(_HEAD + len(self.gradients), np.int64)
-        kv.init(self._census_key, self._totals, overwrite=True)
+        init_sums(kv, self._prefix, [self._census_key], [self._totals], overwrite=True)
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..store.kvstore import KVStore
+from .tensors import init_sums
 
 
 class MeanLoss:
@@ -17,7 +18,7 @@ class MeanLoss:
     def __init__(self, kv: KVStore, prefix: str) -> None:
         """Collective."""
         self._kv, self._key, self._row = kv, f"{prefix}*loss", np.zeros(1)
-        kv.init(self._key, self._row)
+        init_sums(kv, prefix, [self._key], [self._row])
 
     def of(self, loss: Any) -> Any:
         """Return the mean of a number, or of a tensor or array of one element. A tensor stays a tensor of its shape,

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import Unsupported
 from ..store.kvstore import KVStore
+from .tensors import init_sums
 
 
 class ModelBuffers:
@@ -30,7 +31,7 @@ class ModelBuffers:
         self._outs = [torch.zeros_like(row) for row in self._rows]
         self._keys = [f"{prefix}*buffers/{dtype}" for dtype in self._places]
         if self._keys:
-            kv.init(self._keys, self._rows)
+            init_sums(kv, prefix, self._keys, self._rows)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
         """Add the buffers to the arguments of a ``pushpull``.

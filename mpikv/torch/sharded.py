@@ -21,7 +21,7 @@ from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
 from .failures import raising_on_all
-from .tensors import row_of, tensor_over
+from .tensors import init_sums, row_of, tensor_over
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself; a rank can own any part of a parameter."""
@@ -132,7 +132,7 @@ class ShardedStep:
         if not parts:
             return
         keys = [part.key for part in parts]
-        self._kv.init(keys, [row_of(part.parameter) for part in parts])
+        init_sums(self._kv, self._prefix, keys, [row_of(part.parameter) for part in parts])
         # Zero but for this rank's part, always: so the sum over ranks joins the parts.
         buffers: Sequence[Array] = self._kv.buffer(keys)
         for part, array in zip(parts, buffers, strict=True):
@@ -223,6 +223,22 @@ class ShardedStep:
             torch.autograd.graph.increment_version(part.parameter)
 
     # --- State
+
+    def part_state(self) -> dict[str, Any]:
+        """Return the options, and the state of this rank's part. Local."""
+        groups = [
+            {name: one for name, one in group.items() if name != "params"} for group in self.optimizer.param_groups
+        ]
+        owned = [part for part in self._parts.values() if part.shard is not None]
+        return {"groups": groups, "parts": {part.key: self.optimizer.state.get(part.shard, {}) for part in owned}}
+
+    def take_part_state(self, state: Mapping[str, Any]) -> None:
+        """Take the result of :meth:`part_state`. Local."""
+        for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            group.update(options)
+        for part in self._parts.values():
+            if found := state["parts"].get(part.key):
+                self.optimizer.state[part.shard] = found
 
     def _cut_state(self) -> None:
         """Keep this rank's part of the state only. The state of whole parameters comes from the optimizer's constructor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -41,6 +42,12 @@ def check_dense(name: str, tensor: Any) -> None:
                 "its memory; make a copy: tensor.clone(memory_format=torch.contiguous_format)"
             )
         expected *= length
+
+
+def init_sums(kv: Any, prefix: str, keys: Sequence[str], rows: Sequence[Any], overwrite: bool = False) -> None:
+    """Enter keys whose values last one step; no checkpoint has them. Collective."""
+    kv.init(keys, rows, overwrite)
+    kv._only_sums(keys, prefix)
 
 
 def row_of(tensor: Any) -> Any:

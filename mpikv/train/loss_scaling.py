@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -124,6 +124,14 @@ class LossScaler:
         self.loss_scale = float(loss_scale)
         """The current factor."""
         self._window, self._without = window, 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the factor, and the number of updates since an overflow. Local."""
+        return {"loss_scale": self.loss_scale, "without": self._without}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Take the result of :meth:`state_dict`. Local."""
+        self.loss_scale, self._without = state["loss_scale"], int(state["without"])
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
         """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..arrays.arrays import castable
-from ..checkpoint import is_dumpable, load_states, save_states
+from ..checkpoint import KeptState, is_dumpable, load_states, save_states
+from ..checkpoint.compatibility import describe_updater, restore_updater
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..config import updates_on_kvstore
 from ..creation import check_name, create
@@ -23,6 +26,7 @@ from ..errors import (
     a_kind,
     known_names,
 )
+from ..keep.state import ObjectState
 from ..optimizers import Optimizer
 from ..options import check_number, check_switch, naming_arguments
 from ..protocols import Array, Key
@@ -257,7 +261,7 @@ class Trainer:
                 store.set_optimizer(self._optimizer)
             self._broadcast(stored)
         if not self._on_store:
-            store._only_sums(list(stored))
+            store._only_sums(list(stored), self._token)
         # A store of another package may keep its optimizer to itself; then the Trainer shows its own.
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
@@ -439,6 +443,78 @@ class Trainer:
         else:
             self._run_together("load_states", self._load(fname))
         self._restore_average()
+
+    def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
+        """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps` for restarts and ``path``.
+
+        It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
+        step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on the scopes of a store, call their
+        :meth:`start`, pass them to the store's ``keep``, and use the store's ``steps``. Collective.
+
+        Raises:
+            Unsupported: the store has no ``steps``, as a scope.
+            Exception: as :meth:`start`, and ``keep`` and ``steps`` of the store.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> params = {"w": np.ones(2)}
+            >>> trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5})
+            >>> for step in trainer.steps(3):
+            ...     trainer.set_grads({"w": params["w"].copy()})
+            ...     trainer.step(1)
+            >>> params
+            {'w': array([0.125, 0.125])}
+        """
+        self.start()
+        store = self._kvstore
+        if not hasattr(store, "steps"):
+            raise Unsupported(
+                f"{store!r} has no steps(); pass the Trainer to keep() of the whole store, and use its steps()"
+            )
+        store.keep(trainer=self, **kept)
+        steps: Iterator[int] = store.steps(total, path=path, save_every=save_every)
+        return steps
+
+    def object_state(self) -> ObjectState:
+        """Return how :meth:`mpikv.KVStore.keep` keeps a Trainer. Local."""
+        return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state outside of the store."""
+        if not self._started:
+            raise ConfigError("a kept Trainer has not started; call its start() before kv.steps")
+        optimizer, states = self.optimizer, self._local.states
+        kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in states}
+        return {
+            "updates": self._updates,
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "optimizer": None if self._on_store else describe_updater(optimizer),
+            # Also those that are not trained, as running means.
+            "weights": {name: one.data for name, one in self._own.items() if not self._is_pulled(name)},
+            "states": {name: (one.count, one.state) for name, one in kept.items()},
+        }
+
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        self._updates = state["updates"]
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        if state["optimizer"] is not None:
+            restored = restore_updater(state["optimizer"], self.optimizer)
+            assert isinstance(restored, Optimizer)
+            self.optimizer.take_options(restored)
+        for name, weight in state["weights"].items():
+            np.copyto(self._own[name].data, weight)
+        self._local.states = {
+            name: place_state(KeptState(arrays, count), self._own[name])
+            for name, (count, arrays) in state["states"].items()
+        }
+
+    def _is_pulled(self, name: str) -> bool:
+        return self._on_store and self._own[name].grad_req != "null"
+
+    def _pull_trained(self) -> None:
+        if pulled := {name: one for name, one in self._own.items() if self._is_pulled(name)}:
+            self._kvstore.pull(list(pulled), out=_weights(pulled))
 
     def close(self) -> None:
         """Close the store if the Trainer has made it. Collective, idempotent; ``with`` and the exit call it, too."""

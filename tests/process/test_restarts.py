@@ -31,7 +31,7 @@ here = pathlib.Path(sys.argv[1])
 kv = mpikv.create(timeout=TIMEOUT)
 kv.init("w", np.zeros(1000))
 BEFORE
-for step in kv.steps(10):
+for step in kv.steps(STEPS GIVEN):
     if kv.rank == 1:
         AT
     kv.push("w", np.ones(1000))
@@ -50,9 +50,19 @@ def run(tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts a training; check that it leaves no process, and no file but its last calls."""
     jobs = list[subprocess.Popen[str]]()
 
-    def start(at: str, *options: str, before: str = "", timeout: float = 30.0) -> subprocess.Popen[str]:
-        script = tmp_path / "train.py"
-        script.write_text(TRAIN.replace("TIMEOUT", str(timeout)).replace("BEFORE", before).replace("AT", at))
+    def start(
+        at: str, *options: str, before: str = "", timeout: float = 30.0, steps: int = 10, given: str = ""
+    ) -> subprocess.Popen[str]:
+        script, text = tmp_path / "train.py", TRAIN
+        for name, value in {
+            "TIMEOUT": str(timeout),
+            "BEFORE": before,
+            "AT": at,
+            "STEPS": str(steps),
+            "GIVEN": given,
+        }.items():
+            text = text.replace(name, value)
+        script.write_text(text)
         command = [sys.executable, "-m", "mpikv", "run", "-n", "2", *options, str(script), str(tmp_path)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         (tmp_path / "tmp").mkdir(exist_ok=True)
@@ -130,6 +140,28 @@ def test_a_signal_ends_the_job_and_removes_its_folder(run: Start, tmp_path: Path
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("how", ["path", "--keep", "--restarts"])
+@pytest.mark.feature("steps-end-at-sigterm")
+def test_a_signal_lets_the_loop_save_and_end(run: Start, tmp_path: Path, how: str) -> None:
+    given = f", path={str(tmp_path / 'run')!r}" if how == "path" else ""
+    options = {"path": [], "--keep": ["--keep", str(tmp_path / "keep")], "--restarts": ["--restarts", "2"]}[how]
+    job = run("step == 5 and (here / 'five').touch()", *options, steps=10**6, given=given)
+    wait_for((tmp_path / "five").exists)
+    job.send_signal(signal.SIGTERM)
+    _, errors = wait(job, status=128 + signal.SIGTERM if how == "--restarts" else 75)
+    assert "mpikv run: stopped by SIGTERM" in errors
+    if how != "--restarts":  # whose commits end with the job
+        output, _ = wait(run("pass", *options, steps=1, given=given))
+        (step,) = re.findall(r"done Restored\(step=(\d+), attempt=0, again=0, why=''\) \1$", output, re.MULTILINE)
+        assert int(step) > 5
+
+
+@pytest.mark.parametrize("library_status", [3, 75])
+def test_a_status_that_asks_for_another_run_is_no_death(run: Start, library_status: int) -> None:
+    _, errors = wait(run(f"if step == 3: sys.exit({library_status})", "--restarts", "1"), status=library_status)
+    assert errors.count("restart 1 from") == (library_status == 3)
+
+
 def test_a_killed_command_goes_on_from_its_folder(run: Start, tmp_path: Path) -> None:
     keep = tmp_path / "keep"
     job = run("step == 5 and ((here / 'five').write_text(str(os.getppid())), time.sleep(60))", "--keep", str(keep))
@@ -172,8 +204,12 @@ def remove_files_of_killed(folder: Path) -> None:
 
 
 def read_when_there(path: Path) -> str:
+    wait_for(lambda: path.exists() and path.read_text() != "")
+    return path.read_text()
+
+
+def wait_for(is_there: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE
-    while not (path.exists() and path.read_text()):
+    while not is_there():
         assert time.monotonic() < until
         time.sleep(0.01)
-    return path.read_text()

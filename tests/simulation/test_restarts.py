@@ -243,8 +243,8 @@ class Forgetful(Slots):
 class Early(Commits):
     """A rank goes on before the others have its commit."""
 
-    def _commit(self, call: Any, step: int, pace: float) -> None:
-        self._write(self._epoch + 1, step)
+    def _commit(self, call: Any, slots: Slots, step: int) -> None:
+        self._write(slots, self._epoch + 1, step)
         self._epoch, self._made = self._epoch + 1, self._made + 1
 
 
@@ -414,7 +414,7 @@ def test_stores_without_commits_say_so(tmp_path: Path) -> None:
         return kv.steps(1)
 
     for error in start(tmp_path, sums):
-        assert error.startswith("Unsupported: steps: the value of 'w' is a sum of gradients")
+        assert error.startswith("Unsupported: steps: 'w' is a key of sums of gradients")
     variables = mock.patch.dict(os.environ, {"MPIKV_KEEP": str(tmp_path)})
     asks = pytest.raises(mpikv.Unsupported, match="ranks of 'dist_async' have steps of their own")
     with variables, mpikv.create("dist_async") as kv, asks:

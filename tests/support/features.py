@@ -251,6 +251,13 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("late-rank-named", "a rank that does not come is named, with its last call"),
         _row("recovery", "a killed job goes on from a checkpoint, and leaves it whole"),
         _row("restarts", "killed ranks go on from the newest commit of `kv.steps`, with the bits of an unbroken run"),
+        _row("steps-end-at-sigterm", "at SIGTERM a loop with a path saves, and ends with status 75"),
+        _row(
+            "steps-of-torch",
+            "`Attached.steps` and `mpikv.torch.steps` keep models, optimizers and generators",
+        ),
+        _row("steps-of-trainers", "`Trainer.steps` keeps weights, optimizer state and loss scale"),
+        _row("steps-on-disk", "`kv.steps(path=...)` goes on from a checkpoint, on any number of ranks"),
         _row("restarts-messages", "`mpikv run --restarts` names the dead rank and the step from which it goes on"),
         _row("save-without-waiting", "`save(wait=False)` writes a copy while training goes on, and loses no error"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),

@@ -88,7 +88,7 @@ OBJECTS: list[tuple[Any, Callable[[Any], Any]]] = [
 
 @pytest.mark.parametrize(("kept", "step"), OBJECTS, ids=lambda each: type(each).__name__)
 def test_an_object_goes_on_where_it_was(kept: Any, step: Callable[[Any], Any], tmp_path: Any) -> None:
-    get, put = find_state("kept", kept)
+    get, put, *_ = find_state("kept", kept)
     step(kept)
     state = through_a_file(get(), tmp_path)
     wanted = [step(kept) for _ in range(3)]

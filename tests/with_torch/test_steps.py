@@ -1,0 +1,73 @@
+"""A loop of PyTorch that ends and starts again gives the bits of one that goes through."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+
+from .training import torch
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+def make() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    parts = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+    model = torch.nn.Sequential(*parts)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def train(comm: Any, path: Path, total: int, how: str) -> tuple[int, Any]:
+    """Return the number of steps made, and all that the next one depends on."""
+    (model, optimizer, scheduler), made = make(), 0
+    options = {"path": path, "scheduler": scheduler}
+    with ExitStack() as at_end:
+        if how == "plain":
+            rank = 0 if comm is None else comm.rank
+            loop: Any = lambda: mpikv.torch.steps(total, model=model, optimizer=optimizer, **options)  # noqa: E731
+        else:
+            kv = at_end.enter_context(mpikv.create(comm=comm, timeout=10))
+            attached = mpikv.torch.attach(model, optimizer, kv=kv, update=how)
+            at_end.callback(attached.detach)
+            rank, loop = kv.rank, lambda: attached.steps(total, **options)
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(rank)
+        for _ in loop():
+            inputs = torch.randn(16, 4) * (1 + random.random() + np.random.random())
+            optimizer.zero_grad()
+            (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            made += 1
+        state = [tensor.tolist() for tensor in model.state_dict().values()]
+        return made, (state, torch.rand(1).item(), random.random(), np.random.random(), scheduler.get_last_lr())
+
+
+@pytest.mark.parametrize("how", ["local", "store", "plain"])
+@pytest.mark.feature("steps-of-torch")
+def test_a_loop_goes_on(comm: Any, folder: Path, how: str) -> None:
+    wanted = train(comm, folder / "whole", 5, how)
+    assert train(comm, folder / "run", 3, how)[0] == 3
+    assert train(comm, folder / "run", 5, how) == (2, wanted[1])
+
+
+def test_sums_of_gradients_are_in_no_checkpoint(kv: Any, folder: Path) -> None:
+    model, optimizer, _ = make()
+    kv.init("own", np.ones(2))
+    attached = mpikv.torch.attach(model, optimizer, kv=kv)
+    model(torch.ones(4, 4)).sum().backward()
+    kv.save(folder / "own")
+    with mpikv.create(comm=kv.comm) as other:
+        other.load(folder / "own")
+        assert other.keys() == ("own",)
+    with pytest.raises(mpikv.Unsupported, match="is a key of sums of gradients, whose owner"):
+        kv.steps(3, path=folder / "run")
+    attached.detach()
