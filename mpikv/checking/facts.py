@@ -7,6 +7,7 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,15 +23,6 @@ Fact: TypeAlias = Any
 Facts: TypeAlias = tuple[Fact, ...]
 
 _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MAXLOC", "MINLOC")
-# The kinds of MPI's datatypes without gaps, as asking MPI for one takes microseconds. Others may be freed.
-_KINDS = {
-    datatype.handle: np.dtype(datatype.typestr)
-    for datatype in vars(MPI).values()
-    if isinstance(datatype, MPI.Datatype)
-    and datatype != MPI.DATATYPE_NULL
-    and datatype.is_predefined
-    and datatype.size == datatype.extent == np.dtype(datatype.typestr).itemsize
-}
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
 _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError, MPI.Exception)
 
@@ -64,6 +56,10 @@ def _kind(message: Any) -> Fact:
     return fact[0] if isinstance(fact, tuple) else fact
 
 
+def _kinds(message: Any, _: int) -> Fact:
+    return _counts(message, 1)[0]
+
+
 def _counts(message: Any, size: int) -> tuple[Fact, list[int]]:
     """Return kind and numbers of the elements of a message that has a number for each rank."""
     try:
@@ -92,13 +88,21 @@ def _unpack(message: Any, vector: bool) -> tuple[Fact, int, Any, int]:
         dtype = buffer.dtype if hasattr(buffer, "dtype") else np.dtype(buffer.format)
         return dtype, 1, count, nbytes // dtype.itemsize
     datatype = MPI._typedict[datatype] if isinstance(datatype, str) else datatype
-    if (known := _KINDS.get(datatype.handle)) is not None:
+    if (known := _plain_kinds().get(datatype.handle)) is not None:
         return known, 1, count, nbytes // known.itemsize
     bases = _bases_of(datatype)
     if len(bases) > 1:
         return "bytes", datatype.size, count, nbytes // datatype.extent
     (base,) = bases
     return base, datatype.size // base.itemsize, count, nbytes // datatype.extent
+
+
+@cache
+def _plain_kinds() -> dict[int, np.dtype[Any]]:
+    """Return the kinds of MPI's own datatypes without gaps, by their handles. Asking MPI for one takes microseconds."""
+    own = [one for one in vars(MPI).values() if isinstance(one, MPI.Datatype) and one != MPI.DATATYPE_NULL]
+    kinds = {one.handle: np.dtype(one.typestr) for one in own if one.is_predefined}
+    return {one.handle: kinds[one.handle] for one in own if one.size == one.extent == kinds[one.handle].itemsize}
 
 
 def _bases_of(datatype: Any) -> set[np.dtype[Any]]:
@@ -121,28 +125,9 @@ def _op(op: Any) -> str:
     return _OPS.get(getattr(op, "handle", None), "an operation of the program")
 
 
-def _bcast(comm: Any, buf: Any, root: int = 0) -> Facts:
-    return root, _block(buf)
-
-
-def _gather(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
-    return root, _pair(_block(sendbuf), _block(recvbuf, comm.size) if comm.rank == root else None)
-
-
-def _scatter(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
-    return root, _pair(_block(sendbuf, comm.size) if comm.rank == root else None, _block(recvbuf))
-
-
-def _gatherv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
-    return root, _pair(_kind(sendbuf), _counts(recvbuf, 1)[0] if comm.rank == root else None)
-
-
-def _scatterv(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
-    return root, _pair(_counts(sendbuf, 1)[0] if comm.rank == root else None, _kind(recvbuf))
-
-
-def _allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
-    return (_pair(_block(sendbuf), _block(recvbuf, comm.size)),)
+def _at_root(comm: Any, root: int, message: Any, measured: Callable[..., Fact], blocks: int = 1) -> Fact:
+    """Return a fact of a message that MPI looks at on the root alone."""
+    return measured(message, blocks) if comm.rank == root else None
 
 
 def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
@@ -151,16 +136,9 @@ def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
     return kind, str(counts), "" if fits else f"sends {text_of(send)}"
 
 
-def _alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
-    return (_pair(_block(sendbuf, comm.size), _block(recvbuf, comm.size)),)
-
-
-def _reduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0) -> Facts:
-    return _op(op), root, _pair(_block(sendbuf), _block(recvbuf) if comm.rank == root else None)
-
-
-def _allreduce(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
-    return _op(op), _pair(_block(sendbuf), _block(recvbuf))
+def _reduce_scatter(comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM) -> Facts:
+    whole = _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
+    return _op(op), whole, "" if recvcounts is None else str([int(count) for count in recvcounts])
 
 
 def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
@@ -168,39 +146,40 @@ def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.S
     return _op(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
 
 
-def _reduce_scatter(comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM) -> Facts:
-    whole = _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
-    return _op(op), whole, "" if recvcounts is None else str([int(count) for count in recvcounts])
-
-
 def nothing(*_: Any, **__: Any) -> Facts:
     """Return no facts: the verb alone is compared."""
     return ()
 
 
-def _rooted(comm: Any, obj: Any = None, root: int = 0) -> Facts:
-    return (root,)
-
-
-def _rooted_sum(comm: Any, sendobj: Any, op: Any = MPI.SUM, root: int = 0) -> Facts:
-    return _op(op), root
-
-
-def _object_sum(comm: Any, sendobj: Any, op: Any = MPI.SUM) -> Facts:
-    return (_op(op),)
-
-
-BUFFERS: dict[str, Callable[..., Facts]] = {"Scan": _allreduce, "Exscan": _allreduce}
+# The names of arguments are mpi4py's: programs pass them by name.
+BUFFERS: dict[str, Callable[..., Facts]] = {
+    "Barrier": nothing,
+    "Bcast": lambda c, buf, root=0: (root, _block(buf)),
+    "Gather": lambda c, sendbuf, recvbuf, root=0: (
+        root, _pair(_block(sendbuf), _at_root(c, root, recvbuf, _block, c.size))),
+    "Scatter": lambda c, sendbuf, recvbuf, root=0: (
+        root, _pair(_at_root(c, root, sendbuf, _block, c.size), _block(recvbuf))),
+    "Gatherv": lambda c, sendbuf, recvbuf, root=0: (root, _pair(_kind(sendbuf), _at_root(c, root, recvbuf, _kinds))),
+    "Scatterv": lambda c, sendbuf, recvbuf, root=0: (root, _pair(_at_root(c, root, sendbuf, _kinds), _kind(recvbuf))),
+    "Allgather": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf), _block(recvbuf, c.size)),),
+    "Allgatherv": _allgatherv,
+    "Alltoall": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf, c.size), _block(recvbuf, c.size)),),
+    "Alltoallv": nothing,
+    "Alltoallw": nothing,
+    "Reduce": lambda c, sendbuf, recvbuf, op=MPI.SUM, root=0: (
+        _op(op), root, _pair(_block(sendbuf), _at_root(c, root, recvbuf, _block))),
+    "Reduce_scatter": _reduce_scatter,
+    "Reduce_scatter_block": _reduce_scatter_block,
+    **dict.fromkeys(
+        ("Allreduce", "Scan", "Exscan"),
+        lambda c, sendbuf, recvbuf, op=MPI.SUM: (_op(op), _pair(_block(sendbuf), _block(recvbuf)))),
+}  # fmt: skip
 """The facts of each collective of buffers. Each has a nonblocking form of the same arguments."""
-BUFFERS |= {"Alltoallv": nothing, "Alltoallw": nothing, "Barrier": nothing}
-for _facts in (_bcast, _gather, _gatherv, _scatter, _scatterv, _allgather, _allgatherv, _alltoall, _reduce, _allreduce):
-    BUFFERS[_facts.__name__[1:].capitalize()] = _facts
-BUFFERS |= {"Reduce_scatter": _reduce_scatter, "Reduce_scatter_block": _reduce_scatter_block}
 
 OBJECTS: dict[str, Callable[..., Facts]] = {
-    **dict.fromkeys(("bcast", "gather", "scatter"), _rooted),
+    **dict.fromkeys(("bcast", "gather", "scatter"), lambda c, obj=None, root=0, sendobj=None: (root,)),
     **dict.fromkeys(("allgather", "alltoall"), nothing),
-    **dict.fromkeys(("allreduce", "scan", "exscan"), _object_sum),
-    "reduce": _rooted_sum,
+    **dict.fromkeys(("allreduce", "scan", "exscan"), lambda c, sendobj, op=MPI.SUM: (_op(op),)),
+    "reduce": lambda c, sendobj, op=MPI.SUM, root=0: (_op(op), root),
 }
 """The facts of each collective of objects."""

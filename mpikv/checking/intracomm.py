@@ -9,17 +9,14 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from functools import cache, partial, wraps
 from inspect import Signature, signature
 from typing import Any, TypeAlias
 
-from ..cluster.agreement import compare_requests
 from ..cluster.connecting import connect
 from ..cluster.mpi_library import load_mpi
 from ..cluster.process_group import ProcessGroup
-from ..config import OWN_AFFAIRS, Config
-from ..errors import ConfigError
+from ..config import Config
 from .check import Check, Describe, Operation, end_checks
 from .facts import BUFFERS, OBJECTS, Facts, nothing
 
@@ -219,8 +216,9 @@ def _started(name: str) -> _Run:
     def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
         request = CheckedRequest(raw(self, *given, **named))
         request.check = self.check
-        # Without the buffer, which would live as long as the description.
-        describe = _describing(self, name, (None, *given[1:]), {"buf": None, **named} if not given else named)
+        # Without the buffer or object, which would live as long as the description.
+        place = {key: value for key, value in named.items() if key not in ("buf", "obj")}
+        describe = _describing(self, name, (None, *given[1:]), place)
         request.operation = self.check.track(request, describe, sys._getframe(2))
         return request
 
@@ -302,14 +300,8 @@ _CLASSES[_Comm] = CheckedComm
 
 def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_after: float | None = None) -> Any:
     """Begin the checks of a communicator that is no result of a checked one. Collective."""
-    config, problem = Config(), None
-    try:
-        config = Config.read(timeout=timeout, warn_after=warn_after)
-    except ConfigError as error:  # the other ranks wait to hear
-        problem = error
+    config = Config.read(timeout=timeout, warn_after=warn_after)
     group = connect(_Comm(comm), config)
-    wanted = {key: repr(value) for key, value in asdict(config).items() if key not in OWN_AFFAIRS}
-    compare_requests(group, "checked", wanted, problem)
     atexit.register(_end_at_exit)
     return comm.begin_checks(config, made_by, group)
 

@@ -25,7 +25,6 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
 
     Raises:
         TypeError: ``comm`` is no intracommunicator.
-        RankMismatch: ranks pass different times.
         Stalled: not all ranks have come.
     """
     mpi = load_mpi()

@@ -230,7 +230,7 @@ class Agreement:
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)
             self._board.give_up()
-            error.args = (f"{error}, in {about}; if a rank is only slow, raise timeout=",)
+            error.args = (f"{error}, in {about}; if a rank is only slow, raise timeout= or MPIKV_TIMEOUT",)
         if isinstance(error, TransportError):
             self.at_rank(verb, error)
 

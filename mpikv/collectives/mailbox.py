@@ -253,7 +253,9 @@ class Mailbox:
         for message in self._pending:
             peers = self._others if message.peer is None else {message.peer}
             if now >= message.due:
-                about = "; ".join([*self._board.describe(sorted(peers)), "if a rank is only slow, raise timeout="])
+                about = "; ".join(
+                    [*self._board.describe(sorted(peers)), "if a rank is only slow, raise timeout= or MPIKV_TIMEOUT"]
+                )
                 raise Stalled(f"{message}: waited {message.timeout:.1f} s; {about}{self._where}", sorted(peers))
             # Lost at two looks: what a rank has sent before its end still arrives.
             if peers and peers <= before.keys() & self._lost.keys():

@@ -6,13 +6,15 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.launching import why_no_mpi
+from support.pages import blocks
 
 import mpikv
 from mpikv import RankMismatch, Stalled
@@ -187,7 +189,7 @@ def test_what_it_makes_is_checked_and_one_of_mpi(comm: Any) -> None:
 
 @SOME
 def test_a_receive_has_a_deadline(comm: Any) -> None:
-    world = mpikv.checked(comm.Dup(), timeout=1, warn_after=0.5)
+    world = mpikv.checked(comm.Dup(), timeout=4)
     comm.Barrier()
     if world.rank == 0:
         with pytest.raises(Stalled, match=r"Recv\(from rank 1, tag 7\): waited .* rank 1 began call #1 checked\(\)"):
@@ -196,13 +198,24 @@ def test_a_receive_has_a_deadline(comm: Any) -> None:
     else:
         request = comm.Ibarrier()
         while not request.Test():
-            pass
+            time.sleep(0.01)
 
 
 @SOME
-def test_ranks_must_wait_equally_long(comm: Any) -> None:
-    with pytest.raises(RankMismatch, match="timeout"):
-        mpikv.checked(comm, timeout=20 if comm.rank else 30)
+def test_any_of_several_requests_may_be_waited_for(world: Any) -> None:
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    requests = [world.irecv(source=before, tag=tag) for tag in (1, 2, 3)]
+    requests.append(world.Irecv(buf=(received := np.zeros(1)), source=before, tag=4))
+    world.Send(np.full(1, 4.0), dest=after, tag=4)
+    every = type(requests[0])
+    assert every.Waitany(requests) == 3
+    assert received[0] == 4
+    world.isend(obj="two", dest=after, tag=2).wait()
+    assert every.waitany(requests) == (1, "two")
+    for tag in (1, 3):
+        world.send(tag, after, tag)
+    assert every.waitall([requests[0], requests[2]]) == [1, 3]
+    assert not any(requests)
 
 
 # --- Under mpikv run --check
@@ -233,13 +246,13 @@ SAYS = {
 }
 
 
-def run_checked(
-    folder: Path, program: str, size: int, *words: str, **variables: str
+def run(
+    folder: Path, program: str, size: int, *words: str, options: Sequence[str] = ("--check",), **variables: str
 ) -> subprocess.CompletedProcess[str]:
     if reason := why_no_mpi():
         pytest.skip(reason)
     (folder / "planted.py").write_text(program)
-    command = [sys.executable, "-m", "mpikv", "run", "--check", "-n", str(size), "planted.py", *words]
+    command = [sys.executable, "-m", "mpikv", "run", *options, "-n", str(size), "planted.py", *words]
     environ = {**os.environ, **variables}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environ, check=False)
 
@@ -247,7 +260,8 @@ def run_checked(
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("mistake", SAYS)
 def test_a_planted_mistake_ends_the_job_by_name(tmp_path: Path, mistake: str, size: int) -> None:
-    done = run_checked(tmp_path, PLANTED, size, mistake, MPIKV_TIMEOUT="3", MPIKV_WARN_AFTER="1")
+    # Longer than ranks of a busy machine differ in their starts.
+    done = run(tmp_path, PLANTED, size, mistake, MPIKV_TIMEOUT="12")
     assert done.returncode == 1, done.stderr
     for text in SAYS[mistake]:
         assert text.format(last=size - 1, size=size) in done.stderr, done.stderr
@@ -263,7 +277,7 @@ comm.Irecv(np.ones(1), 0, 5)
 print(type(comm) == MPI.Intracomm, isinstance(comm.isend(1, comm.rank), MPI.Request))
 comm.recv(source=comm.rank)
 """
-    done = run_checked(tmp_path, program, 2)
+    done = run(tmp_path, program, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True True"] * 2
     assert "the communicator of Split at" in done.stderr
@@ -280,7 +294,7 @@ MPI.Init()
 print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.check is not None)
 MPI.Finalize()
 """
-    done = run_checked(tmp_path, program, 2)
+    done = run(tmp_path, program, 2)
     assert (done.returncode, done.stdout) == (0, "2 True\n" * 2), done.stderr
 
 
@@ -288,10 +302,44 @@ def test_a_rank_may_compute_alone_after_the_others_have_ended(tmp_path: Path) ->
     program = """
 import time
 from mpi4py import MPI
+import mpikv
 MPI.COMM_WORLD.Barrier()
+mpikv.checked(MPI.COMM_WORLD, timeout=5, warn_after=4)
 if MPI.COMM_WORLD.rank == 0:
-    time.sleep(3)
+    time.sleep(7)
     print("done")
 """
-    done = run_checked(tmp_path, program, 2, MPIKV_TIMEOUT="1")
+    done = run(tmp_path, program, 2)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+# --- Reports from the public, as the page shows them
+
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "mpi4py-checks.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("at", "size", "checked", "texts"),
+    [
+        (1, 4, [], ["[rank 2/4] exits with status 1 after OSError: status.pickle is cut short at ", "rank 2 ended"]),
+        (
+            2,
+            4,
+            ["--check"],
+            ["calls Barrier(); ranks 2, 3 call allreduce(sum)", "planted.py:7 in ", "planted.py:8 in "],
+        ),
+    ],
+)
+def test_a_public_report_is_explained(tmp_path: Path, at: int, size: int, checked: list[str], texts: list[str]) -> None:
+    done = run(tmp_path, blocks(PAGE, "python")[at], size, options=checked)
+    assert done.returncode == 1, done.stderr
+    assert all(text in done.stderr for text in texts), done.stderr
+
+
+def test_a_failed_test_of_a_parallel_suite_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(blocks(PAGE, "python")[0])
+    program = "import sys, pytest\nsys.exit(pytest.main(['-p', 'no:cacheprovider', 'test_mine.py']))"
+    done = run(tmp_path, program, 2, options=["--check"])
+    assert done.returncode == 1, done.stderr
+    assert "ValueError: Test" in done.stdout
+    assert "rank 0 ended with status 1" in done.stderr or "has reached the end of its program" in done.stderr
