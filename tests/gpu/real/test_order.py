@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -90,6 +91,8 @@ def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
     kv.init("w", gradient)
     kv.pushpull("w", gradient, out=gradient)  # all is compiled
     cupy.cuda.get_current_stream().synchronize()
+    if "EMULATED_CUDA" in os.environ and kv.size > 1:
+        pytest.skip("the emulated GPU has no clock: it has done all as soon as another rank waits for it")
     late(gradient, 1, cycles=200_000_000)
     done = cupy.cuda.get_current_stream().record()
     kv.pushpull("w", gradient, out=gradient)

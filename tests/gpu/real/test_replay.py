@@ -84,10 +84,10 @@ def test_a_replay_is_in_the_order_of_the_caller(cupy: Any) -> None:
 
 
 def test_calls_return_when_they_are_queued_and_stores_end_with_graphs(cupy: Any) -> None:
-    gradient, out = cupy.ones(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)
     kept = []
     for _ in range(2):
         with mpikv.create("nccl") as kv:
+            gradient, out = cupy.ones(1 << 20, np.float32), cupy.zeros(1 << 20, np.float32)
             kv.init("w", gradient)
             kv.set_optimizer("adam")
             kept.append(kv.capture("w", gradient, out))

@@ -103,7 +103,7 @@ def test_each_time_is_that_of_the_slowest_rank() -> None:
     times = Times()
     contender: Any = SimpleNamespace(step=times.work(1e-5, 1e-3))
     case = Case("a", contender)
-    measure(Slower(), [case], 3, partial(time_gpu, times, lambda: times.host))  # type: ignore[arg-type]
+    measure(Slower(), [case], 3, partial(time_gpu, times, lambda: times.host))  # type: ignore[arg-type]  # no real one
     assert case.repeats == 1
     assert case.seconds == pytest.approx([2e-3] * 3)
     assert case.returned == pytest.approx([1e-5] * 3)

@@ -1,0 +1,48 @@
+"""What a GPU's interface makes of CUDA's errors, each returned by one call of the emulated driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+PROGRAM = """
+from mpikv.compute.cuda.gpu import CupyGpu
+gpu = CupyGpu(cupy, 1)
+stream = gpu.stream()
+first, last = gpu.upload(np.zeros(3)), gpu.upload(np.ones(3))
+event, mark = stream.record(), gpu.mark()
+try:
+    {call}
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "fails", "told"),
+    [
+        (
+            "gpu.empty(1 << 20, np.dtype('f4'))",
+            "cudaMalloc:3=700",
+            "TransportError CUDA failed on cuda:1, in 'empty': ",
+        ),
+        ("stream.synchronize()", "cudaStreamSynchronize:1=700", "TransportError what was queued on cuda:1 failed: "),
+        ("event.done", "cudaEventQuery:1=700", "TransportError what was queued on cuda:1 failed: "),
+        (
+            "gpu.copy([first], [last])",
+            "cuLaunchKernel:1=700",
+            "TransportError the CUDA kernel copy_bytes could not be launched",
+        ),
+        ("mark.seconds_to(mark)", "cudaEventElapsedTime:1=700", "TransportError what was queued on cuda:1 failed: "),
+        (
+            "stream.begin_capture()",
+            "cudaStreamBeginCapture:1=700",
+            "TransportError work of cuda:1 cannot be recorded: ",
+        ),
+    ],
+)
+def test_what_is_raised(run: Callable[..., CompletedProcess[str]], call: str, fails: str, told: str) -> None:
+    ended = run(PROGRAM.format(call=call), EMULATED_CUDA_FAIL=fails)
+    assert ended.stdout.startswith(told), ended

@@ -1,0 +1,58 @@
+"""Kernels that NVRTC has compiled, on the host: results, and what is told of a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+WRONG = {
+    "access outside of any allocation": "out[100000000 + i] = 1;",
+    "misaligned access": "*(double*)((char*)out + 4) = 1;",
+    "threads wait at different barriers": "if (i < 5) __syncthreads(); else { out[0] = 1; __syncthreads(); }",
+    "access beyond shared memory": "__shared__ double board[4]; board[i] = i; __syncthreads(); out[0] = board[31 - i];",
+}
+OPERATIONS = ("a + b", "a - b", "a * b", "a / b", "a % b", "a >> b", "a << b", "a ^ b", "-a", "a > b ? a : b")
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_what_is_told(run: Callable[..., CompletedProcess[str]], why: str) -> None:
+    source = f'extern "C" __global__ void wrong(double* out) {{ int i = threadIdx.x; {WRONG[why]} }}'
+    ended = run(f"cupy.RawKernel({source!r}, 'wrong')((1,), (32,), (cupy.zeros(64),))\nruntime.deviceSynchronize()")
+    assert ended.returncode < 0
+    assert f"wrong: {why}" in ended.stderr
+
+
+@pytest.mark.parametrize(("source", "target"), [("f8", "f4"), ("f4", "f2"), ("f2", "f4"), ("u2", "f2"), ("f8", "i8")])
+def test_casts(cupy: Any, source: str, target: str) -> None:
+    array = np.array([0, 1, 2, 3, 100, 2049, 2051, 65503], "f8")
+    array = (array if source[0] == "u" else np.append(array, [0.25, -3.5, 7e-8])).astype(source)
+    assert cupy.asarray(array).astype(target).get().tobytes() == array.astype(target).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_integers(cupy: Any, dtype: str) -> None:
+    """All operations in one kernel, beside Python's numbers, of which the low bits are taken."""
+    random, kind = np.random.default_rng(1), np.dtype(dtype)
+    a = random.integers(1, np.iinfo(kind).max, 300, kind)
+    b = random.integers(1, 7, 300, kind)
+    lines = "".join(f"out[{place}] = {text};" for place, text in enumerate(OPERATIONS))
+    body = f"T* out = &all[i * {len(OPERATIONS)}]; {lines}"
+    out = cupy.zeros(300 * len(OPERATIONS), kind)
+    cupy.ElementwiseKernel("T a, T b", "raw T all", body, f"every_{dtype}")(cupy.asarray(a), cupy.asarray(b), out)
+    python = [text.replace("a / b", "a // b").replace("a > b ? a : b", "max(a, b)") for text in OPERATIONS]
+    for x, y, row in zip(a.tolist(), b.tolist(), out.get().reshape(300, -1), strict=True):
+        expected = [eval(text, {"a": x, "b": y, "max": max}) & (1 << 8 * kind.itemsize) - 1 for text in python]
+        assert row.view(f"u{kind.itemsize}").tolist() == expected
+
+
+@pytest.mark.parametrize("size", [1, 31, 1000, 70_001])
+def test_sums_that_threads_share(cupy: Any, size: int) -> None:
+    array = np.random.default_rng(size).integers(-100, 100, size)
+    there = cupy.asarray(array)
+    assert int(there.sum()) == array.sum()
+    assert int(there.max()) == array.max()
+    assert int(there.argmin()) == array.argmin()
