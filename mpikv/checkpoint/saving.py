@@ -93,12 +93,7 @@ class SaveWork:
     """
 
     def __init__(
-        self,
-        call: Call,
-        parts: Parts,
-        ahead: Ahead[Any],
-        run: Callable[[Call, Parts], None],
-        collective: Callable[..., Any],
+        self, call: Call, parts: Parts, ahead: Ahead[Any], run: Callable[..., None], collective: Callable[..., Any]
     ) -> None:
         """``run`` runs parts together with the other ranks; ``collective`` makes a call of the store."""
         self._call, self._parts, self._ahead = call, parts, ahead

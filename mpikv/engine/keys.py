@@ -133,7 +133,11 @@ class KeyTable:
             row = self._free_rows.pop()
             self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = 0
         else:
-            row = self._new_row()
+            row, self._rows = self._rows, self._rows + 1
+            if self._rows > (more := self.counts.size):
+                for name in ("counts", "earlier", "stale", "buffered"):
+                    setattr(self, name, np.pad(getattr(self, name), (0, more)))
+                self.tally = self.counts.data
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
         return entry
@@ -188,14 +192,6 @@ class KeyTable:
         near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
         known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
         return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
-
-    def _new_row(self) -> int:
-        self._rows += 1
-        if self._rows > (more := self.counts.size):
-            for name in ("counts", "earlier", "stale", "buffered"):
-                setattr(self, name, np.pad(getattr(self, name), (0, more)))
-            self.tally = self.counts.data
-        return self._rows - 1
 
 
 class Form(NamedTuple):

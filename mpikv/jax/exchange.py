@@ -129,8 +129,10 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
     try:
         if verb == "pushpull":
             _check_sums(kv)
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} is {a_kind(name)}, not a string")
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        outline = _outline(kv, tree, structure, f"jax/{result}/{_prefix(name)}")
+        outline = _outline(kv, tree, structure, f"jax/{result}/{name}{'/' * bool(name)}")
         known = np.ndarray, np.generic, jax.Array
         leaves = [leaf if isinstance(leaf, known) else jnp.asarray(leaf) for leaf in leaves]
         if result == "mean":
@@ -153,12 +155,6 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         return structure.unflatten(_call_when_compiled(kv, verb, call, shapes)(leaves))
     jax.effects_barrier()
     return structure.unflatten(_like(leaves, call(leaves)))
-
-
-def _prefix(name: str) -> str:
-    if not isinstance(name, str):
-        raise TypeError(f"name={name!r} is {a_kind(name)}, not a string")
-    return f"{name}/" if name else ""
 
 
 def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
