@@ -250,6 +250,8 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
         raise Unsupported(
             "deterministic=True adds in a fixed order, and native_halves=True in NCCL's; leave one of them out"
         )
+    if settings.check_finite and kind.storeless:
+        raise Unsupported(f"check_finite: the store {request.name!r} has no such check; use 'dist_sync'")
     find_kernels(settings.kernels)
     if options["compression"] is not None:
         from . import codecs

@@ -501,6 +501,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
         "kernels": config.kernels != "numpy",
         "deterministic": config.deterministic,
         "verify_calls": not config.verify_calls,
+        "check_finite": config.check_finite > 0,
         "compression": given["compression"] is not None,
     }
     if refused := [name for name, other in asked.items() if other]:

@@ -43,16 +43,16 @@ class ControlVerbs:
         return _VOTE, lambda: not self._agreement.least(int(not flag))
 
     def mean(self, value: Any) -> PreparedCall:
-        names = list(value) if isinstance(value, Mapping) else None
-        numbers = [float(each) for each in (value.values() if isinstance(value, Mapping) else [value])]
+        named = value if isinstance(value, Mapping) else {"": value}
+        numbers, keys = [float(each) for each in named.values()], list(named)
 
         def run() -> Any:
             # Added in rank order, so that all ranks have the same bits.
             rows = map(json.loads, self._group.gather(json.dumps(numbers)))
             means = [sum(column) / self._group.size for column in zip(*rows, strict=True)]
-            return means[0] if names is None else dict(zip(names, means, strict=True))
+            return dict(zip(keys, means, strict=True)) if named is value else means[0]
 
-        return text_call("mean", str(names), "" if names is None else str(names)), run
+        return text_call("mean", str(keys), str(keys) if named is value else ""), run
 
     def least(self, queued: int) -> PreparedCall:
         """Prepare to learn how many calls with ``wait=False`` all ranks have queued."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import NotFinite, PeerFailed, RankMismatch, RowSparse
+from mpikv import NotFinite, PeerFailed, RankMismatch, RowSparse, Unsupported
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -65,6 +65,12 @@ def test_integers_are_finite(comm: Any) -> None:
         kv.init("w", np.zeros(2, np.int64))
         kv.push("w", np.ones(2, np.int64))
         assert (kv.pull("w") == kv.size).all()
+
+
+@pytest.mark.parametrize("name", ["dist_async", "allreduce"])
+def test_stores_without_the_check_say_so(comm: Any, name: str) -> None:
+    with pytest.raises(Unsupported, match="check_finite"):
+        mpikv.create(name, comm=comm, check_finite=1)
 
 
 def test_the_mean_of_a_metric(comm: Any) -> None:
