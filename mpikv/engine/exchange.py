@@ -18,11 +18,11 @@ from ..memory.host import private
 from ..optimizers import Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import Assign, check_state
-from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
+from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transfers, Transport, Updater
 from .calls import Steps
 from .compression import Compression, check, compress
 from .gpu_pipeline import GpuPipeline
-from .pipeline import Arrays, Pipeline, groups_of
+from .pipeline import Arrays, Pipeline, TransferPipeline, groups_of
 from .placement import place
 from .plan import Plan, Planner
 from .values import Values
@@ -55,7 +55,8 @@ class Exchange:
         self.placement: Placement = planner.placement
         self.values.planner = planner
         self.values.invalidate()
-        kind = Pipeline if self.transport.memory.is_host else GpuPipeline
+        ahead = isinstance(self.transport, Transfers)
+        kind = (TransferPipeline if ahead else Pipeline) if self.transport.memory.is_host else GpuPipeline
         self.pipeline = kind(self.values, self.compression)
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ each waits only for the transfer that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +18,12 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array
 from .calls import Confirm
 from .compression import Compression
-from .pipeline import Arrays, Pipeline, are_plain
+from .pipeline import Arrays, TransferPipeline, are_plain
 from .plan import Plan
 from .values import Values
 
-Stages = TypeVar("Stages", bound=Callable[..., None])
 
-
-def _with_transfers_apart(stages: Stages) -> Stages:
-    """Run the stages of a plan of several messages with NCCL on a stream of its own. Collective."""
-
-    def run(self: GpuPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
-        with self._order.apart() if plan.overlaps else nullcontext():
-            stages(self, plan, *arguments, **options)
-
-    return cast(Stages, run)
-
-
-class GpuPipeline(Pipeline):
+class GpuPipeline(TransferPipeline):
     """The :class:`~.pipeline.Pipeline` of values that lie on GPUs."""
 
     def __init__(self, values: Values, compression: Compression | None) -> None:
@@ -95,9 +82,6 @@ class GpuPipeline(Pipeline):
         return bool((high[order][:-1] <= low[order][1:]).all())
 
     # --- The stages
-
-    _run = _with_transfers_apart(Pipeline._run)
-    publish = _with_transfers_apart(Pipeline.publish)
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         if self._updater.may_raise:

@@ -17,16 +17,15 @@ a GPU; a codec of ``compression.py`` replaces pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from ..arrays.arrays import add, add_in_pairs, disjoint, local_sum, run_quietly
 from ..errors import noted
-from ..memory.stream_order import GpuOrder
-from ..protocols import Array, Event
+from ..protocols import Array, Transfers
 from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
@@ -36,6 +35,20 @@ from .values import Values
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
 shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""
+
+
+Stages = TypeVar("Stages", bound=Callable[..., None])
+
+
+def _with_transfers_apart(stages: Stages) -> Stages:
+    """Run the stages of a plan of several messages with transfers beside them. Collective."""
+
+    def run(self: TransferPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
+        assert self.streams is not None
+        with self.streams.apart() if plan.overlaps else nullcontext():
+            stages(self, plan, *arguments, **options)
+
+    return cast(Stages, run)
 
 
 class Pipeline:
@@ -51,8 +64,8 @@ class Pipeline:
         self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
         self._copy, self._add = _copy, add_in_pairs if planner.in_pairs else add
         self._compression = compression
-        self.streams: GpuOrder | None = None
-        """The streams of a GPU, where transfers run beside updates; None on the host."""
+        self.streams: Transfers | None = None
+        """The streams of a GPU, or the transport between hosts, where transfers run beside updates; else None."""
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
         self.prefetched: Array | None = None
@@ -174,7 +187,7 @@ class Pipeline:
         delivery = None if outs is None else _Delivery(self, plan, outs)
         streams = self.streams
         # Not dict[...](): Python builds that type anew in each call, which takes as long as a small sum.
-        sums: dict[Bucket, tuple[Sequence[Array], Event | None]] = {}
+        sums: dict[Bucket, tuple[Sequence[Array], Any]] = {}
         compressed = None
         if self._compression is not None:
             assert sources is not None  # a codec packs the buffers, too: they come as arrays
@@ -400,24 +413,36 @@ class Pipeline:
             table.counts[plan.rows], table.stale[plan.rows] = counts, stale
 
 
-class _Delivery:
-    """Publishes messages and unpacks each one message later.
+class TransferPipeline(Pipeline):
+    """The :class:`Pipeline` of a transport that carries messages while others are packed, updated and unpacked."""
 
-    A message may be unpacked once its owners have updated it: the exchange of the next one shows that. On a GPU the
-    transfer runs meanwhile.
+    def __init__(self, values: Values, compression: Compression | None) -> None:
+        super().__init__(values, compression)
+        self.streams = values.transport if isinstance(values.transport, Transfers) else None
+
+    _run = _with_transfers_apart(Pipeline._run)
+    publish = _with_transfers_apart(Pipeline.publish)
+
+
+class _Delivery:
+    """Publishes messages and unpacks each one message later, or several.
+
+    A message may be unpacked once its owners have updated it: the exchange of the next one shows that. On a GPU, and
+    between hosts, the transfer runs meanwhile.
     """
 
     def __init__(self, pipeline: Pipeline, plan: Plan, outs: Arrays) -> None:
         self._pipeline, self._outs = pipeline, outs
         self._streams = pipeline.streams if plan.overlaps else None
-        self._coming: deque[tuple[Bucket, Event | None]] = deque()
+        self._behind = 1 if self._streams is None else self._streams.ahead
+        self._coming: deque[tuple[Bucket, Any]] = deque()
 
     def add(self, bucket: Bucket) -> None:
         """Publish a message. Collective."""
         self._pipeline.deliver(bucket)
         self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
-        # One behind: the owners of the last message may still be updating it.
-        if len(self._coming) > 1:
+        # One behind, at least: the owners of the last message may still be updating it.
+        if len(self._coming) > self._behind:
             self._unpack()
 
     def end(self) -> None:
@@ -427,9 +452,9 @@ class _Delivery:
 
     def _unpack(self) -> None:
         bucket, sent = self._coming.popleft()
+        if self._streams is not None:
+            self._streams.arrive(sent)
         if self._outs:
-            if self._streams is not None:
-                self._streams.arrive(sent)
             self._pipeline.unpack(bucket, self._outs)
 
 

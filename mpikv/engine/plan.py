@@ -30,6 +30,7 @@ from ..protocols import (
     ListKernels,
     Placement,
     Shard,
+    Transfers,
     Transport,
     Updater,
     Whole,
@@ -227,13 +228,14 @@ class Plan:
 
     @lazy
     def overlaps(self) -> bool:
-        """Whether a message between GPUs is sent while the one before is updated. The same on all ranks."""
+        """Whether a message between GPUs or hosts is sent while the one before is updated. The same on all ranks."""
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
 
     @lazy
     def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
         """As :func:`turns` returns it."""
-        return turns(self.buckets, int(self.planner.adds_there and (self.overlaps or len(self.buckets) == 1)))
+        ahead = self.planner.ahead if self.overlaps or len(self.buckets) == 1 else 0
+        return turns(self.buckets, min(ahead, len(self.buckets)))
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
@@ -439,15 +441,22 @@ class Planner:
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     def may_overlap(self, bucket: Bucket) -> bool:
-        """Return whether the next message may be summed while this one is updated, each in a half of the scratch."""
+        """Return whether the next message may be summed while this one is updated: on the host in memory of the
+        transport, between GPUs each in a half of the scratch.
+        """
         nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
-        return self.adds_there and nbytes <= self._half
+        return self.ahead > 0 and (self.transport.memory.is_host or nbytes <= self._half)
 
     @lazy
-    def adds_there(self) -> bool:
-        """Whether the library of a GPU's transport adds: an update then reads the sum alone, never the messages."""
-        adds = self.transport.size > 1 and not (self.in_pairs or self.compressed or self.whole)
-        return adds and not self.transport.memory.is_host
+    def ahead(self) -> int:
+        """How many messages are summed before the first is updated: where transfers go on beside updates."""
+        if self.transport.size == 1 or self.in_pairs or self.compressed or self.whole:
+            return 0
+        # A GPU's library adds: an update then reads the sum alone, never the messages.
+        if not self.transport.memory.is_host:
+            return 1
+        transport = self.transport
+        return transport.ahead if isinstance(transport, Transfers) and not self.placement.everywhere else 0
 
     @lazy
     def _half(self) -> int:

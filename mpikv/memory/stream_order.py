@@ -272,6 +272,8 @@ class GpuOrder:
 
     # --- Transfers beside other work
 
+    ahead = 1
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Queue transfers on a second stream inside; afterwards the store's stream waits for all of them. Collective:

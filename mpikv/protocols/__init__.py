@@ -13,7 +13,7 @@ from .group import Group
 from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
-from .transport import ReadsInPlace, SumsInPlace, Transport
+from .transport import ReadsInPlace, SumsInPlace, Transfers, Transport
 from .updater import Updater
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Sum",
     "SumsInPlace",
     "TensorCodec",
+    "Transfers",
     "Transport",
     "Updater",
     "Whole",

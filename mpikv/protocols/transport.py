@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -126,6 +127,26 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release all memory. Collective, idempotent."""
+
+
+@runtime_checkable
+class Transfers(Protocol):
+    """Exchanges that go on beside other work, inside of :meth:`apart`."""
+
+    ahead: int
+    """How many messages may be on their way before the first is used."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let exchanges return before they are complete, inside. Collective."""
+
+    def sent(self) -> Any:
+        """Return the last exchange, for :meth:`arrive`; None if it is complete. Local."""
+
+    def arrive(self, sent: Any) -> None:
+        """Make later work wait for an exchange: its terms, or the values that it brings. Collective."""
+
+    def note_read(self) -> None:
+        """Mark the last read of the caller's arrays. Local."""
 
 
 @runtime_checkable

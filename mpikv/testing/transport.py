@@ -14,6 +14,7 @@ import hashlib
 import json
 import time
 import tracemalloc
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 from ..arrays.arrays import accumulator, add
 from ..cluster.process_group import ProcessGroup
 from ..errors import Stalled, TransportError
-from ..protocols import Array, Group, Transport
+from ..protocols import Array, Group, Transfers, Transport
 
 __all__ = ["TransportContract"]
 
@@ -299,6 +300,36 @@ class TransportContract:
                     exchange.expect(values(dtype, size, (number, root)))
                 if transport.rank == slow:
                     time.sleep(naps[1])
+
+    def test_messages_in_flight(self, transport: Transport) -> None:
+        """Sums are used, and spread, while later ones are on their way; in each turn another rank is late."""
+        if not isinstance(transport, Transfers):
+            pytest.skip("waits for each message")
+        dtype, size, turns = np.dtype(np.int64), self.limit // 8, 60
+        memory, random = transport.allocate(turns * self.limit).view(dtype), np.random.default_rng(9)
+        sums, spread = deque[tuple[Any, ...]](), deque[tuple[Any, ...]]()
+        with transport.apart():
+            for turn in range(turns + 2 * transport.ahead):
+                if transport.rank == random.integers(transport.size):
+                    time.sleep(1e-3)
+                if turn < turns:
+                    counts = divisions(size, transport.size)[turn % 3]
+                    exchange = Exchange(transport, dtype, size, turn, received=counts[transport.rank])
+                    exchange.addends = transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                    sums.append((transport.sent(), exchange, counts, memory[turn * size : (turn + 1) * size]))
+                if sums and turn >= transport.ahead:
+                    sent, exchange, counts, value = sums.popleft()
+                    transport.arrive(sent)
+                    low = sum(counts[: transport.rank])
+                    write(transport, value[low : low + counts[transport.rank]], exchange.received())
+                    transport.all_gather(value, counts)
+                    spread.append((transport.sent(), exchange, value))
+                if spread and turn >= 2 * transport.ahead:
+                    sent, exchange, value = spread.popleft()
+                    transport.arrive(sent)
+                    assert_same(read(transport, value), exchange.sum)
+        assert not sums
+        assert not spread
 
     def test_allocated_memory(self, transport: Transport) -> None:
         blocks: list[Array] = []

@@ -56,7 +56,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     # hierarchical adds up each host first, so the bits of a sum would depend on the grouping of ranks.
     if config.deterministic:
         return "mpi", f"{where}, with an order of addition that does not depend on hosts"
-    return ("mpi" if hosts == group.size else "hierarchical"), where
+    return "hierarchical", where
 
 
 def open_transport(

@@ -5,11 +5,17 @@ Each of them, as a *carrier*, adds up its host's contributions to some of the el
 to the owners there. An owner receives one array from each other host. Values return the same ways, straight from the
 shared memory of one host into that of another. So each element crosses the network once for every host that needs it,
 however many ranks a host has. :mod:`mpikv.transports.routes` computes who sends which elements.
+
+Inside of :meth:`HierarchicalTransport.apart` an exchange returns while its messages between hosts are in flight. So
+the network works while a rank packs, adds and updates other messages, and a delay is paid once. Two ranks start the
+messages of one kind between them in the same order, and MPI matches them in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,8 +33,10 @@ from .requests import Requests
 from .routes import routes_of
 from .shm import ShmTransport
 
-# The tag of messages between hosts.
-_TAG = 2
+# The tags of sums and of values between hosts.
+_SUM, _VALUES = 2, 3
+# Messages in flight. More would hide longer delays, and take as much more memory on each rank.
+_AHEAD = 4
 # The same messages come again and again, and a look-up is faster than dividing them again.
 _MOST_PREPARED = 4096
 
@@ -51,11 +59,21 @@ class _Sum(NamedTuple):
     terms: tuple[Array, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """Messages of an exchange that may be in flight."""
+
+    requests: list[Any]
+    brings_values: bool
+    """Whether the ranks of the host wait for each other's messages, too."""
+
+
 class HierarchicalTransport:
-    """The transport of several ranks on each of several hosts."""
+    """The transport of ranks on several hosts."""
 
     name = "hierarchical"
     single_copy = False
+    ahead = _AHEAD
 
     def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
         """Collective. ``limit`` is in bytes."""
@@ -67,12 +85,16 @@ class HierarchicalTransport:
         self._requests = Requests(group, waiting)
         # For exchanges without sums, and for arrays of this rank alone: both gain nothing from hosts.
         self._flat = MpiTransport(group, limit, waiting)
-        # A prepared sum stores the addresses of all ranks' messages. So they must lie in the staging halves: no message
-        # is "large", none is read in place.
-        self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1)
+        # A prepared sum stores the addresses of all ranks' messages. So they must lie in the staging slots: no message
+        # is "large", none is read in place. A slot is used again when its sum has arrived on every rank of the host: a
+        # rank that fills it has met them after their updates of all messages but the last ``ahead``, and one more.
+        slots = _AHEAD + 2
+        self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1, slots=slots)
         # Sums of half precision are twice as wide. Unwritten pages take no memory.
-        self._outgoing = zeros(2 * limit)
-        self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]
+        self._outgoing = [zeros(2 * limit) for _ in range(slots)]
+        self._incoming = [[zeros(2 * limit) for _ in group.ranks_of_hosts[1:]] for _ in range(slots)]
+        self._is_apart, self._flying = False, dict[int, _Flight]()
+        self._last: _Flight | None = None
         self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._routes_of = lru_cache(_MOST_PREPARED)(partial(routes_of, self.rank, group.ranks_of_hosts))
         self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
@@ -90,7 +112,9 @@ class HierarchicalTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        memory = allocate_collectively(self._group, self._flat.agree, self._group.allocate, nbytes)
+        # A rank that is alone on its host shares its memory with nobody, and /dev/shm may be small.
+        make = self._group.allocate if self.sharing_size > 1 else partial(zeros, huge_pages=True)
+        memory = allocate_collectively(self._group, self._flat.agree, make, nbytes)[:]
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory
@@ -109,14 +133,59 @@ class HierarchicalTransport:
         # An exchange, no sum: each rank of the host sees the others' whole contributions, and adds its part.
         rows = self._inner.allreduce(send, recv)
         work = self._sums.get(key) or self._prepare(key, rows)
-        with self._group.translated("reduce_scatter"), self._requests.completed() as started:
+        with self._messages("reduce_scatter") as started:
             # Receives first: a message that arrives before its receive is posted takes another copy inside of MPI.
             for memory, carrier in work.receives:
-                started.append(self._comm.Irecv(memory, carrier, _TAG))
+                started.append(self._comm.Irecv(memory, carrier, _SUM))
             for part in work.parts:
-                add(rows, part.low, part.high, part.total)
-                started.append(self._comm.Isend(part.total, part.owner, _TAG))
+                if len(rows) > 1:
+                    add(rows, part.low, part.high, part.total)
+                started.append(self._comm.Isend(part.total.view(np.uint8), part.owner, _SUM))
         return work.terms
+
+    # --- Messages in flight
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """See :class:`~mpikv.protocols.Transfers`. Collective."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+            # Some are left only after an error.
+            for flight in self._flying.values():
+                self._requests.abandon(flight.requests)
+            self._flying.clear()
+
+    def sent(self) -> _Flight | None:
+        flight, self._last = self._last, None
+        return flight
+
+    def arrive(self, sent: _Flight | None) -> None:
+        """See :class:`~mpikv.protocols.Transfers`. Collective."""
+        if sent is not None:
+            self._requests.complete(*sent.requests)
+            self._flying.pop(id(sent), None)
+            if sent.brings_values:
+                self._inner.fence()
+
+    def note_read(self) -> None:
+        pass  # the caller waits for the whole call
+
+    @contextmanager
+    def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
+        """Yield a list for the messages that a block starts, and wait for them if not :meth:`apart`. Collective."""
+        with self._group.translated(name):
+            with self._requests.started() as started:
+                yield started
+            self._last = flight = _Flight(started, brings_values)
+            if self._is_apart:
+                self._flying[id(flight)] = flight
+            else:
+                self.arrive(self.sent())
+
+    # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
@@ -127,8 +196,7 @@ class HierarchicalTransport:
         if not self._is_shared(buffer):
             self._flat.all_gather(buffer, counts)
             return
-        self._spread("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts))
-        self._inner.fence()
+        self._spread("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts), ends=True)
 
     def broadcast(self, buffer: Array, root: int) -> None:
         if not self._is_shared(buffer):
@@ -137,9 +205,8 @@ class HierarchicalTransport:
         # In messages of the limit, as MPI allocates memory of its own for longer ones.
         whole = buffer.view(np.uint8)
         for begin in range(0, whole.size, self.limit):
-            part = whole[begin : begin + self.limit]
-            self._spread("broadcast", part, 1, self._all_at(root, part.size))
-        self._inner.fence()
+            part, ends = whole[begin : begin + self.limit], begin + self.limit >= whole.size
+            self._spread("broadcast", part, 1, self._all_at(root, part.size), ends)
 
     def fence(self, send_ready: bool = False) -> None:
         self._inner.fence(send_ready)
@@ -155,7 +222,7 @@ class HierarchicalTransport:
         self._allocated.clear()
         self._inner.close()
         self._flat.close()
-        self._comm, self._outgoing, self._incoming = None, zeros(0), []
+        self._comm, self._outgoing, self._incoming = None, [], []
 
     def _is_shared(self, buffer: Array) -> bool:
         # By identity, as all views of an allocation have it as their base.
@@ -169,32 +236,38 @@ class HierarchicalTransport:
         # All at once: the order of use would cost every sum, and a full table is rare.
         if len(self._sums) >= _MOST_PREPARED:
             self._sums.clear()
-        _, counts, dtype = key
+        slot, counts, dtype = key
         wide, routes = accumulator(dtype), self._routes_of(counts)
         begin, count = sum(counts[: self.rank]), counts[self.rank]
-        outgoing, parts, used = self._outgoing.view(wide), [], 0
+        outgoing, parts, used = self._outgoing[slot].view(wide), [], 0
         for route in routes.as_carrier:
-            total = outgoing[used : used + route.high - route.low]
+            # A rank that is alone on its host has nothing to add up.
+            total = outgoing[used : used + route.high - route.low] if len(rows) > 1 else rows[0][route.low : route.high]
             parts.append(_Part(route.low, route.high, total, route.owner))
             used += total.size
         # One array for each other host: its carriers fill disjoint parts of it.
-        incoming = [memory[: count * wide.itemsize].view(wide) for memory in self._incoming]
         others = [host for host in self._group.ranks_of_hosts if self.rank not in host]
+        kinds = [wide if len(host) > 1 else dtype for host in others]
+        pairs = zip(self._incoming[slot], kinds, strict=True)
+        incoming = [memory[: count * kind.itemsize].view(kind) for memory, kind in pairs]
         sources = {rank: array for host, array in zip(others, incoming, strict=True) for rank in host}
         receives = tuple(
-            (sources[route.carrier][route.low - begin : route.high - begin], route.carrier) for route in routes.as_owner
+            (sources[route.carrier][route.low - begin : route.high - begin].view(np.uint8), route.carrier)
+            for route in routes.as_owner
         )
         own = tuple(row[begin : begin + count] for row in rows)
         work = self._sums[key] = _Sum(receives, tuple(parts), (*own, *incoming))
         return work
 
-    def _spread(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...]) -> None:
-        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective."""
+    def _spread(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...], ends: bool) -> None:
+        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective. ``ends``: the
+        ranks of the host then wait for each other.
+        """
         routes = self._routes_of(counts)
-        with self._group.translated(name), self._requests.completed() as started:
+        with self._messages(name, brings_values=ends) as started:
             for route in routes.as_carrier:
                 memory = whole[route.low * itemsize : route.high * itemsize]
-                started.append(self._comm.Irecv(memory, route.owner, _TAG))
+                started.append(self._comm.Irecv(memory, route.owner, _VALUES))
             for route in routes.as_owner:
                 memory = whole[route.low * itemsize : route.high * itemsize]
-                started.append(self._comm.Isend(memory, route.carrier, _TAG))
+                started.append(self._comm.Isend(memory, route.carrier, _VALUES))

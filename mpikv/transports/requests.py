@@ -105,23 +105,25 @@ class Requests:
             # An operation that others have left may never complete: the looks end the wait.
             self._until(OfMessages(_looking(test, partial(self._look, tuple), every)), tuple)
         except BaseException:
-            _abandoned.extend(requests)
+            self.abandon(requests)
             raise
 
     @contextmanager
-    def completed(self) -> Iterator[list[Any]]:
-        """Yield a list for the operations that a block starts, and wait for them at its end. Raises as
-        :meth:`until`.
-        """
+    def started(self) -> Iterator[list[Any]]:
+        """Yield a list for the operations that a block starts; they may go on after it."""
         started: list[Any] = []
         try:
             yield started
         except BaseException:
             # They may have sent something already: the other ranks must not wait for the rest.
-            _abandoned.extend(started)
+            self.abandon(started)
             self._give_up()
             raise
-        self.complete(*started)
+
+    @staticmethod
+    def abandon(requests: Sequence[Any]) -> None:
+        """Keep the memory of operations that nobody waits for any more. Local."""
+        _abandoned.extend(requests)
 
     def _give_up(self) -> None:
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.

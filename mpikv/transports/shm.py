@@ -67,9 +67,10 @@ class ShmTransport:
         single_copy: bool = True,
         large: int = LARGE,
         *,
+        slots: int = 2,
         memory: Memory = HOST,
     ) -> None:
-        """Collective. ``limit`` is in bytes.
+        """Collective. ``limit`` is in bytes. There are 2 ``slots``, halves; more if messages are staged for longer.
 
         From ``large`` bytes on, a rank reads its own part of a private message in place. With ``single_copy`` other
         ranks may do so too.
@@ -86,9 +87,9 @@ class ShmTransport:
         # Where ranks share cores, a rank that spins keeps the awaited one from running.
         self._spins = _SPINS if self.size <= group.host_cores else 0
         # Not zeroed: sums write before they read, and pages that are never used take no memory.
-        staging = group.allocate(2 * self.size * limit, zeroed=False)
+        staging = group.allocate(slots * self.size * limit, zeroed=False)
         self._large = large
-        self._halves: Any = staging.reshape(2, self.size, limit)
+        self._halves: Any = staging.reshape(slots, self.size, limit)
         self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.slot = 0
         self._send_ready = False
@@ -260,7 +261,7 @@ class ShmTransport:
             self._send_ready = False
         else:
             self._arrive()
-        half, self.slot = self.slot, 1 - self.slot
+        half, self.slot = self.slot, (self.slot + 1) % len(self.send_buffers)
         return half
 
     def _view(self, key: _Key, low: int, high: int) -> tuple[Array, ...]:

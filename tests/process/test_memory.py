@@ -92,7 +92,7 @@ def lengths(count):
 def test_sums_of_many_names_and_lengths(comm, transport):
     """Memory is for messages, and none for a name."""
     with mpikv.create("horovod", comm=comm, transport=transport, timeout=15) as store:
-        store.pushpull("g", np.ones(MIB, np.float32))
+        store.pushpull("g", np.ones(2 * MIB, np.float32))  # touches each slot of messages
         growth = Growth()
         for number, length in enumerate(lengths(12)):
             gradient = np.ones(length, np.float32)

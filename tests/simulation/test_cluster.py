@@ -31,7 +31,7 @@ def test_results_come_in_rank_order(size: int, hosts: int) -> None:
     assert cluster(size, hosts=hosts).run(program) == [(rank, size, squares) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("hosts", "transport"), [(1, "shm"), (2, "hierarchical"), (4, "mpi")])
+@pytest.mark.parametrize(("hosts", "transport"), [(1, "shm"), (2, "hierarchical"), (4, "hierarchical")])
 def test_hosts_choose_the_transport(hosts: int, transport: str) -> None:
     def program(comm: Any) -> tuple[str, int]:
         with mpikv.create(comm=comm) as kv:

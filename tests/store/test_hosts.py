@@ -108,7 +108,7 @@ def test_ranks_of_different_opinions(comm, monkeypatch):
 @SEVERAL
 def test_the_choice_on_several_hosts(comm, ranks, simulate_ranks_per_host):
     group = ProcessGroup(comm, simulate_ranks_per_host)
-    many = {2: ("mpi", "ranks on 2 hosts")}.get(ranks, ("hierarchical", "ranks on 2 hosts"))
+    many = "hierarchical", "ranks on 2 hosts"
     assert choose(group, Config()) == many
     assert choose(group, Config(transport="mpi")) == ("mpi", "asked for")
     assert choose(group, Config(transport="hierarchical")) == ("hierarchical", "asked for")
@@ -143,7 +143,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_h
 def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
     process_group.warn_once.cache_clear()
     with mpikv.create(comm=Dealt(comm)) as kv:
-        assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hierarchical", comm.rank // 2)
+        assert (kv.transport, kv.local_rank) == ("hierarchical", comm.rank // 2)
     with mpikv.create(comm=Dealt(comm)):
         pass
     said = [record.getMessage() for record in caplog.records]

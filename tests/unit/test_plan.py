@@ -219,6 +219,20 @@ def test_every_message_is_reduced_and_later_updated(count, ahead):
         assert in_flight == min(ahead, reduced) if reduced < count else 0 <= in_flight <= ahead
 
 
+@pytest.mark.parametrize(("placement", "ahead"), [(Sharded, 3), (Replicated, 0)])
+def test_a_transport_with_messages_in_flight_gets_them_ahead_of_the_first_update(placement, ahead):
+    """But for sums at every rank, which MPI makes."""
+
+    class Flying(Seat):
+        ahead = 3
+        apart = sent = arrive = note_read = LocalTransport.close
+
+    seat = Flying(0, 2)
+    plan = plan_of(entries([("w", (10 * LIMIT,), FLOAT)], seat), seat, placement)
+    assert [ready is None for _, ready in plan.schedule] == ahead * [True] + len(plan.buckets) * [False]
+    assert plan.overlaps is (ahead > 0)
+
+
 def test_digests():
     assert digest("a") == digest("a") != digest("b")
     assert min(digest(str(number)) for number in range(1000)) >= 0

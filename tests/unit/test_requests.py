@@ -77,8 +77,6 @@ def unfinished(monkeypatch):
 def test_nothing_is_left_of_what_is_complete(comm, unfinished, polls):
     given = [Request(number) for number in polls]
     Requests(Group(comm), Waiting(30)).complete(*given)
-    with Requests(Group(comm), Waiting(30)).completed() as started:
-        started += given
     assert all(request.polls <= 0 for request in given)
     assert (unfinished, comm.told) == ([], [])
 
@@ -114,7 +112,7 @@ def test_what_was_started_before_an_error_is_kept(comm, unfinished):
     request = Request(1)
 
     def interrupted():
-        with Requests(Group(comm), Waiting(30)).completed() as started:
+        with Requests(Group(comm), Waiting(30)).started() as started:
             started.append(request)
             raise KeyboardInterrupt
 
