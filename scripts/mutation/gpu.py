@@ -3,6 +3,7 @@
 An entry has its kind and its name; its path in the folder ``mpikv``; what is there once, ``before``, and what it
 becomes, ``after``; the test that has to fail, in ``tests/gpu/stand_ins``, as pytest is told, with the numbers of ranks
 where it takes several; and the ``library`` whose environment the test needs, ``cuda`` where NVRTC is to find the fault.
+It is ``emulated`` where the test is in ``tests/gpu/real`` and runs on the emulated GPU.
 Whoever changes a line that a fault is planted in changes it there as well.
 """
 
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from .trees import ROOT, Outcome, Tree, in_trees, python_of
 
-FOLDER = "tests/gpu/stand_ins"
+FOLDER, REAL = "tests/gpu/stand_ins", "tests/gpu/real"
+BUILT = ROOT / "build" / "emulated-cuda"
 PAGE = ROOT / "docs" / "reference" / "gpu-faults.md"
 LIMIT = 600.0
 """Seconds for a test, on a busy machine."""
@@ -32,6 +34,10 @@ class Fault:
     after: str
     test: str
     library: str = "mpich"
+
+    @property
+    def folder(self) -> str:
+        return REAL if self.library == "emulated" else FOLDER
 
     @property
     def title(self) -> str:
@@ -85,14 +91,17 @@ def plant(texts: Sequence[str], jobs: int) -> int:
 
 def attempt(tree: Tree, test: str, library: str) -> Outcome:
     """Return how a session with a test ends."""
-    names = [word if word.startswith("-") else f"{FOLDER}/{word}" for word in test.split()]
-    return tree.run(python_of(library), ["-x", "--tb=short", *names], LIMIT, {})
+    emulated = library == "emulated"
+    names = [word if word.startswith("-") else f"{REAL if emulated else FOLDER}/{word}" for word in test.split()]
+    beneath = [str(python_of("cuda")), "tests/support/cuda"] if emulated else []
+    python, more = python_of("cuda" if emulated else library), {"EMULATED_CUDA_BUILT": str(BUILT)} if emulated else {}
+    return tree.run(python, ["-x", "--tb=short", *names], LIMIT, more, beneath)
 
 
 def table(found: Mapping[str, str]) -> str:
     text = "| fault | in | found by |\n|---|---|---|\n"
     for fault in FAULTS:
-        by = found[fault.title].removeprefix(f"{FOLDER}/").partition("[")[0]
-        where = ", NVRTC" if fault.library == "cuda" else ""
+        by = found[fault.title].removeprefix(f"{FOLDER}/").removeprefix("tests/gpu/").partition("[")[0]
+        where = {"cuda": ", NVRTC", "emulated": ", emulated"}.get(fault.library, "")
         text += f"| {fault.title} | `{fault.path}` | `{by}`{where} |\n"
     return text

@@ -54,11 +54,15 @@ class Tree:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
 
-    def run(self, python: Path, arguments: Sequence[str], limit: float, more: Mapping[str, str]) -> Outcome:
-        """Run pytest in the copy; a session that takes longer than the limit, in seconds, fails."""
+    def run(
+        self, python: Path, arguments: Sequence[str], limit: float, more: Mapping[str, str], beneath: Sequence[str] = ()
+    ) -> Outcome:
+        """Run pytest in the copy, by the command ``beneath`` if there is one; a session that takes longer than the
+        limit, in seconds, fails.
+        """
         paths = [str(self.folder), *filter(None, [more.get("PYTHONPATH")])]
         environment = os.environ | dict(more) | {"PYTHONPATH": ":".join(paths), "TMPDIR": str(self.temporary)}
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        command = [*beneath, str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         log = self.temporary.with_name("log")
         with log.open("w") as file:
             process = subprocess.Popen(

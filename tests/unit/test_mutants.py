@@ -45,7 +45,7 @@ def test_a_listed_fault_changes_its_file_and_names_a_test_that_is_there(mutation
         with pytest.raises(LookupError, match="has not once"):
             fault.applied(b"another text")
         file, first, *names = fault.test.split()[0].partition("[")[0].split("::")
-        text = (ROOT / mutation.gpu.FOLDER / file).read_text()
+        text = (ROOT / fault.folder / file).read_text()
         # The promises of a seam are tested by a class of mpikv.testing.
         assert f"def {[first, *names][-1]}(" in text or f"class {first}(" in text, fault.test
 

@@ -5,36 +5,28 @@ of CuPy's that is used is one, and the order of things, on a CuPy that copies in
 from __future__ import annotations
 
 import ctypes
-import gc
 import re
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mpikv import codecs, optimizers
 from mpikv.cli.gpus import survey
 from mpikv.cli.info import _gpu_rows
 from mpikv.cli.nccl_faults import faults_of
 from mpikv.cluster.environment import Launch
-from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of
-from mpikv.compute.cuda.loading import _by_address
+from mpikv.compute.cuda.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of
 from mpikv.compute.cuda.sharing import sharing
-from mpikv.errors import TransportError, TransportUnavailable, Unsupported
+from mpikv.errors import TransportUnavailable, Unsupported
 from mpikv.memory.stream_order import _PER_THREAD
-from mpikv.optimizers.updaters import Assign
 
 ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -285,55 +277,6 @@ def staging(late: Late, piece: int = 8, pieces: int = 2) -> Staging:
     return Staging([np.zeros(piece, np.uint8) for _ in range(pieces)], late.move, late.now)
 
 
-SIZES = st.lists(st.integers(0, 50), max_size=6)
-
-
-@given(SIZES, st.integers(1, 3))
-def test_uploads_arrive_whole_though_their_arrays_change(sizes, pieces):
-    late, targets, expected = Late(), [], []
-    stage = staging(late, pieces=pieces)
-    for number, size in enumerate(sizes):
-        array = np.random.default_rng(number).integers(0, 256, size, np.uint8)
-        expected.append(array.copy())
-        targets.append(np.zeros(size, np.uint8))
-        stage.upload(array, targets[-1].ctypes.data)
-        array[...] = 0
-    late.run(len(late.queue))
-    assert all((a == b).all() for a, b in zip(targets, expected, strict=True))
-
-
-@given(SIZES, st.integers(1, 3))
-def test_downloads_are_whole_when_they_return(sizes, pieces):
-    late = Late()
-    stage = staging(late, pieces=pieces)
-    for number, size in enumerate(sizes):
-        source, target = np.random.default_rng(number).integers(0, 256, (2, size), np.uint8)
-        stage.download(source.ctypes.data, target)
-        assert (source == target).all()
-        other = source.copy()
-        stage.upload(other, source.ctypes.data)  # both ways share the pieces
-        other[...] = 0
-
-
-@pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_pinned_memory_outlives_the_copies_from_it(in_a_cycle):
-    """CuPy would give it to somebody else, who fills it: as where the thread has ended that copied."""
-    late, source, target = Late(), np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
-    stage = staging(late)
-    pieces = [weakref.ref(piece) for piece, _ in stage._pieces]
-    stage.upload(source, target.ctypes.data)
-    if in_a_cycle:
-        stage.itself = stage
-    del stage
-    gc.collect()
-    staging(late)
-    assert all(piece() is not None for piece in pieces)
-    late.run(len(late.queue))
-    assert (target == source).all()
-    staging(late)
-    assert all(piece() is None for piece in pieces)
-
-
 def test_threads_take_turns():
     """A thread that comes while another waits for a piece does not take it."""
     late, others = Late(), []
@@ -396,7 +339,6 @@ class Standin:
         self.cuda = SimpleNamespace(
             Device=lambda ordinal: StandinDevice(self, ordinal),
             Event=lambda disable_timing=False: self.note("event", StandinEvent(self, not disable_timing)),
-            get_elapsed_time=lambda first, last: self.note("elapsed", last.milliseconds - first.milliseconds),
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
             get_current_stream=lambda ordinal=0: self.streams[-1],
             alloc_pinned_memory=bytearray,
@@ -510,113 +452,6 @@ def gpu(cupy: Standin) -> Iterator[CupyGpu]:
     assert len(cupy.streams) == 1
 
 
-def test_names_of_a_gpu(gpu):
-    assert (gpu.name, gpu.uuid) == ("cuda:1", "0102030405060708090a0b0c0d0e0f10 0000:01:00.0")
-
-
-def test_everything_is_done_on_its_gpu(gpu, cupy):
-    stream = gpu.stream()
-    assert cupy.notes == [("stream", 1)]
-    with stream, stream:
-        assert gpu.current().handle == stream.handle
-        assert gpu.address(gpu.zeros(8)) > 0
-        gpu.empty((2, 3), np.dtype("f4"))
-    caller = gpu.current()
-    assert caller.handle != stream.handle
-    stream.wait(caller.record())
-    stream.synchronize()
-    assert cupy.notes[1:] == [(what, 1) for what in ("zeros", "empty", "event", "record", "wait", "synchronize")]
-
-
-def test_kernels_are_launched_on_its_gpu(gpu, cupy, monkeypatch):
-    noted = []
-    for module, name in [("copies", "copy"), *(("cuda_rows", verb) for verb in ("prepare", "take", "put", "add"))]:
-        what = f"mpikv.compute.cuda.gpu.{module}.{name}"
-        monkeypatch.setattr(what, lambda *given, name=name: noted.append((name, given, cupy.present)))
-    gpu.copy("targets", "sources")
-    gpu.prepare_rows(np.dtype("f2"))
-    gpu.take_rows("table", "ids", "out")
-    gpu.put_rows("table", "ids", None)
-    gpu.add_rows("table", "ids", "rows")
-    assert noted == [
-        ("copy", ("targets", "sources"), 1),
-        ("prepare", (np.dtype("f2"), np.dtype("f4")), 1),
-        ("take", ("table", "ids", "out"), 1),
-        ("put", ("table", "ids", None), 1),
-        ("add", ("table", "ids", "rows"), 1),
-    ]
-
-
-def test_kernels_are_compiled_for_its_gpu(gpu, cupy, monkeypatch):
-    """When they are prepared, though the thread's present GPU is another one. Each GPU has its own."""
-    noted = []
-
-    def kernel(name: str, expression: str, rule: str = "") -> Callable[..., None]:
-        noted.append((expression.partition("<")[0], cupy.present))
-        return lambda *launch: None
-
-    for module in ("codes", "copies", "kernels", "layerwise", "steps"):
-        monkeypatch.setattr(f"mpikv.compute.cuda.{module}.kernel", kernel)
-    kernels, single = gpu.kernels(), np.dtype("f4")
-    for updater in (optimizers.SGD(), optimizers.LARS(), Assign()):
-        kernels.prepare(updater, single, False)
-    kernels.table(optimizers.SGD(), gpu, 1, [single])
-    codec = kernels.codec(codecs.create("2bit"))
-    expected = ["update"] * 2 + ["norms", "rates", "descent"] + ["copy_bytes"]
-    expected += ["write_numbers", "update", "update", "encode", "decode_add"]
-    assert noted == [(name, 1) for name in expected]
-    array = SimpleNamespace(size=8, data=SimpleNamespace(ptr=0))
-    with gpu.stream():
-        codec.encode(array, array)
-        codec.decode_add(array, array)
-    assert noted[len(expected) :] == [("encode", 1), ("decode_add", 1)]
-
-
-def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):
-    assert gpu.stream().beneath.options == {"non_blocking": True, "priority": -100}
-
-
-def test_hosts_arrays_come_and_go(gpu, replace):
-    replace("_PIECE", 64)
-    for array in (np.arange(1000.0), np.arange(12).reshape(3, 4)[:, ::2], np.float32(3)[...], np.empty((0, 3))):
-        here = gpu.upload(array)
-        assert gpu.owns(here)
-        assert (here.shape, here.dtype) == (array.shape, array.dtype)
-        out = np.zeros((*array.shape, 2), array.dtype)[..., 0]  # not contiguous
-        gpu.download(here, out)
-        assert (out == array).all()
-
-
-def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
-    monkeypatch.setattr(
-        "mpikv.compute.cuda.gpu.copies.copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host)
-    )
-    for filled in (np.zeros((3, 4)), np.zeros((3, 8))[:, ::2], np.zeros((0, 2))):
-        array, out = np.random.default_rng(1).random(filled.shape), StandinArray(filled, 1)
-        assert gpu.upload(array, out) is out
-        assert (filled == array).all()
-
-
-def test_norms_of_arrays(gpu, replace):
-    """What the kernels leave for each cell is put together: of three arrays that have two, none and one."""
-    pieces = [
-        [[0.5, 0], [0.5, 0], [0, 0], [0.5, 0]],
-        [[0, 1], [2.5, 0], [0, 0], [0, 2]],
-        [[4, 0], [0, 0], [0, 0], [0, 0]],
-    ]
-    sums = StandinArray(np.array(pieces).reshape(-1), 1)
-    given = []
-
-    def measure(arrays, dtypes):
-        given.extend(zip(arrays, dtypes, strict=True))
-        return sums, [2, 0, 1]
-
-    replace("norms.measure", measure)
-    arrays = [StandinArray(np.zeros(size), 1) for size in (70000, 0, 3)]
-    assert gpu.measure(arrays, ["f2", "f4", "f8"]) == [(4.0, False), (0.0, True), (4.0, True)]
-    assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
-
-
 def test_the_gpu_of_an_array(imported, replace):
     replace("_known", SimpleNamespace(gpus={}))
     array = StandinArray(np.arange(3.0), 1)
@@ -653,34 +488,6 @@ def test_an_array_of_a_gpu_that_cannot_be_used(imported, replace):
     for _ in range(2):
         with pytest.raises(TransportUnavailable, match="the array is on cuda:1, which cannot be used here: status"):
             gpu_of(StandinArray(np.arange(3.0), 1))
-
-
-def test_each_thread_copies_by_itself(imported):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(gpu_of(StandinArray(np.zeros(1), 0)))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] is not found[1]
-
-
-def test_arrays_are_looked_at_on_their_gpu(gpu, cupy, replace):
-    """All flags come back by one copy."""
-    seen = []
-
-    def look(arrays: list[object], flags: StandinArray, bound: float) -> None:
-        seen.append((arrays, flags.host.tolist(), bound, cupy.present))
-        flags.host[1] = 1
-
-    replace("copies.exceeding", look)
-    arrays = [object() for _ in range(3)]
-    flags = gpu.zeros(3)
-    assert gpu.exceeding(arrays, 7.0, flags) == [False, True, False]
-    assert seen == [(arrays, [0, 0, 0], 7.0, 1)]
-    cupy.status = 700
-    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'exceeding'"):
-        gpu.exceeding(arrays, 7.0, flags)
 
 
 def test_arrays_of_others(gpu, cupy):
@@ -804,89 +611,11 @@ def test_memory_of_a_tensor_goes_with_it(gpu, torch):
     assert list(gpu._tensors) == [id(other)]
 
 
-def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cupy):
-    """Each goes back to its own GPU, in whatever order they leave."""
-    found, entered, left = [], threading.Event(), threading.Event()
-    stream = gpu.stream()
-    stream.beneath = nullcontext()
-
-    def enter() -> None:
-        with stream:
-            entered.set()
-            assert left.wait(20)
-            found.append(list(stream._entered.others))
-
-    with stream:
-        (own,) = stream._entered.others
-        thread = threading.Thread(target=enter)
-        thread.start()
-        assert entered.wait(20)
-        assert stream._entered.others == [own]
-    left.set()
-    thread.join(20)
-    assert len(found[0]) == 1
-    assert found[0] != [own]
-    cupy.present = 0  # that thread came from what is one for all threads here
-
-
 @needs_cupy
 def test_the_handle_of_the_default_stream_of_a_thread():
     import cupy
 
     assert cupy.cuda.Stream.ptds.ptr == _PER_THREAD
-
-
-def test_failures_of_cuda(gpu, cupy, monkeypatch, replace):
-    def lacking(count, dtype):
-        raise OutOfMemory(f"Out of memory allocating {count} bytes.")
-
-    stream = gpu.stream()
-    cupy.status = 2
-    with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory .*bucket_bytes"):
-        gpu.zeros(8)
-    with monkeypatch.context() as patch:
-        patch.setattr(cupy, "zeros", lacking)
-        with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory \(Out of memory allocating 8 bytes\); "):
-            gpu.zeros(8)
-    cupy.status = 700
-    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'zeros': status 700"):
-        gpu.zeros(8)
-    with pytest.raises(TransportError, match="what was queued on cuda:1 failed"):
-        stream.synchronize()
-
-    def failing(targets, sources):
-        raise DriverFailure("illegal address")
-
-    replace("copies.copy", failing)
-    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'copy': illegal address"):
-        gpu.copy([], [])
-
-
-def test_a_kernel_that_cannot_be_launched():
-    """CuPy raises what the driver says, which may be of earlier work."""
-
-    def function(grid, block, parameters):
-        raise DriverFailure("illegal address")
-
-    with pytest.raises(TransportError, match="the CUDA kernel cast<a, b> could not be launched: illegal address"):
-        _by_address("cast<a, b>", function, int)((1,), (1,), (np.zeros(1),))
-
-
-def test_no_event_is_recorded_again_that_somebody_holds(gpu):
-    """Whatever the order in which points are let go of, and who holds them."""
-    stream, random = gpu.stream(), np.random.default_rng(5)
-    held: list[Any] = []
-    for _ in range(500):
-        held.append(stream.record())
-        assert len({id(event.beneath) for event in held}) == len(held)
-        assert not {id(event.beneath) for event in held} & {id(spare) for spare in gpu.spare_events}
-        while held and random.random() < 0.5:
-            held.pop(int(random.integers(len(held))))
-    event, beneath = held[-1], held[-1].beneath
-    held.clear()
-    assert all(stream.record().beneath is not beneath for _ in range(100))
-    del event
-    assert any(spare is beneath for spare in gpu.spare_events)
 
 
 def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(gpu, cupy):
@@ -898,20 +627,6 @@ def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(g
     with pytest.raises(AttributeError):
         event.done
     event.beneath = stream.record().beneath  # for its other finalizer
-
-
-def test_no_more_events_are_made_than_are_held_at_once(gpu, cupy):
-    """But those that are timed are their owner's."""
-    with gpu.stream():
-        gpu.mark()
-        gpu.mark()
-    assert len(gpu.spare_events) == 0
-    cupy.notes.clear()
-    for _ in range(3):
-        points = [gpu.stream().record() for _ in range(200)]
-        assert len({id(point.beneath) for point in points}) == 200
-        points.clear()
-    assert [what for what, _ in cupy.notes].count("event") == 200
 
 
 def test_to_order_streams_takes_few_python_calls(gpu, cupy):
@@ -928,58 +643,6 @@ def test_to_order_streams_takes_few_python_calls(gpu, cupy):
     sys.setprofile(None)
     cupy.present = 0
     assert len(passed) <= 7, passed
-
-
-DRIVER = """
-static _Thread_local int present;  /* cuda.h: 0 is CU_STREAM_CAPTURE_MODE_GLOBAL, 1 is ..._THREAD_LOCAL */
-int cuThreadExchangeStreamCaptureMode(int *mode) {
-    int before = present;
-    if (*mode == 2) return 1;
-    present = *mode, *mode = before;
-    return 0;
-}
-"""
-
-
-@pytest.mark.skipif(not which("cc"), reason="there is no C compiler, for a library that stands for the driver")
-def test_the_questions_of_a_thread_that_watches_end_no_capture_of_others(gpu, cupy, replace, tmp_path):
-    library = tmp_path / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True)
-    replace("_DRIVER", str(library))
-    modes = list[int]()
-
-    def watch() -> None:
-        gpu.watch()
-        mode = ctypes.c_int(0)
-        ctypes.CDLL(str(library)).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        modes.append(mode.value)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    thread.join(10)
-    cupy.present = 0
-    assert modes == [1]
-    replace("_THREAD_LOCAL", 2)
-    with pytest.raises(TransportError, match=r"on cuda:1, in 'cuThreadExchangeStreamCaptureMode': status 1$"):
-        gpu.watch()
-    cupy.present = 0
-
-
-@pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
-def test_the_mode_of_a_thread_that_watches_is_cupys():
-    from cupy.cuda import runtime
-
-    assert runtime.streamCaptureModeThreadLocal == _THREAD_LOCAL
-
-
-def test_an_event_is_there_or_not_yet_or_failed(gpu, cupy):
-    event = gpu.stream().record()
-    assert event.done is True
-    cupy.queried = 600
-    assert event.done is False
-    cupy.queried = 700
-    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
-        event.done
 
 
 @needs_cupy
@@ -1040,18 +703,3 @@ def test_the_example_says_what_is_missing(tmp_path, writable):
     assert (done.returncode, done.stdout) == (1, "")
     why = "no GPU can be used here" if writable else "CUPY_CACHE_DIR"
     assert re.fullmatch(rf"train_digits\.py: create: .*(need the package CuPy|{why}).*\n", done.stderr)
-
-
-def test_marks_know_the_time_between_them(gpu, cupy):
-    with gpu.stream():
-        first, last = gpu.mark(), gpu.mark()
-    assert first.beneath.timing
-    assert last.beneath.timing
-    first.beneath.milliseconds, last.beneath.milliseconds = 1.5, 4.0
-    assert first.seconds_to(last) == 0.0025
-    assert cupy.notes[1:] == [(what, 1) for what in ("event", "record") * 2 + ("elapsed",)]
-    cupy.status = 700
-    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
-        first.seconds_to(last)
-    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'mark'"):
-        gpu.mark()
