@@ -35,8 +35,7 @@ def find_state(name: str, kept: Any) -> ObjectState:
     [3]
     """
     if hasattr(kept, "object_state"):
-        found: ObjectState = kept.object_state()
-        return found
+        return ObjectState(*kept.object_state())
     if isinstance(kept, tuple) and len(kept) == 2 and all(map(callable, kept)):
         return ObjectState(*kept)
     if isinstance(kept, np.random.Generator):

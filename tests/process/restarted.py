@@ -65,7 +65,10 @@ def main() -> None:
     kv.set_gradient_compression(codec if optimizer != "lamb" else None)
     rng, made = np.random.default_rng(kv.rank), []
     kv.keep(rng=rng, made=made)
-    for step in kv.steps(STEPS, fill=params):
+    steps = kv.steps(STEPS, fill=params)
+    if kv.rank == 0 and kv.restored is not None:
+        print("begin", kv.restored.attempt, kv.restored.step, file=sys.stderr, flush=True)
+    for step in steps:
         if step == raises:
             raise RuntimeError("planted")
         time.sleep(0.004)
