@@ -50,9 +50,11 @@ class Book:
         """Begin with what earlier commands have written there.
 
         Raises:
-            OSError: the folder cannot be made, read or written to.
+            OSError: the folder cannot be made, read or written to, or is for real GPUs, and this is none.
             ValueError: a file of that name is no record.
         """
+        if "emulated" in machine and folder.resolve() == ROOT / "docs" / "gpu":
+            raise PermissionError(f"it is for GPUs, and this is an {machine}; pass another folder")
         self.machine, self._code = machine, code
         name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)

@@ -204,6 +204,11 @@ def book(check, tmp_path):
     return lambda code="12345678": check.Book(tmp_path, "NVIDIA H200", code)
 
 
+def test_an_emulated_gpu_has_no_record_among_those_of_gpus(check):
+    with pytest.raises(PermissionError, match="2 emulated GPU; pass another folder"):
+        check.Book(check.ROOT / "docs/gpu", "2 emulated GPU", "12345678")
+
+
 def test_the_page_and_the_numbers(check, book, tmp_path):
     records = {
         "versions": {"status": "ok", "seconds": 1.0, "numbers": {"gpus": ["NVIDIA H200"], "memory_GB": 150.1}},
