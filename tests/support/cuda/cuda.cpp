@@ -56,7 +56,7 @@ struct Launch {
     const char* given;
 };
 
-constexpr size_t MEMORY = 4ull << 30;
+constexpr size_t MEMORY = 16ull << 30;  // of which ranks that share a GPU take a fifth each
 std::map<uintptr_t, Allocation> memory;
 size_t taken[16];
 thread_local int current = 0;
