@@ -428,12 +428,17 @@ def test_a_trainer_is_refused(staleness, on_store):
 @SEVERAL
 def test_memory_is_given_back():
     """Also that which ranks share, which stays as long as anything of the store looks at it."""
+    before = count_promised()
     with create(staleness=0, transport="shm") as kv:
         kv.init(["v", "w"], [np.zeros(1000), np.zeros(300_000)])
         adding(kv)
         kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
         kv.barrier()
-    assert not any(memory() is not None for memory, _ in owned("promised memory"))
+    assert count_promised() <= before  # that of earlier stores, in cycles, may be freed with this
+
+
+def count_promised():
+    return sum(memory() is not None for memory, _ in owned("promised memory"))
 
 
 # --- What goes wrong
