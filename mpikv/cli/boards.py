@@ -36,6 +36,8 @@ __all__ = [
 
 CALLS = "mpikv-calls-"
 """Begins the name of a file with the last calls of a job that ended badly, in the folder of temporary files."""
+# Boards kept open: each keeps memory that its ranks may have given back, as in a program that makes stores in a loop.
+_MOST = 16
 Slots: TypeAlias = "np.ndarray[Any, Any]"
 """A copy of a board: the slots of the ranks of this host."""
 
@@ -56,6 +58,9 @@ class Boards:
                         key = state.st_dev, state.st_ino
                         if key not in self._handles:
                             self._handles[key] = os.open(link.path, os.O_RDONLY | os.O_CLOEXEC)
+        while len(self._handles) > _MOST:
+            closed = (key for key, slots in self.read().items() if slots["closed"].all())
+            os.close(self._handles.pop(next(closed, next(iter(self._handles)))))
 
     def read(self) -> dict[tuple[int, int], Slots]:
         """Return copies of the boards with ranks; boards of other versions of mpikv are left out."""

@@ -100,7 +100,8 @@ def run_job(
             elif early or restarts is None or not end.dies or not restarts.go_on(end.what):
                 break
     if end.calls is not None:
-        tell(f"the last calls of each rank:  mpikv trace {_keep_calls(end.calls)}")
+        with contextlib.suppress(OSError):  # a full disk, which may have ended the job
+            tell(f"the last calls of each rank:  mpikv trace {_keep_calls(end.calls)}")
     return end.status, end.what + end.more + (restarts.end(end.status) if restarts is not None else "")
 
 
@@ -164,7 +165,7 @@ def _run_once(
                 end = _End(status, f"stopped by {signal.Signals(job.received).name}")
             job.failed = end.status != 0
             with contextlib.closing(watch.boards):
-                if job.failed and (boards := watch.boards.read()):
+                if job.failed and job.received is None and (boards := watch.boards.read()):
                     end = end._replace(calls=describe(boards, end.what))
         if not _descendants():
             watch.remove_files(orphans=end.status != 0)

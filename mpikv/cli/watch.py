@@ -32,6 +32,8 @@ PREFIX = "rank."
 """Prefix of a rank's file with its process id and host, written at its start."""
 
 _TICK = 0.05
+# Ticks between two looks for boards.
+_SELDOM = 19
 # Seconds in which a shared file is mapped: first by its maker, a little later by others of the job.
 _FRESH = 0.5
 # Seconds after which a job's ranks have opened its files. Removing a file does not hurt a process that has it open.
@@ -118,11 +120,13 @@ class Watch:
     def _look(self, seconds: float) -> None:
         self._see_deaths(seconds)
         self._meet_ranks()
-        # One rank at a time: most often all ranks have the same boards, which outlive them here.
         self._turn += 1
-        for _, pid in list(self._alive.values())[self._turn % max(len(self._alive), 1) :][:1]:
-            self.boards.look(pid)
-        for pid in self._to_ask():
+        # When files were made, and seldom in between: a rank with many open files would wait for this processor.
+        if (fresh := self._is_fresh()) or self._turn % _SELDOM == 0:
+            # One rank at a time: most often all ranks have the same boards, which outlive them here.
+            for _, pid in list(self._alive.values())[self._turn % max(len(self._alive), 1) :][:1]:
+                self.boards.look(pid)
+        for pid in self._to_ask() if fresh else ():
             self._files |= shared_files(pid)
             # Reading the maps takes a millisecond; in that time a second death may follow the first.
             self._see_deaths(0)
@@ -151,13 +155,16 @@ class Watch:
             self._alive[handle] = rank, int(pid)
             self._poll.register(handle, select.POLLIN)
 
+    def _is_fresh(self) -> bool:
+        """Return whether shared files have been made, or removed, a moment ago."""
+        try:
+            return time.time() - _SHARED.stat().st_mtime < _FRESH
+        except OSError:  # this system has none
+            return False
+
     def _to_ask(self) -> list[int]:
         """Return the ranks that may have made the newest shared files; their maps are readable only while they live."""
-        try:
-            fresh = time.time() - _SHARED.stat().st_mtime < _FRESH
-            unknown = fresh and any(_FILES.match(str(file)) for file in _SHARED.iterdir() if not self._knows(file))
-        except OSError:
-            return []
+        unknown = any(_FILES.match(str(file)) for file in _SHARED.iterdir() if not self._knows(file))
         return [pid for _, pid in self._alive.values()] if unknown else []
 
     def _knows(self, file: Path) -> bool:

@@ -59,7 +59,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
-_NUMBERS = ("call", "pid", "space", "thread", "answers", "over", "rank", "size", "layout")
+_NUMBERS = ("call", "pid", "space", "thread", "answers", "over", "closed", "rank", "size", "layout")
 SLOT = np.dtype(
     [
         *((name, "i8") for name in _NUMBERS),
@@ -194,6 +194,7 @@ class StatusBoard:
         """Replace the shared memory by a copy: a rank that still waits can report it."""
         # A memory view that is still exported would keep the window from being freed.
         views = self.number, self._note
+        self._own["closed"] = 1
         self._look_at(self._slots.copy())
         if self.recorder:
             self.recorder.close()

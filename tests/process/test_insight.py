@@ -13,11 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.launching import why_no_mpi
 
+from mpikv.cli.boards import Boards
 from mpikv.cli.doctor import Finding, examine
 from mpikv.cli.launchers import clean, core_count
+from mpikv.cluster.shared_memory import BOARD, SHARED
+from mpikv.cluster.status_board import LAYOUT, SLOT
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 60.0
@@ -84,15 +88,15 @@ def top(folder: Path) -> Any:
     return {"calls_per_second": 0, "ranks": []}
 
 
-def moving(store: Any) -> Any:
-    return store if store["calls_per_second"] > 0 else None
+def repeating(store: Any) -> Any:
+    """Return a store whose last calls repeat each other: those of its start are forgotten after a while."""
+    return store if store["calls_per_second"] > 0 and store["calls_per_step"] == 2 else None
 
 
 def test_top_shows_the_ranks_of_a_running_job(job: subprocess.Popen[str], tmp_path: Path) -> None:
-    store = until(lambda: moving(top(tmp_path)))
+    store = until(lambda: repeating(top(tmp_path)))
     assert [rank["rank"] for rank in store["ranks"]] == [0, 1, 2]
     assert all(rank["runs"] and rank["call"].startswith("call #") for rank in store["ranks"])
-    assert store["calls_per_step"] == 2
     assert store["steps_per_second"] == store["calls_per_second"] / 2
     assert sum(rank["last"] for rank in store["ranks"]) > 0
     shown = mpikv(tmp_path, "top", "--once", "--delay", "0.2").stdout
@@ -123,6 +127,31 @@ def test_the_last_calls_of_a_killed_rank_are_kept(job: subprocess.Popen[str], tm
     assert (
         f"\n2 of 3 ranks: in call #{at_end[0] + 1} push('w')\nrank 1: after call #{at_end[0]} any_rank" in shown.stdout
     )
+
+
+def test_a_program_that_makes_stores_in_a_loop_keeps_no_boards_open() -> None:
+    """The oldest of those that are closed go first."""
+    boards, opened = Boards(), list[int]()
+    try:
+        for number in range(40):
+            slots = np.zeros(2, SLOT)
+            slots["layout"], slots["pid"], slots["call"], slots["closed"] = LAYOUT, os.getpid(), number, number > 0
+            path = f"{SHARED}/mpikv-{os.getpid()}-{number}{BOARD}"
+            opened.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            os.unlink(path)
+            os.write(opened[-1], slots.tobytes())
+            if number % 8 == 7:
+                boards.look(os.getpid())
+                while number < 39 and len(opened) > 1:
+                    os.close(opened.pop())
+        kept = sorted(int(slots["call"][0]) for slots in boards.read().values())
+        assert len(kept) == 16
+        assert kept[0] == 0, "an open one"
+        assert kept[-1] == 39
+    finally:
+        boards.close()
+        for handle in opened:
+            os.close(handle)
 
 
 def test_a_file_without_calls_is_no_trace(tmp_path: Path) -> None:
