@@ -7,169 +7,158 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 from ..cluster.agreement import Agreement
-from ..cluster.calls import Call, note, text_of_note
+from ..cluster.calls import ANY, Call, note, text_of_note
 from ..cluster.printing import log, print_lines
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import owned
-from ..cluster.shutdown import fail_at_end
+from ..cluster.shutdown import end_job, fail_at_end
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hide_frames, place_here
 from ..cluster.waiting import Waiting
 from ..collectives.communicator import Standing
 from ..config import Config
 from ..engine.plan import digest
-from ..errors import MPIKVError, TransportError, text_of
-from ..transports.requests import AbortableWaiting
-from .facts import Facts
-from .facts import text_of as text_of_fact
-from .tickets import SharedTickets, Tickets
+from ..errors import MPIKVError, RankMismatch, TransportError, text_of
+from ..transports.requests import AbortableWaiting, Requests
+from .facts import Facts, call_of
+from .tickets import MOST_PENDING, SharedTickets, Tickets
 
-# Nonblocking calls that may wait for their comparison, and descriptions of calls that are kept.
-_MOST_PENDING, _MOST_CALLS = 512, 4096
 # Looks at a message before the board says that this rank waits for it.
 _LOOKS = 200
-# Requests that this rank has stopped waiting for. They keep the buffers alive: MPI may still read and write them.
-_abandoned: list[Any] = []
 
 Describe = Callable[[], tuple[str, Sequence[int]]]
 """Returns an operation in words, and the ranks without which it does not end, as far as one knows."""
 
 
-class Operation(NamedTuple):
-    """An operation that the program has to wait for."""
-
-    request: Any
-    describe: Describe
-    place: tuple[str, int, str]
-    """File, line and function of the program."""
-    number: int = 0
-    """That of its comparison; 0 for a message."""
-    call: Call | None = None
-
-    def where(self) -> str:
-        """Return the place for the end of a line."""
-        file, line, function = self.place
-        return f" at {file}:{line} in {function}" if file else ""
-
-
-class Check:
+class Check(Standing):
     """The checks of one communicator on this rank."""
 
     def __init__(self, group: ProcessGroup, config: Config, made_by: str) -> None:
         """Collective. ``made_by`` is the call that made the communicator."""
-        self.group, self.config, self._made_by, self._made_at = group, config, made_by, place_here()
-        self._process = os.getpid()
-        self._board = StatusBoard(group)
-        self._waits = AbortableWaiting(group.find_end, Waiting(config.timeout, config.warn_after, self._board.warn))
-        self._tickets = (SharedTickets if group.one_host else Tickets)(group, self._waits)
+        self.group, self.config = group, config
+        # Of one that the program has made: several may be in use.
+        self._about = "" if made_by in ("Init", "checked") else f" on the communicator of {made_by}{place_here()}"
+        self._process, self._thread = os.getpid(), get_ident()
+        self._board = StatusBoard(group, config.report)
+        waits = _heeding(group, Waiting(config.timeout, config.warn_after, self._board.warn))
+        self._tickets = (SharedTickets if group.one_host else Tickets)(group, waits)
         # An agreement asks for less than a whole transport.
-        self._agreement = Agreement(self._tickets, group, self._board, verifies=True)  # type: ignore[arg-type]
-        self._standing = Standing(self._agreement, group)
+        super().__init__(Agreement(self._tickets, group, self._board, verifies=True), group)  # type: ignore[arg-type]
         self.leave = self._agreement.leave
         """Notes the end of a collective call."""
-        self._calls: dict[tuple[Any, ...], Call] = {}
-        self._pending = deque[Operation]()
-        self._started: list[Operation] = []
-        self._many_started = 64
-        self._agreement.begin(self._call(made_by, ()))
+        self._pending = deque[tuple[int, Call, str]]()
+        # Those that the program has dropped are in _dropped, by what it did not wait for.
+        self._started = WeakValueDictionary[int, Any]()
+        self._dropped = dict[str, None]()
+        self._refused: Call | None = None
+        self._agreement.begin(call_of(made_by, ()))
         owned("checks").append(self)
 
     # --- Collective calls
 
-    def begin(self, verb: str, facts: Facts) -> None:
+    def begin(self, verb: str, facts: Facts | None) -> None:
         """Wait until every rank makes the same call. Collective.
 
         Raises:
             RankMismatch: ranks make different calls.
             Stalled: a rank did not come.
         """
-        self._standing.check_usable()
-        call = self._calls.get((verb, facts)) or self._call(verb, facts)
+        self.check_usable()
+        self._thread, call = get_ident(), call_of(verb, facts)
+        if self._refused:
+            self._resume(self._refused, call)
+            return
+        while self._pending:
+            self._compare_first()
         try:
-            while self._pending:
-                self._compare_first(self._waits)
             self._agreement.begin(call)
         except BaseException as error:
             self._fail(verb, error)
             raise
 
-    def post(self, verb: str, facts: Facts, request: Any, frame: FrameType) -> Operation:
-        """Announce a nonblocking call that MPI has started; it is compared later. Local."""
-        self._standing.check_usable()
-        if len(self._pending) >= _MOST_PENDING:
-            with self._failing(verb):
-                self._compare_first(self._waits)
-        call = self._calls.get((verb, facts)) or self._call(verb, facts)
-        self._agreement.enter(call)
-        self._agreement.leave()
-        operation = self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token), call)
-        self._pending.append(operation)
-        return operation
+    def refuse(self, verb: str, facts: Facts | None) -> None:
+        """Note that mpi4py has refused a call on this rank that all have begun: the others are in MPI. Local."""
+        self._refused = call_of(verb, facts)
 
-    def _call(self, verb: str, facts: Facts) -> Call:
-        if len(self._calls) >= _MOST_CALLS:
-            self._calls.clear()
-        parts = [text_of_fact(fact) for fact in facts if fact not in (None, "")]
-        label = ", ".join(parts)
-        call = self._calls[verb, facts] = Call(verb, digest(f"{verb}({label})"), label, describe=lambda: parts)
-        return call
+    def _resume(self, refused: Call, call: Call) -> None:
+        """Raise unless a call may be the refused one. Local."""
+        self._refused = None
+        if call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1:
+            text = f"mpi4py refused {refused} on this rank; the other ranks are in it, and cannot meet {call}"
+            self.end(error := self._agreement.at_rank(call.verb, RankMismatch(text)))
+            raise error
+
+    def post(self, verb: str, facts: Facts | None, start: Callable[[], Any], frame: FrameType) -> Any:
+        """Start a nonblocking call, and return its request; it is compared later. Local."""
+        self.check_usable()
+        self._thread, call = get_ident(), call_of(verb, facts)
+        if self._refused:
+            self._resume(self._refused, call)
+        if len(self._pending) >= MOST_PENDING:
+            self._compare_first()
+        request = start()
+        self._agreement.enter(call)
+        self.leave()
+        self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token))
+        self._pending.append((request.number, call, request.place))
+        return request
 
     def look(self) -> None:
         """Compare the nonblocking calls that every rank has made by now. Local, unless they differ."""
-        while self._pending and self._tickets.are_here(self._pending[0].number):
-            self._compare_first(self._waits)
+        # A thread that only has messages must not compare what another one posts.
+        while self._pending and self._thread == get_ident() and self._tickets.are_here(self._pending[0][0]):
+            self._compare_first()
 
-    def _compare_first(self, waits: AbortableWaiting) -> None:
+    def _compare_first(self) -> None:
         """Wait for all ranks to make the first call that is not compared, and compare it."""
-        number, call = self._pending[0].number, self._pending[0].call
-        self._tickets.await_all(number, waits)
-        operation = self._pending.popleft()
-        if call is None or self._tickets.are_equal(number):
-            return
-        self._agreement.place = operation.where
+        number, call, place = self._pending[0]
         try:
-            self._agreement.settle(call, number)
-        except MPIKVError as error:
-            # MPI has begun calls that do not fit: no later one can be trusted.
-            self._standing.end(error)
+            self._tickets.await_all(number)
+            self._pending.popleft()
+            if not self._tickets.are_equal(number):
+                self._agreement.settle(call, number, place)
+        except BaseException as error:
+            if isinstance(error, RankMismatch):
+                self.end(error)  # MPI has begun calls that do not fit: no later one can be trusted
+            self._fail(call.verb, error)
             raise
-        finally:
-            self._agreement.place = place_here
 
     # --- Messages and requests
 
-    def track(
-        self, request: Any, describe: Describe, frame: FrameType, number: int = 0, call: Call | None = None
-    ) -> Operation:
-        """Remember an operation that the program has to wait for. Local."""
-        if len(self._started) >= self._many_started:
-            self._started = [one for one in self._started if one.request]
-            self._many_started = 2 * len(self._started) + 64
-        place = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        self._started.append(Operation(request, describe, place, number, call))
-        return self._started[-1]
+    def track(self, request: Any, describe: Describe, frame: FrameType, number: int = 0) -> Any:
+        """Remember a request that the program has to wait for, and return it. Local. ``number`` is that of its
+        comparison; a message has none.
+        """
+        code = frame.f_code
+        request.check, request.describe, request.number = self, describe, number
+        request.place = f" at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        self._started[id(request)] = request
+        return request
 
-    def complete(self, operation: Operation, is_done: Callable[[], object]) -> None:
+    def drop(self, request: Any) -> None:
+        """Remember what the program has dropped before its end, without the buffer. Local."""
+        self._dropped[f"{request.describe()[0]}{request.place}"] = None
+
+    def complete(self, request: Any, is_done: Callable[[], object]) -> None:
         """Wait until an operation is done; of a collective call, until the ranks have compared it.
 
         Raises:
             RankMismatch: ranks made different calls.
             Stalled: the deadline passed.
         """
-        if operation.call:
-            with self._failing(str(operation.call)):
-                while self._pending and self._pending[0].number <= operation.number:
-                    self._compare_first(self._waits)
-        self.wait(is_done, operation.describe, operation.request)
+        while self._pending and self._pending[0][0] <= request.number:
+            self._compare_first()
+        self.wait(is_done, request.describe, request)
 
     def wait(self, is_done: Callable[[], object], describe: Describe, keep: Any = None) -> None:
-        """Wait for a message. ``keep`` is kept alive after a failure.
+        """Wait for a message. ``keep`` is kept alive after a failure: MPI may still read and write its buffer.
 
         Raises:
             Stalled: the deadline passed.
@@ -177,35 +166,35 @@ class Check:
         for _ in range(_LOOKS):
             if is_done():
                 return
-        self._standing.check_usable()
+        self.check_usable()
         (text, peers), board = describe(), self._board
-        last = board.current
+        last, is_main, failures = board.current, self._thread == get_ident(), list[Exception]()
 
         def is_done_now() -> bool:
             self.look()  # a rank that finds a difference needs the others' part
-            return bool(is_done())
+            try:
+                return bool(is_done())
+            except Exception as error:  # MPI's own, as of a message that is too long, is the program's affair
+                failures.append(error)
+                return True
 
-        board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
+        if is_main:
+            board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
         try:
-            with self._failing(text):
-                self._waits.until(is_done_now, lambda: peers)
-        except BaseException:
-            _abandoned.append(keep)
-            raise
-        board.write(board.number[0], last)
-
-    @contextmanager
-    def _failing(self, verb: str) -> Iterator[None]:
-        try:
-            yield
+            self._tickets.waits.until(is_done_now, lambda: peers)
         except BaseException as error:
-            self._fail(verb, error)
+            Requests.abandon([keep])
+            self._fail(text, error)
             raise
+        finally:
+            if is_main:
+                board.write(board.number[0], last)
+        if failures:
+            raise failures[0]
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        # MPI's own, as of a message that is too long, is the program's affair.
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
-            self._standing.end_unless_settled(verb, error)
+            self.end_unless_settled(f"{verb}{self._about}", error)
         hide_frames(error)
 
     # --- The end
@@ -213,40 +202,52 @@ class Check:
     def close(self) -> None:
         """Release all. Collective; the ranks have agreed on it."""
         self._tell_left()
+        for request in self._started.values():
+            request.check = None  # MPI's from now on: it completes what a freed communicator has begun
         owned("checks").remove(self)
         self._board.close()
         self.group.close()
 
     def _tell_left(self) -> None:
         """Log what the program has started and not waited for. Local."""
-        for operation in self._started:
-            if operation.request:
-                log("rank %d never waited for %s%s", self.group.rank, operation.describe()[0], operation.where())
+        for request in [one for one in self._started.values() if one]:
+            self.drop(request)
+        for text in self._dropped:
+            log("rank %d never waited for %s", self.group.rank, text)
 
     def announce_end(self) -> None:
         """Make the end of the program this rank's next call, and log what was left. Local."""
-        if self._made_by not in ("Init", "checked") and self.group.rank == 0:
-            log("the communicator of %s%s was never freed", self._made_by, self._made_at)
+        if self._about and self.group.rank == 0:
+            log("%s was never freed", self._about.removeprefix(" on "))
         self._tell_left()
         call = Call("close", digest("close"))
+        if self._refused:
+            why = f"rank {self.group.rank} ends, and the others are in {self._refused}, which mpi4py refused there"
+            log("%s", why)
+            end_job(why)
         self._agreement.enter(call)
-        number = self._tickets.post(call.token)
-        self._pending.append(Operation(None, lambda: ("", ()), ("", 0, ""), number, call))
+        self._pending.append((self._tickets.post(call.token), call, ""))
+        # Without a deadline: another rank may compute alone, as in plain MPI.
+        self._tickets.waits = _heeding(self.group, Waiting(float("inf")))
 
     def await_end(self) -> None:
-        """Wait for the other ranks to end, without a deadline: a rank may compute alone, as in plain MPI. Collective.
+        """Wait for the other ranks to end. Collective.
 
         Raises:
             RankMismatch: a rank makes another call.
         """
-        patience = AbortableWaiting(self.group.find_end, Waiting(float("inf")))
         while self._pending:
-            self._compare_first(patience)
+            self._compare_first()
 
     @property
     def is_open(self) -> bool:
         """Whether this process made it, and no failure has ended it."""
-        return os.getpid() == self._process and self._standing.is_usable
+        return os.getpid() == self._process and self.is_usable
+
+
+def _heeding(group: ProcessGroup, waiting: Waiting) -> Requests:
+    """Return waits that end once another rank has given up, or has ended its calls."""
+    return Requests(group, AbortableWaiting(group.find_end, waiting))
 
 
 def end_checks() -> None:

@@ -7,14 +7,15 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays.arrays import name_of
-from ..cluster.calls import UNKNOWN
+from ..cluster.calls import ANY, Call
 from ..cluster.mpi_library import load_mpi
+from ..engine.plan import digest
 
 MPI: Any = load_mpi()
 
@@ -24,14 +25,30 @@ Facts: TypeAlias = tuple[Fact, ...]
 
 _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MAXLOC", "MINLOC")
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
-_MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError, MPI.Exception)
+_MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError)
+_EMPTY = "no elements"
+
+
+class Unknown(Exception):
+    """This rank cannot tell a fact: its message is of a derived datatype, empty where counts differ, or a mistake."""
+
+
+@lru_cache(4096)
+def call_of(verb: str, facts: Facts | None) -> Call:
+    """Return the call with these facts; None: it meets any call, since this rank cannot tell them."""
+    if facts is None:
+        return Call(verb, ANY, "?")
+    # None by identity: numpy's float64 == None.
+    parts = [text_of(fact) for fact in facts if fact is not None]
+    label = ", ".join(parts)
+    return Call(verb, digest(f"{verb}({label})"), label, describe=lambda: parts)
 
 
 def text_of(fact: Fact) -> str:
     """Return a fact in words."""
     if isinstance(fact, tuple):
         kind, count = fact
-        return f"{text_of(kind)}[{count}]"
+        return f"{name_of(kind)}[{count}]"
     if isinstance(fact, (int, np.integer)):
         return f"root {fact}"
     return name_of(fact) if isinstance(fact, np.dtype) else str(fact)
@@ -40,61 +57,51 @@ def text_of(fact: Fact) -> str:
 def _block(message: Any, blocks: int = 1) -> Fact:
     """Return kind and number of the elements of a block of a message, in one of mpi4py's forms for buffers."""
     if type(message) is np.ndarray:
-        return message.dtype, message.size // blocks
-    if message is None or message is MPI.IN_PLACE:
+        kind, count = message.dtype, message.size // blocks
+    elif message is None or message is MPI.IN_PLACE:
         return None
-    try:
-        base, each, count, whole = _unpack(message, vector=False)
-        return base, each * (whole // blocks if count is None else int(count))
-    except _MISTAKES:
-        return UNKNOWN  # mpi4py raises the error, on this rank
+    else:
+        kind, named, whole = _unpack(message, vector=False)
+        count = whole // blocks if named is None else int(named)
+    return (kind, count) if count else _EMPTY  # of any kind: an empty list makes an array of float64
 
 
 def _kind(message: Any) -> Fact:
     """Return the kind alone, where each rank may have a count of its own."""
     fact = _block(message)
-    return fact[0] if isinstance(fact, tuple) else fact
-
-
-def _kinds(message: Any, _: int) -> Fact:
-    return _counts(message, 1)[0]
+    return fact[0] if isinstance(fact, tuple) else None
 
 
 def _counts(message: Any, size: int) -> tuple[Fact, list[int]]:
     """Return kind and numbers of the elements of a message that has a number for each rank."""
-    try:
-        base, each, counts, whole = _unpack(message, vector=True)
-        if counts is None:
-            counts = [whole // size + (rank < whole % size) for rank in range(size)]
-        return base, [each * int(count) for count in ([counts] * size if isinstance(counts, int) else counts)]
-    except _MISTAKES:
-        return UNKNOWN, []
+    kind, counts, whole = _unpack(message, vector=True)
+    if counts is None:
+        counts = [whole // size + (rank < whole % size) for rank in range(size)]
+    return kind, [counts] * size if isinstance(counts, int) else list(map(int, counts))
 
 
-def _unpack(message: Any, vector: bool) -> tuple[Fact, int, Any, int]:
-    """Return the basic kind of a message's elements, how many of these an element has, the count, or counts, that the
-    message names, else None, and the elements that its buffer has.
+def _unpack(message: Any, vector: bool) -> tuple[Fact, Any, int]:
+    """Return the kind of a message's elements, the count, or counts, that it names, else None, and the elements that
+    its buffer has.
     """
-    buffer, *rest = message if isinstance(message, (list, tuple)) else (message,)
-    datatype = rest.pop() if rest and isinstance(rest[-1], (MPI.Datatype, str)) else None
-    count = rest[0] if rest else None
-    # A pair of counts and displacements.
-    if len(rest) == 1 and isinstance(count, tuple if vector else (list, tuple)):
-        count = count[0]
-    if not hasattr(buffer, "nbytes") and buffer is not None and buffer is not MPI.BOTTOM:
-        buffer = memoryview(buffer)
-    nbytes = getattr(buffer, "nbytes", 0)
-    if datatype is None:
-        dtype = buffer.dtype if hasattr(buffer, "dtype") else np.dtype(buffer.format)
-        return dtype, 1, count, nbytes // dtype.itemsize
-    datatype = MPI._typedict[datatype] if isinstance(datatype, str) else datatype
-    if (known := _plain_kinds().get(datatype.handle)) is not None:
-        return known, 1, count, nbytes // known.itemsize
-    bases = _bases_of(datatype)
-    if len(bases) > 1:
-        return "bytes", datatype.size, count, nbytes // datatype.extent
-    (base,) = bases
-    return base, datatype.size // base.itemsize, count, nbytes // datatype.extent
+    try:
+        buffer, *rest = message if isinstance(message, (list, tuple)) else (message,)
+        datatype = rest.pop() if rest and isinstance(rest[-1], (MPI.Datatype, str)) else None
+        count = rest[0] if rest else None
+        # A pair of counts and displacements.
+        if len(rest) == 1 and isinstance(count, tuple if vector else (list, tuple)):
+            count = count[0]
+        if not hasattr(buffer, "nbytes") and buffer is not None and buffer is not MPI.BOTTOM:
+            buffer = memoryview(buffer)
+        if datatype is None:
+            kind = getattr(buffer, "dtype", None) or buffer.format
+            # PyTorch's kinds have other names: torch.float32.
+            kind = kind if isinstance(kind, np.dtype) else np.dtype(str(kind).removeprefix("torch."))
+        else:  # a derived one is not among them
+            kind = _plain_kinds()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
+        return kind, count, getattr(buffer, "nbytes", 0) // kind.itemsize
+    except _MISTAKES as error:
+        raise Unknown from error  # a mistake mpi4py names itself, on this rank
 
 
 @cache
@@ -105,19 +112,11 @@ def _plain_kinds() -> dict[int, np.dtype[Any]]:
     return {one.handle: kinds[one.handle] for one in own if one.size == one.extent == kinds[one.handle].itemsize}
 
 
-def _bases_of(datatype: Any) -> set[np.dtype[Any]]:
-    """Return the predefined kinds that a datatype is made of."""
-    if datatype.is_predefined:
-        return {np.dtype(datatype.typestr)}
-    inner, _, made_of = datatype.decode()
-    return set().union(*map(_bases_of, made_of.get("datatypes") or [inner]))
-
-
 def _pair(send: Fact, receive: Fact) -> Fact:
     """Return the fact of two parts that must be alike; None stands for a part that the rank does not have."""
     if send is None or receive is None or send == receive:
         return receive if send is None else send
-    return UNKNOWN if UNKNOWN in (send, receive) else f"sends {text_of(send)}, receives {text_of(receive)}"
+    return f"sends {text_of(send)}, receives {text_of(receive)}"
 
 
 def _op(op: Any) -> str:
@@ -125,20 +124,33 @@ def _op(op: Any) -> str:
     return _OPS.get(getattr(op, "handle", None), "an operation of the program")
 
 
-def _at_root(comm: Any, root: int, message: Any, measured: Callable[..., Fact], blocks: int = 1) -> Fact:
-    """Return a fact of a message that MPI looks at on the root alone."""
-    return measured(message, blocks) if comm.rank == root else None
+def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
+    """Return the facts of a gather or scatter: each rank has one block, the root also a message of all, which no other
+    rank looks at. ``counted``: all blocks have one count.
+    """
+
+    def facts(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
+        own, whole = (sendbuf, recvbuf) if gathers else (recvbuf, sendbuf)
+        one = _block(own) if counted else _kind(own)
+        every = None
+        if comm.rank == root and whole is not None:
+            every = _block(whole, comm.size) if counted else _counts(whole, comm.size)[0]
+        if not counted and one is every is None:
+            raise Unknown
+        return root, _pair(one, every) if gathers else _pair(every, one)
+
+    return facts
 
 
 def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
     (kind, counts), send = _counts(recvbuf, comm.size), _block(sendbuf)
-    fits = send in (None, UNKNOWN) or kind == UNKNOWN or send == (kind, counts[comm.rank])
-    return kind, str(counts), "" if fits else f"sends {text_of(send)}"
+    own = (kind, count) if (count := counts[comm.rank]) else _EMPTY
+    return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"
 
 
 def _reduce_scatter(comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM) -> Facts:
-    whole = _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
-    return _op(op), whole, "" if recvcounts is None else str([int(count) for count in recvcounts])
+    # Not the counts: without them mpi4py takes those of the buffers.
+    return _op(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
 
 
 def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
@@ -153,23 +165,19 @@ def nothing(*_: Any, **__: Any) -> Facts:
 
 # The names of arguments are mpi4py's: programs pass them by name.
 BUFFERS: dict[str, Callable[..., Facts]] = {
-    "Barrier": nothing,
     "Bcast": lambda c, buf, root=0: (root, _block(buf)),
-    "Gather": lambda c, sendbuf, recvbuf, root=0: (
-        root, _pair(_block(sendbuf), _at_root(c, root, recvbuf, _block, c.size))),
-    "Scatter": lambda c, sendbuf, recvbuf, root=0: (
-        root, _pair(_at_root(c, root, sendbuf, _block, c.size), _block(recvbuf))),
-    "Gatherv": lambda c, sendbuf, recvbuf, root=0: (root, _pair(_kind(sendbuf), _at_root(c, root, recvbuf, _kinds))),
-    "Scatterv": lambda c, sendbuf, recvbuf, root=0: (root, _pair(_at_root(c, root, sendbuf, _kinds), _kind(recvbuf))),
+    "Gather": _rooted(gathers=True, counted=True),
+    "Scatter": _rooted(gathers=False, counted=True),
+    "Gatherv": _rooted(gathers=True, counted=False),
+    "Scatterv": _rooted(gathers=False, counted=False),
     "Allgather": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf), _block(recvbuf, c.size)),),
     "Allgatherv": _allgatherv,
     "Alltoall": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf, c.size), _block(recvbuf, c.size)),),
-    "Alltoallv": nothing,
-    "Alltoallw": nothing,
     "Reduce": lambda c, sendbuf, recvbuf, op=MPI.SUM, root=0: (
-        _op(op), root, _pair(_block(sendbuf), _at_root(c, root, recvbuf, _block))),
+        _op(op), root, _pair(_block(sendbuf), _block(recvbuf) if c.rank == root else None)),
     "Reduce_scatter": _reduce_scatter,
     "Reduce_scatter_block": _reduce_scatter_block,
+    **dict.fromkeys(("Barrier", "Alltoallv", "Alltoallw"), nothing),
     **dict.fromkeys(
         ("Allreduce", "Scan", "Exscan"),
         lambda c, sendbuf, recvbuf, op=MPI.SUM: (_op(op), _pair(_block(sendbuf), _block(recvbuf)))),

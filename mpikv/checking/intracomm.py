@@ -7,18 +7,20 @@ persistent and neighbourhood collectives, windows, files, spawned processes, int
 from __future__ import annotations
 
 import atexit
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial, wraps
 from inspect import Signature, signature
+from traceback import walk_tb
 from typing import Any, TypeAlias
 
 from ..cluster.connecting import connect
 from ..cluster.mpi_library import load_mpi
 from ..cluster.process_group import ProcessGroup
 from ..config import Config
-from .check import Check, Describe, Operation, end_checks
-from .facts import BUFFERS, OBJECTS, Facts, nothing
+from .check import Check, Describe, end_checks
+from .facts import BUFFERS, OBJECTS, Facts, Unknown, nothing
 
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
@@ -26,8 +28,8 @@ _Request: Any = MPI.Request
 # MPI's own, by the name under which pickle looks for it.
 COMM_WORLD = MPI.COMM_WORLD
 
-_Run: TypeAlias = Callable[[Any, Any, Any, Any], Any]
-"""Makes a checked call: of the communicator, MPI's method, and the arguments."""
+_Run: TypeAlias = Callable[..., Any]
+"""Makes a checked call."""
 
 
 class _AnyRequest(type):
@@ -44,36 +46,41 @@ class CheckedRequest(_Request, metaclass=_AnyRequest):  # type: ignore[misc]
     """A request with the deadline, and the comparison, of the communicator that it comes from."""
 
     check: Check | None = None
-    operation: Operation
+    describe: Describe
+    place: str
+    number: int
 
-    def __new__(cls, request: Any = None) -> Any:
-        return super().__new__(cls, request)
+    def __del__(self) -> None:
+        if bool(self) and self.check is not None:  # nobody has waited for it
+            self.check.drop(self)
 
 
-def _checked(requests: Iterable[Any]) -> list[Any]:
+def _with_checks(requests: Iterable[Any]) -> list[Any]:
     return [request for request in requests if getattr(request, "check", None) and request]
 
 
 def _settle_all(requests: Iterable[Any]) -> None:
     """Wait until requests are complete, and compared if they are of collective calls."""
-    for request in _checked(requests):
-        request.check.complete(request.operation, partial(_Request.Get_status, request))
+    for request in _with_checks(requests):
+        request.check.complete(request, partial(_Request.Get_status, request))
 
 
 def _settle_any(requests: Sequence[Any]) -> None:
     """Wait until one of several requests is complete."""
-    checked = _checked(requests)
+    checked = _with_checks(requests)
+
+    def describe() -> tuple[str, Sequence[int]]:
+        described = [request.describe() for request in checked]
+        peers = sorted({peer for _, peers in described for peer in peers})
+        return f"any of {len(checked)} requests, the first {described[0][0]}", peers
+
     # Others complete without the checks: then MPI waits.
     if checked and len(checked) == sum(map(bool, requests)):
-        described = [request.operation.describe() for request in checked]
-        text = f"any of {len(checked)} requests, the first {described[0][0]}"
-        peers = sorted({peer for _, peers in described for peer in peers})
-        is_done = lambda: any(map(_Request.Get_status, checked))  # noqa: E731
-        checked[0].check.wait(is_done, lambda: (text, peers), requests)
+        checked[0].check.wait(lambda: any(map(_Request.Get_status, checked)), describe, requests)
 
 
 def _look_at(requests: Iterable[Any]) -> None:
-    for request in _checked(requests):
+    for request in _with_checks(requests):
         request.check.look()
 
 
@@ -83,12 +90,11 @@ def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
         raw: Any = getattr(_Request, name)
 
         # With many, the class comes before the requests.
-        @wraps(raw)
         def method(it: Any, *given: Any, raw: Any = raw, **named: Any) -> Any:
-            first(given[0] if many else (it,))
+            first((given[0] if given else named["requests"]) if many else (it,))
             return raw(*given, **named) if many else raw(it, *given, **named)
 
-        preceded: Any = method
+        preceded: Any = wraps(raw)(method)
         setattr(CheckedRequest, name, classmethod(preceded) if many else preceded)
 
 
@@ -99,45 +105,70 @@ _precede("Waitany waitany Waitsome waitsome", _settle_any, many=True)
 _precede("Testall testall Testany testany Testsome testsome", _look_at, many=True)
 
 
-class Checks:
+class CheckedMethods:
     """The checked methods of a communicator. Without a :class:`Check`, as of ``MPI.COMM_NULL``, all are MPI's own."""
 
     check: Check | None = None
 
     def begin_checks(self: Any, config: Config, made_by: str, group: ProcessGroup | None = None) -> Any:
         """Begin the checks, and return the communicator. Collective over it."""
-        self.check = Check(group or ProcessGroup(_Comm(self), timeout=config.timeout), config, made_by)
+        group = group or ProcessGroup(_Comm(self), config.simulate_ranks_per_host, config.timeout)
+        self.check = Check(group, config, made_by)
         return self
 
 
-def _add(name: str, run: _Run) -> None:
-    """Add a checked method."""
-    raw = getattr(_Comm, name)
+def _add(names: str, make: Callable[[str, Any], _Run]) -> None:
+    """Add checked methods; ``make`` is given each one's name, and MPI's method."""
+    for name in names.split():
+        plain = getattr(_Comm, name)
+        run = make(name, plain)
 
-    @wraps(raw)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        return raw(self, *given, **named) if self.check is None else run(self, raw, given, named)
+        @wraps(plain)
+        def method(self: Any, *given: Any, plain: Any = plain, run: _Run = run, **named: Any) -> Any:
+            return plain(self, *given, **named) if self.check is None else run(self, *given, **named)
 
-    setattr(Checks, name, method)
+        setattr(CheckedMethods, name, method)
 
 
-def _collective(verb: str, facts: Callable[..., Facts]) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
-        self.check.begin(verb, facts(self, *given, **named))
-        result = raw(self, *given, **named)
-        self.check.leave()
-        return result
+def _nonblocking(name: str) -> str:
+    """Return the name of the call that starts what a call does."""
+    return ("I" if name[0].isupper() else "i") + name.lower()
+
+
+def _facts_of(facts: Callable[..., Facts], *given: Any, **named: Any) -> Facts | None:
+    try:
+        return facts(*given, **named)
+    except Unknown:
+        return None
+
+
+def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing) -> _Run:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        check, found = self.check, _facts_of(facts, self, *given, **named)
+        check.begin(verb, found)
+        try:
+            return plain(self, *given, **named)
+        except Exception as error:
+            if _is_refused(error):
+                check.refuse(verb, found)
+            raise
+        finally:
+            check.leave()
 
     return run
 
 
-def _nonblocking(verb: str, facts: Callable[..., Facts]) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
-        described = facts(self, *given, **named)
-        request = CheckedRequest(raw(self, *given, **named))
-        request.check = self.check
-        request.operation = self.check.post(verb, described, request, sys._getframe(2))
-        return request
+def _is_refused(error: Exception) -> bool:
+    """Return whether mpi4py raised an error before it called MPI: where it reads arguments, or pickles an object."""
+    frames = " ".join(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
+    return not isinstance(error, MPI.Exception) and bool(re.search(r"pickle_dump|_p_msg_|Comm\.\w+$", frames))
+
+
+def _posted(verb: str, plain: Any, facts: Callable[..., Facts]) -> _Run:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        found = _facts_of(facts, self, *given, **named)
+        start = lambda: CheckedRequest(plain(self, *given, **named))  # noqa: E731
+        return self.check.post(verb, found, start, sys._getframe(2))
 
     return run
 
@@ -147,127 +178,131 @@ def _signature(name: str) -> Signature:
     return signature(getattr(_Comm, name))
 
 
-def _arguments(name: str, given: Any, named: Any) -> dict[str, Any]:
-    bound = _signature(name).bind(None, *given, **named)
-    bound.apply_defaults()
-    return bound.arguments
-
-
-def _describing(comm: Any, name: str, given: Any, named: Any) -> Describe:
+def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
     def describe() -> tuple[str, Sequence[int]]:
-        arguments, words, peers = _arguments(name, given, named), list[str](), set[int]()
+        bound, words, peers = _signature(name).bind(None, *given, **named), list[str](), set[int]()
+        bound.apply_defaults()
         for key, way in (("dest", "to"), ("source", "from")):
-            if (rank := arguments.get(key)) is not None:
+            if (rank := bound.arguments.get(key)) is not None:
                 words.append(f"{way} any rank" if rank == MPI.ANY_SOURCE else f"{way} rank {rank}")
                 peers.update(range(comm.size) if rank == MPI.ANY_SOURCE else (rank,))
-        tags = [tag for key, tag in arguments.items() if key.endswith("tag") and tag != MPI.ANY_TAG]
-        return f"{name}({', '.join([*words, *(f'tag {tag}' for tag in tags[:1])])})", sorted(peers - {comm.rank})
+        tags = [tag for key, tag in bound.arguments.items() if key.endswith("tag") and tag != MPI.ANY_TAG]
+        about = ", ".join([*words, *(f"tag {tag}" for tag in tags[:1])])
+        return f"{name}({about})", sorted(peers - {comm.rank, MPI.PROC_NULL})
 
     return describe
 
 
-def _waited(name: str, start: str, at: int | None = None) -> _Run:
-    """Return a run of a message that waits. ``at`` is the position of the status among its arguments."""
+def _waited(name: str, plain: Any) -> _Run:
+    start = getattr(_Comm, _nonblocking(name))
+    at = len(signature(start).parameters) - 1  # of the status, which the nonblocking call lacks
 
-    def run(self: Any, raw: Any, given: Any, named: Any) -> None:
-        status = named.pop("status", None) if at is None or len(given) <= at else given[at]
+    def run(self: Any, *given: Any, **named: Any) -> None:
+        options = dict(named)
+        status = given[at] if len(given) > at else options.pop("status", None)
         try:
-            request = getattr(_Comm, start)(self, *given[:at], **named)
+            request = start(self, *given[:at], **options)
         except NotImplementedError:  # an MPI before version 4 has no Isendrecv
-            raw(self, *given, **named)
+            plain(self, *given, **named)
             return
         test = partial(request.Test, status)
         if not test():
-            self.check.wait(test, _describing(self, name, given, named), request)
+            self.check.wait(test, _describing(self, name, *given, **named), request)
 
     return run
 
 
-def _probed(name: str, probe: str) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
-        found: list[Any] = []
+def _find(comm: Any, probe: Any, describe: Describe, *place: Any) -> Any:
+    """Return what a probe finds; wait for it."""
+    found: list[Any] = []
 
-        def is_here() -> bool:
-            found[:] = [getattr(_Comm, probe)(self, *given, **named)]
-            return bool(found[0])
+    def is_here() -> bool:
+        found[:] = [probe(comm, *place)]
+        return bool(found[0])
 
-        self.check.wait(is_here, _describing(self, name, given, named))
-        return found[0]
+    comm.check.wait(is_here, describe)
+    return found[0]
+
+
+def _probed(name: str, plain: Any) -> _Run:
+    probe = getattr(_Comm, _nonblocking(name))
+
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        return _find(self, partial(probe, **named), _describing(self, name, *given, **named), *given)
 
     return run
 
 
-def _receive(self: Any, raw: Any, given: Any, named: Any) -> Any:
-    buf, *place = (_arguments("recv", given, named)[key] for key in ("buf", "source", "tag", "status"))
+def _receive(
+    self: Any, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
+) -> Any:
     # Not irecv: without a buffer it takes messages up to 32 KiB only.
-    message = _probed("recv", "improbe" if buf is None else "iprobe")(self, None, tuple(place), {})
-    return message.recv(place[2]) if buf is None else raw(self, buf, *place)
+    probe = _Comm.improbe if buf is None else _Comm.iprobe
+    found = _find(self, probe, _describing(self, "recv", source=source, tag=tag), source, tag)
+    return found.recv(status) if buf is None else _Comm.recv(self, buf, source, tag, status)
 
 
-def _send_and_receive(self: Any, raw: Any, given: Any, named: Any) -> Any:
-    _, *values = _arguments("sendrecv", given, named).values()
-    send = _Comm.isend(self, *values[:3])
-    received = self.recv(*values[3:])
-    self.check.wait(send.Test, _describing(self, "sendrecv", given, named), send)
+def _send_and_receive(
+    self: Any,
+    sendobj: Any,
+    dest: int,
+    sendtag: int = 0,
+    recvbuf: Any = None,
+    source: int = MPI.ANY_SOURCE,
+    recvtag: int = MPI.ANY_TAG,
+    status: Any = None,
+) -> Any:
+    send = _Comm.isend(self, sendobj, dest, sendtag)
+    received = self.recv(recvbuf, source, recvtag, status)
+    self.check.wait(send.Test, _describing(self, "send", None, dest, sendtag), send)
     return received
 
 
-def _started(name: str) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
-        request = CheckedRequest(raw(self, *given, **named))
-        request.check = self.check
+def _started(name: str, plain: Any) -> _Run:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
         # Without the buffer or object, which would live as long as the description.
         place = {key: value for key, value in named.items() if key not in ("buf", "obj")}
-        describe = _describing(self, name, (None, *given[1:]), place)
-        request.operation = self.check.track(request, describe, sys._getframe(2))
-        return request
+        describe = _describing(self, name, None, *given[1:], **place)
+        return self.check.track(CheckedRequest(plain(self, *given, **named)), describe, sys._getframe(2))
 
     return run
 
 
-def _making(name: str, is_compared: bool = True) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> Any:
+def _making(name: str, plain: Any, is_compared: bool = True) -> _Run:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
         if is_compared:
             self.check.begin(name, ())
-        made = raw(self, *given, **named)
+        made = plain(self, *given, **named)
         return made if made == MPI.COMM_NULL else _CLASSES[type(made)](made).begin_checks(self.check.config, name)
 
     return run
 
 
-def _freeing(name: str) -> _Run:
-    def run(self: Any, raw: Any, given: Any, named: Any) -> None:
+def _freeing(name: str, plain: Any) -> _Run:
+    def run(self: Any) -> None:
         check, self.check = self.check, None
-        check.begin(name, ())
+        check.begin(name.capitalize(), ())
         check.close()
-        raw(self)
+        plain(self)
 
     return run
 
 
 for _name, _facts in BUFFERS.items():
-    _add(_name, _collective(_name, _facts))
-    _add(f"I{_name.lower()}", _nonblocking(f"I{_name.lower()}", _facts))
-for _name in OBJECTS:
-    _add(_name, _collective(_name, OBJECTS[_name]))
-_add("barrier", _collective("Barrier", nothing))  # the two names of one call
-for _name in ("Send", "Ssend", "send", "ssend"):
-    _add(_name, _waited(_name, f"I{_name.lower()}" if _name[0] == "S" else f"i{_name}"))
-for _name, _at in (("Recv", 3), ("Sendrecv", 6), ("Sendrecv_replace", 5)):
-    _add(_name, _waited(_name, f"I{_name.lower()}", _at))
-for _name in ("Probe", "Mprobe", "probe", "mprobe"):
-    _add(_name, _probed(_name, f"I{_name.lower()}" if _name[0] in "PM" else f"i{_name}"))
-_add("recv", _receive)
-_add("sendrecv", _send_and_receive)
-for _name in ("Isend", "Issend", "Ibsend", "Irsend", "Irecv", "isend", "issend", "ibsend", "irecv"):
-    _add(_name, _started(_name))
-for _name in ("Dup", "Dup_with_info", "Clone", "Create", "Split", "Split_type"):
-    _add(_name, _making(_name))
-for _name in ("Create_cart", "Create_graph", "Create_dist_graph", "Create_dist_graph_adjacent"):
-    _add(_name, _making(_name))
-_add("Create_group", _making("Create_group", is_compared=False))  # the other ranks do not call it
-for _name in ("Free", "Disconnect", "free"):
-    _add(_name, _freeing(_name.capitalize()))
+    _add(_name, partial(_collective, facts=_facts))
+    _add(_nonblocking(_name), partial(_posted, facts=_facts))
+for _name, _facts in OBJECTS.items():
+    _add(_name, partial(_collective, facts=_facts))
+_add("barrier", lambda name, plain: _collective("Barrier", plain))  # the two names of one call
+_add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _waited)
+_add("Probe Mprobe probe mprobe", _probed)
+_add("recv", lambda *_: _receive)
+_add("sendrecv", lambda *_: _send_and_receive)
+_add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _started)
+_add("Dup Dup_with_info Clone Create Split Split_type", _making)
+_add("Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _making)
+_add("Create_group", partial(_making, is_compared=False))  # the other ranks do not call it
+_add("Free Disconnect free", _freeing)
 
 
 class _Alike(type):
@@ -280,11 +315,8 @@ class _Alike(type):
         return hash(cls.__base__)
 
 
-class CheckedComm(Checks, _Comm, metaclass=_Alike):  # type: ignore[misc]
+class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]
     """An ``MPI.Intracomm`` whose ranks compare their calls. It has the handle of the one it is made from."""
-
-    def __new__(cls, comm: Any = None) -> Any:
-        return super().__new__(cls, comm)
 
     def __reduce__(self) -> Any:
         return (_world, ()) if self is MPI.COMM_WORLD else super().__reduce__()
@@ -294,7 +326,9 @@ def _world() -> Any:
     return MPI.COMM_WORLD
 
 
-_CLASSES = {kind: _Alike(f"Checked{kind.__name__}", (Checks, kind), {}) for kind in MPI.Topocomm.__subclasses__()}
+_CLASSES = {
+    kind: _Alike(f"Checked{kind.__name__}", (CheckedMethods, kind), {}) for kind in MPI.Topocomm.__subclasses__()
+}
 _CLASSES[_Comm] = CheckedComm
 
 

@@ -37,25 +37,26 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
 
 def check_world() -> None:
     """Have ``MPI.COMM_WORLD`` checked from the import of ``mpi4py.MPI`` on, which is still to come. Local."""
-    sys.meta_path.insert(0, _Finder())
 
+    class Finder:
+        """Finds ``mpi4py.MPI`` as Python does, and has it changed once it is loaded."""
 
-class _Finder:
-    """Finds ``mpi4py.MPI`` as Python does, and has it changed once it is loaded."""
+        @classmethod
+        def find_spec(cls, name: str, path: Any, target: Any = None) -> Any:
+            if name != "mpi4py.MPI":
+                return None
+            sys.meta_path.remove(cls)
+            spec: Any = find_spec(name)
+            load = spec.loader.exec_module
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "mpi4py.MPI":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
-        load = spec.loader.exec_module
+            def load_and_change(module: Any) -> None:
+                load(module)
+                _rebind(module)
 
-        def load_and_change(module: Any) -> None:
-            load(module)
-            _rebind(module)
+            spec.loader.exec_module = load_and_change
+            return spec
 
-        spec.loader.exec_module = load_and_change
-        return spec
+    sys.meta_path.insert(0, Finder)
 
 
 def _rebind(mpi: Any) -> None:
@@ -63,17 +64,16 @@ def _rebind(mpi: Any) -> None:
     from .check import end_checks
     from .intracomm import CheckedComm, CheckedRequest, open_checks
 
-    mpi.Request = CheckedRequest
+    mpi.Request, end = CheckedRequest, mpi.Finalize
 
     def begin() -> None:
-        world = CheckedComm(mpi.COMM_WORLD)
-        mpi.COMM_WORLD = open_checks(world, "Init")
+        mpi.COMM_WORLD = open_checks(CheckedComm(mpi.COMM_WORLD), "Init")
 
     # A program may start and end MPI itself.
     def starting(start: Any) -> Any:
         @wraps(start)
-        def call(*given: Any) -> Any:
-            result = start(*given)
+        def call(*given: Any, **named: Any) -> Any:
+            result = start(*given, **named)
             begin()
             return result
 
@@ -83,7 +83,6 @@ def _rebind(mpi: Any) -> None:
         end_checks()
         end()
 
-    end = mpi.Finalize
     mpi.Init, mpi.Init_thread, mpi.Finalize = starting(mpi.Init), starting(mpi.Init_thread), wraps(end)(ending)
     if mpi.Is_initialized():
         begin()

@@ -7,21 +7,21 @@ rank waits where it starts such a call.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..cluster.calls import ANY
 from ..cluster.process_group import ProcessGroup
-from ..cluster.runtime import OfMessages
 from ..cluster.shared_memory import memory_barrier
-from ..cluster.waiting import Waits
 from ..errors import Stalled
+from ..transports.requests import Requests
 
-# Tokens that a rank may post before the others compare them; beyond, it waits.
-_ROOM = 1024
-# Words before a rank's tokens: how many it has posted, and compared. A pair of cache lines, as ranks poll the first.
+# Tokens that a rank may post before it compares them. One that has compared its first may be as many ahead of another
+# that has not: so the places of twice as many are in use, and one for the end of the program.
+MOST_PENDING = 512
+_ROOM = 4 * MOST_PENDING
+# Words before a rank's tokens; the first is how many it has posted. A pair of cache lines, as ranks poll it.
 _HEAD = 16
 # In place of a number of posts: the rank has given up waiting.
 _GONE = 1 << 62
@@ -32,69 +32,65 @@ _SPINS = 500
 class Tickets:
     """Tokens of ranks on any hosts, numbered from 1; MPI compares them. An agreement uses it as a transport."""
 
-    def __init__(self, group: ProcessGroup, waits: Waits) -> None:
+    def __init__(self, group: ProcessGroup, waits: Requests) -> None:
         """Collective."""
-        self._group, self._waits, self._posted = group, waits, 0
-        self._sent: dict[int, tuple[Any, Any, Any]] = {}
+        self._group, self.waits, self._posted = group, waits, 0
+        self._sent: dict[int, tuple[Any, Any]] = {}
 
     @property
     def control(self) -> Any:
         return self
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token; wait for all of them. Collective."""
+        """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
         number = self.post(token)
-        self.await_all(number, self._waits)
+        self.await_all(number)
         return self.are_equal(number)
 
     def post(self, token: int) -> int:
-        """Announce a token, and return its number. Local, unless the others are very far behind."""
+        """Announce a token, and return its number. Local."""
         self._posted += 1
         # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
-        offered, highest = np.array([token, -token]), np.empty(2, np.int64)
-        request = self._group.comm.Iallreduce(offered, highest, self._group.mpi.MAX)
-        self._sent[self._posted] = request, highest, offered
+        words = np.array([token, -token] if token != ANY else [-_GONE, -_GONE])
+        self._sent[self._posted] = (
+            self._group.comm.Iallreduce(self._group.mpi.IN_PLACE, words, self._group.mpi.MAX),
+            words,
+        )
         return self._posted
 
     def are_here(self, number: int) -> bool:
         """Return whether every rank has posted its token of this number. Local; MPI goes on with its messages."""
-        self._group.witness()
         return bool(self._sent[number][0].Test())
 
     def are_equal(self, number: int) -> bool:
         """Return whether all tokens of this number are equal. Local; once all are here, and in order."""
-        _, (largest, opposite), _ = self._sent.pop(number)
+        largest, opposite = self._sent.pop(number)[1].tolist()
         # The reduction ends also if others gave up waiting for this rank: only their notice tells.
-        if why := self._group.find_end():
-            raise Stalled(why)
-        return bool(largest == -opposite)
+        self.waits.check()
+        return bool(largest <= -opposite)
 
-    def await_all(self, number: int, waits: Waits) -> None:
+    def await_all(self, number: int) -> None:
         """Wait until every rank has posted its token of this number.
 
         Raises:
             Stalled: a rank did not come, or has given up.
         """
-        waits.until(OfMessages(lambda: self.are_here(number)), tuple)
+        self.waits.complete(self._sent[number][0])
 
 
 class SharedTickets(Tickets):
     """Tokens in memory that the ranks of a host share. Each rank writes to its own part only."""
 
-    def __init__(self, group: ProcessGroup, waits: Waits) -> None:
+    def __init__(self, group: ProcessGroup, waits: Requests) -> None:
         super().__init__(group, waits)
-        stride = _HEAD + _ROOM
-        self._words = group.allocate(8 * stride * group.size).data.cast("q")
-        self._peers = [rank * stride for rank in group.others]
-        self._mine, self._order = group.rank * stride, memory_barrier()
-        # A number up to which posts take no place of a token that is still needed.
-        self._safe = _ROOM if self._peers else math.inf
+        self._stride = _HEAD + _ROOM
+        self._words = group.allocate(8 * self._stride * group.size).data.cast("q")
+        self._peers = [rank * self._stride for rank in group.others]
+        self._mine, self._order = group.rank * self._stride, memory_barrier()
         self._spins = _SPINS if group.size <= group.host_cores else 0
 
     def post(self, token: int) -> int:
         words, number = self._words, self._posted + 1
-        if number > self._safe:  # its place has a token that a rank may not have read
-            self._until(lambda: self._has_room(number), tuple, self._waits)
         words[self._mine + _HEAD + number % _ROOM] = token
         if self._order:
             self._order()
@@ -103,29 +99,22 @@ class SharedTickets(Tickets):
         return number
 
     def are_here(self, number: int) -> bool:
-        posted = [self._words[peer] for peer in self._peers]
+        posted = self._words[:: self._stride].tolist()
         if _GONE in posted:
-            gone = self._group.others[posted.index(_GONE)]
-            raise Stalled(f"rank {gone} has given up waiting")
-        if posted and min(posted) < number:
-            # Messages of this rank move only inside of MPI, and others may wait for them before they come.
-            self._group.comm.Iprobe()
-            return False
-        return True
+            raise Stalled(f"rank {posted.index(_GONE)} has given up waiting")
+        return min(posted) >= number
 
     def are_equal(self, number: int) -> bool:
         if self._order:
             self._order()
         words, place = self._words, _HEAD + number % _ROOM
-        words[self._mine + 1] = number
         token = words[self._mine + place]
-        # Not all(): a generator takes longer than the rest of an agreement.
-        for peer in self._peers:  # noqa: SIM110
+        for peer in self._peers:
             if words[peer + place] != token:
-                return False
+                return len({*words[place :: self._stride].tolist()} - {ANY}) < 2
         return True
 
-    def await_all(self, number: int, waits: Waits) -> None:
+    def await_all(self, number: int) -> None:
         words = self._words
         for peer in self._peers:
             if not number <= words[peer] < _GONE:
@@ -133,20 +122,15 @@ class SharedTickets(Tickets):
                     if number <= words[peer] < _GONE:
                         break
                 else:
-                    self._until(lambda: self.are_here(number), lambda: self._missing(number), waits)
+                    self._await(number)
                     return
 
-    def _missing(self, number: int) -> list[int]:
-        return [rank for rank, peer in zip(self._group.others, self._peers, strict=True) if self._words[peer] < number]
+    def _await(self, number: int) -> None:
+        def missing() -> list[int]:
+            return [rank for rank, posted in enumerate(self._words[:: self._stride].tolist()) if posted < number]
 
-    def _has_room(self, number: int) -> bool:
-        self._group.comm.Iprobe()
-        self._safe = _ROOM + min(self._words[peer + 1] for peer in self._peers)
-        return number <= self._safe
-
-    def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], waits: Waits) -> None:
         try:
-            waits.until(ready, missing)
+            self.waits.until(lambda: self.are_here(number), missing)
         except Stalled:
             # A rank that comes later must not go on alone: it would wait inside of MPI for ever.
             self._words[self._mine] = _GONE

@@ -34,7 +34,7 @@ from ..errors import (
     text_of,
 )
 from ..protocols import Group, Transport
-from .calls import JOINED, UNKNOWN, Call, CallReport, text_of_note
+from .calls import ANY, JOINED, Call, CallReport, text_of_note
 from .status_board import StatusBoard
 from .tracebacks import callers_place_of, place_here, place_of
 
@@ -162,9 +162,9 @@ class Agreement:
             errors = [other.error for other in self._tell(call, error)]
             mark_repeated(error, errors.index(errors[rank]) == rank)
 
-    def _tell(self, call: Call, error: BaseException | None) -> list[CallReport]:
+    def _tell(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
         """Exchange the ranks' reports. Collective."""
-        text, verb, place = str(call), call.verb, self.place()
+        text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
@@ -173,11 +173,11 @@ class Agreement:
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
-    def settle(self, call: Call, number: int = 0) -> tuple[CallReport, bool]:
+    def settle(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
         """Raise unless all ranks that have work make the same call; return it, and whether some have none.
-        Collective. ``number`` is that of a call that is not the last one.
+        Collective. ``number`` and ``place`` are those of a call that is not the last one.
         """
-        reports = self._tell(call, None)
+        reports = self._tell(call, None, place)
         # Errors before mismatches: bad arguments change the digest too, and the error says more.
         for rank, other in enumerate(reports):
             if other.error:
@@ -185,13 +185,17 @@ class Agreement:
         working = {rank: other for rank, other in enumerate(reports) if other.token != JOINED}
         if len(working) < len(reports):
             self._check_joinable(call, working)
-        if len({other.token for other in working.values()}) > 1 and not _may_agree(list(working.values())):
+        known = {rank: other for rank, other in working.items() if other.token != ANY}
+        if len({other.token for other in known.values()}) > 1:
+            # A nonblocking call of MPI begins with this letter.
+            begun = any(other.verb[0] == "I" for other in known.values())
             text = (
-                f"ranks disagree at call #{number or self.calls}: {_difference(working)}; nothing was changed; "
+                f"ranks disagree at call #{number or self.calls}: {_difference(known)}; "
+                f"{'MPI has begun the nonblocking ones' if begun else 'nothing was changed'}; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
-                f"{_places(working)}"
+                f"{_places(known)}"
             )
-            raise self.at_rank(call.verb, self._mismatch(text, working))
+            raise self.at_rank(call.verb, self._mismatch(text, known))
         return next(iter(working.values())), len(working) < len(reports)
 
     def _check_joinable(self, call: Call, working: Mapping[int, CallReport]) -> None:
@@ -277,14 +281,6 @@ def compare_requests(
             mismatch = RankMismatch(f"{verb}: ranks disagree: {'; '.join(differing)}{where}")
             raise mark_repeated(mismatch, group.rank == 0)
     return [request_of[text][2] for text in texts]
-
-
-def _may_agree(reports: Sequence[CallReport]) -> bool:
-    """Return whether calls differ only in parts that some rank does not know."""
-    columns = zip(*((other.verb, *other.parts) for other in reports), strict=False)
-    return any(UNKNOWN in other.parts for other in reports) and all(
-        len({part for part in column if part != UNKNOWN}) < 2 for column in columns
-    )
 
 
 def _of_peer(call: Call, rank: int, failure: str) -> Exception:

@@ -11,8 +11,8 @@ from ..protocols import Key
 
 JOINED = (1 << 62) - 2
 """The token of a rank that has run out of work; no digest."""
-UNKNOWN = "?"
-"""A part of a call that its rank cannot tell: it may be any."""
+ANY = 0
+"""The token of a call that its rank cannot describe: it meets any other; no digest."""
 TEXT_BYTES = 160
 """Bytes of a call's text on the board."""
 NOTE_BYTES = 8 + TEXT_BYTES

@@ -138,7 +138,8 @@ class Requests:
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> Exception | None:
         """Return the failure if another rank has given up, with the ranks that this one waits for, if known."""
-        if not self._comm.Iprobe():  # one probe in the usual case: there is no message of any kind
+        # One probe in the usual case: there is no message of any kind. A rank that is alone has no communicator.
+        if not self._group.others or not self._comm.Iprobe():
             return None
         self._group.witness()
         if not self._comm.Iprobe(tag=GONE):
