@@ -7,6 +7,7 @@ rank waits where it starts such a call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..cluster.calls import ANY
 from ..cluster.process_group import ProcessGroup
 from ..cluster.shared_memory import memory_barrier
 from ..errors import Stalled
+from ..protocols import Array
 from ..transports.requests import Requests
 
 # Tokens that a rank may post before it compares them. One that has compared its first may be as many ahead of another
@@ -76,6 +78,10 @@ class Tickets:
             Stalled: a rank did not come, or has given up.
         """
         self.waits.complete(self._sent[number][0])
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """See :class:`~mpikv.protocols.Transport`; ranks have as many elements each. Collective."""
+        self.waits.complete(self._group.comm.Iallgather(self._group.mpi.IN_PLACE, buffer))
 
 
 class SharedTickets(Tickets):

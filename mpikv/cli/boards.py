@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..cluster.calls import text_of_note
-from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, find_late, sums_of, window
+from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, condense, find_late, sums_of, window
 from ..cluster.shared_memory import BOARD, SHARED
 from ..cluster.status_board import LAYOUT, SLOT, call_of
 
@@ -94,10 +94,11 @@ def phases_of(slots: Slots, begin: int, signs: Any) -> tuple[Any, float]:
     """Return the sums for each rank over the known calls after call ``begin``, when the signs were others, and the
     seconds from the begin of the first to the end of the last.
     """
-    rows = window(slots, begin, int(slots["call"].min()))
+    last = int(slots["call"].min())
+    rows = window(slots, begin, last)
     ends = rows["began"] + rows["waiting"] + rows["moving"]
     begins = rows["began"] - rows["input"] - rows["computing"]
-    return sums_of(rows, slots["signs"] - signs), (ends.max() - begins.min()) / 1e9 if rows.size else 0.0
+    return sums_of(condense(slots, begin, last), signs), (ends.max() - begins.min()) / 1e9 if rows.size else 0.0
 
 
 def by_name(sums: Any) -> dict[str, int]:

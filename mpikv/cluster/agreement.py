@@ -81,7 +81,7 @@ class Agreement:
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
         elif self.calls >= self._lateness.next:
-            self._lateness.fold(self.calls)
+            self._lateness.fold(self.calls, self._transport.all_gather)
 
     def enter(self, call: Call) -> None:
         """Announce a call that is compared later, or now. Local."""

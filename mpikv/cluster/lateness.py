@@ -11,7 +11,7 @@ asks only after a long phase, and takes the short phases since the last answer f
 
 from __future__ import annotations
 
-import json
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +35,10 @@ SIGNS = ("collecting", "delayed", "faults", "reads")
 RECORD = np.dtype([(name, "i8") for name in ("call", "began", *PHASES)])
 COLUMNS = ("last", "held_up", *PHASES, *SIGNS)
 """The sums for a rank: how often it came last, and nanoseconds that it held up the others; then as above."""
+SUMS = np.dtype(("i8", (2, len(COLUMNS) + 1)))
+"""The last two versions of them, each with the number of its last call."""
+# What a rank tells others about a window: how long it waited in each call, NaN if it has no record; sums of the rest.
+_TOLD = np.dtype([("waits", "f4", _WINDOW), ("phases", "i8", len(PHASES)), ("signs", "i8", len(SIGNS))])
 # Nanoseconds: a phase to ask for processor time after, and how seldom to read the other signs.
 _LONG, _SELDOM = 400_000, 25_000_000
 # Pages or blocks from a disk that tell.
@@ -120,64 +124,68 @@ class Recorder:
 class Lateness:
     """Adds up the calls of all ranks."""
 
-    def __init__(self, group: Group, slots: Callable[[], Array], report: float) -> None:
-        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0."""
-        self._group, self._slots, self._folded = group, slots, 0
-        self._sums, self._signs = np.zeros((group.size, len(COLUMNS)), np.int64), np.int64(0)
-        self.next = 8
+    def __init__(self, group: Group, slots: Callable[[], Array], report: float, counts: bool) -> None:
+        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0.
+        ``counts``: the slots have records.
+        """
+        self._group, self._slots = group, slots
+        # On one host the first rank adds up for all, on the board.
+        self.next = 8 if counts and (group.rank == 0 or not group.one_host) else math.inf
         """The number of the call at which to call :meth:`fold`."""
+        self._apart = np.zeros((group.size, *SUMS.shape), np.int64)
         self._every = report if group.rank == 0 and group.size > 1 else 0.0
         self._started = self._reported = present().now()
-        self._before = self._sums.copy()
+        self._before = self._apart[:, 0, :-1].copy()
 
-    def fold(self, number: int) -> None:
+    def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
         """Add the calls before call ``number``, in which all ranks have met. Collective across several hosts."""
         self.next = min(2 * self.next, self.next + _WINDOW)
-        if self._group.one_host:
-            self._fold_here(number - 1)
-        else:
-            slot = self._slots()[self._group.local_rank :][:1]
-            rows = window(slot, self._folded, number - 1)
-            # In microseconds: the words of a window stay short.
-            mine = [(rows["waiting"][0] // 1000).tolist(), _phases(rows)[0].tolist(), slot["signs"][0].tolist()]
-            waits, *figures = zip(*map(json.loads, self._group.gather(json.dumps(mine))), strict=True)
-            if len({len(each) for each in waits}) == 1:  # a call that failed on one rank has no record there
-                self._add(1000 * np.array(waits, np.int64), *map(np.array, figures))
-            self._folded = number - 1
+        sums, memory = self._add(number - 1, all_gather)
+        # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
+        memory[:, :-1] = sums
+        memory[:, -1] = number - 1
         if self._every:
             now = present().now()
             if now - self._reported >= self._every:
-                self._report(now)
+                self._report(sums, now)
             if self._group.one_host:  # a program may make few calls in the time of a report
                 rate = number / max(now - self._started, 1e-3)
                 self.next = min(self.next, number + max(1, int(rate * self._every / 8)))
 
     def describe(self, number: int) -> dict[str, Any]:
         """Return the sums of each rank, in seconds, and the late rank, by the calls before call ``number``. Local."""
-        if self._group.one_host:
-            self._fold_here(number - 1)
-        shown = COLUMNS[1 : len(PHASES) + 2]
-        seconds = (self._sums[:, 1 : len(shown) + 1] / 1e9).tolist()
+        (sums, _), shown = self._add(number - 1), COLUMNS[1 : len(PHASES) + 2]
+        seconds = (sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
             {"last": last, **dict(zip(shown, each, strict=True))}
-            for last, each in zip(self._sums[:, 0].tolist(), seconds, strict=True)
+            for last, each in zip(sums[:, 0].tolist(), seconds, strict=True)
         ]
-        late = find_late(self._sums, present().now() - self._started)
+        late = find_late(sums, present().now() - self._started)
         return {"ranks": ranks, "late": late and late._asdict()}
 
-    def _fold_here(self, last: int) -> None:
-        rows = window(self._slots(), self._folded, last)
-        self._add(rows["waiting"], _phases(rows), self._slots()["signs"].copy())
-        self._folded = max(self._folded, last)
+    def _add(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
+        """Return the sums up to call ``last``, and memory for them; several hosts add only with ``all_gather``."""
+        slots, told = self._slots(), np.zeros(self._group.size, _TOLD)
+        versions = slots["sums"] if self._group.one_host else self._apart
+        newest = int(versions[0, :, -1].argmax())
+        known = versions[:, newest].copy()
+        sums, begin = known[:, :-1], int(known[0, -1])
+        if self._group.one_host:
+            told = condense(slots, begin, last)
+        elif all_gather:
+            mine = condense(slots[self._group.local_rank :][:1], begin, last)
+            told[self._group.rank] = mine[0]
+            all_gather(told.view(np.int32), (told.itemsize // 4,) * len(told))
+        else:
+            last = begin
+        if last > begin:
+            sums = sums + sums_of(told, sums[:, -len(SIGNS) :])
+        return sums, versions[:, 1 - newest]
 
-    def _add(self, waits: Array, phases: Array, signs: Array) -> None:
-        self._sums += _sum(waits, phases, signs - self._signs)
-        self._signs = signs
-
-    def _report(self, now: float) -> None:
+    def _report(self, sums: Array, now: float) -> None:
         """Log who made the others wait since the last report."""
-        added, seconds = self._sums - self._before, now - self._reported
-        self._reported, self._before = now, self._sums.copy()
+        added, seconds = sums - self._before, now - self._reported
+        self._reported, self._before = now, sums
         late = find_late(added, seconds)
         log("%s", late.text if late else f"no rank made the others wait in the last {seconds:.0f} s")
 
@@ -190,22 +198,26 @@ def window(slots: Array, begin: int, last: int) -> Array:
     return whole
 
 
-def sums_of(rows: Array, signs: Array) -> Array:
-    """Return the sums of records, ranks x calls, and the signs meanwhile: a row of :data:`COLUMNS` for each rank."""
-    return _sum(rows["waiting"], _phases(rows), signs)
+def condense(slots: Array, begin: int, last: int) -> Array:
+    """Return for each of these slots the sums of its calls after ``begin`` up to ``last``, and each wait."""
+    rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
+    told["waits"] = np.nan
+    told["waits"][:, rows["call"][0] % _WINDOW] = rows["waiting"]
+    told["phases"] = np.stack([rows[name].sum(axis=1) for name in PHASES], 1)
+    told["signs"] = slots["signs"]
+    return told
 
 
-def _phases(rows: Array) -> Array:
-    return np.stack([rows[name].sum(axis=1) for name in PHASES], 1)
-
-
-def _sum(waits: Array, phases: Array, signs: Array) -> Array:
+def sums_of(told: Array, signs: Array) -> Array:
+    """Return the sums of what ranks tell, with their signs since ``signs``: a row of :data:`COLUMNS` for each rank."""
+    # A call that failed on one rank has no record there.
+    waits = told["waits"][:, ~np.isnan(told["waits"]).any(axis=0)].astype(np.int64)
     size, last = len(waits), waits.argmin(axis=0)
     counts = np.zeros((size, 2), np.int64)
     # The mean of the time that the others waited longer than the last rank.
     more = (waits.sum(axis=0) - size * waits.min(axis=0)) // max(size - 1, 1)
     np.add.at(counts, last, np.stack([np.ones_like(more), more], 1))
-    return np.hstack([counts, phases, signs])
+    return np.hstack([counts, told["phases"], told["signs"] - signs])
 
 
 class Late(NamedTuple):

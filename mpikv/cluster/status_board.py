@@ -40,7 +40,7 @@ import numpy as np
 
 from ..protocols import Array, Group
 from .calls import NOTE_BYTES, TEXT_BYTES
-from .lateness import LABELS, RECORD, RING, SIGNS, Lateness, Recorder
+from .lateness import LABELS, RECORD, RING, SIGNS, SUMS, Lateness, Recorder
 from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
@@ -64,6 +64,7 @@ SLOT = np.dtype(
     [
         *((name, "i8") for name in _NUMBERS),
         ("signs", "i8", len(SIGNS)),
+        ("sums", SUMS),
         ("ring", RECORD, RING),
         ("labels", "u1", (LABELS, NOTE_BYTES)),
         ("length", "i8"),
@@ -99,7 +100,7 @@ class StatusBoard:
         mine["pid"] = mine["thread"] = present().process
         mine["space"], mine["rank"], mine["size"] = _pid_space(), group.rank, group.size
         self.recorder = Recorder(mine) if group.size > 1 else None
-        self.lateness = Lateness(group, lambda: self._slots, report)
+        self.lateness = Lateness(group, lambda: self._slots, report, group.size > 1)
         if group.size > 1:
             mine["answers"] = _answer_questions() if is_real else -1  # simulated ranks get no signal
         mine["layout"] = LAYOUT  # last: whoever reads it finds the rest

@@ -250,6 +250,15 @@ def test_what_it_makes_is_checked_and_one_of_mpi(comm: Any) -> None:
 
 
 @SOME
+def test_hosts_tell_each_other_who_is_late(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the eighth call and later."""
+    monkeypatch.setenv("MPIKV_SIMULATE_RANKS_PER_HOST", "1")
+    world = mpikv.checked(comm.Dup(), timeout=30)
+    assert [world.allreduce(step) for step in range(20)] == [world.size * step for step in range(20)]
+    world.Free()
+
+
+@SOME
 @pytest.mark.parametrize(("verb", "hosts"), [("Recv", 1), ("recv", 2)])
 def test_a_receive_has_a_deadline(comm: Any, verb: str, hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if hosts == 2:

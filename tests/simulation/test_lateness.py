@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.testing import Delay, cluster, spend
+from mpikv.testing import Delay, Planted, Raise, cluster, spend
 
 CAUSES = ("collector", "compute", "cores", "disk", "input", "swap")
 STEPS = 20
@@ -101,3 +103,17 @@ def test_a_report_names_the_late_rank(caplog: pytest.LogCaptureFixture, monkeypa
     assert len(lines) == 3
     text = "rank 2 made the others wait 50% of the last 1 s; it computes 2.0 times as long as the median"
     assert lines[-1] == text
+
+
+@pytest.mark.parametrize("at", range(17, 27))
+def test_a_rank_that_leaves_between_hosts_is_found_at_once(at: int) -> None:
+    """These points lie around calls 8 and 16, where hosts tell each other."""
+
+    def program(comm: Any) -> float:
+        began = time.monotonic()
+        with suppress(mpikv.Stalled, Planted), mpikv.create(comm=comm, timeout=60) as kv:
+            for _ in range(40):
+                kv.barrier()
+        return time.monotonic() - began
+
+    assert max(cluster(3, hosts=3, faults=[Raise(1, at)]).run(program)) < 2
