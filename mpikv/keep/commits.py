@@ -235,13 +235,15 @@ class Commits:
         for name, state in self._states.items():
             if (key := _OBJECT + name) in saved:
                 state.set(saved[key])
-            elif state.owner is not None:
+            elif not state.draws:
+                # As it is now, it is that of step 0: the loop would go on with it, and save it.
                 raise ConfigError(
-                    f"{path!r} has another state of {name!r} for each rank, as with update='store', and of "
-                    "another number of ranks; start as many as have saved it"
+                    f"{path!r} has no state of the kept object {name!r} for {self._control.size} ranks: it was not "
+                    "kept, or each of another number of ranks had a state of its own; start as many ranks as have "
+                    "saved it, keep it alike on all ranks, or remove the file to start from the beginning"
                 )
             elif self._control.rank == 0:
-                log("%r has no state for the kept object %r, which stays as it is", path, name)
+                log("%r has no state of the generator %r for this number of ranks: it starts anew", path, name)
 
     # --- Where ranks meet
 

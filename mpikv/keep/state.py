@@ -24,6 +24,8 @@ class ObjectState(NamedTuple):
     """The owner of sums of gradients in the store; this state has its weights."""
     after: Callable[[], object] = lambda: None
     """Called when all ranks have restored. Collective."""
+    draws: bool = False
+    """Whether it is that of generators: on another number of ranks they may start anew, and nothing else may."""
 
 
 def find_state(name: str, kept: Any) -> ObjectState:
@@ -40,9 +42,9 @@ def find_state(name: str, kept: Any) -> ObjectState:
         return ObjectState(*kept)
     if isinstance(kept, np.random.Generator):
         bits = kept.bit_generator
-        return ObjectState(lambda: bits.state, partial(setattr, bits, "state"))
+        return ObjectState(lambda: bits.state, partial(setattr, bits, "state"), draws=True)
     if isinstance(kept, random.Random):
-        return ObjectState(kept.getstate, kept.setstate)
+        return ObjectState(kept.getstate, kept.setstate, draws=True)
     if hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
         return ObjectState(kept.state_dict, kept.load_state_dict)
     if isinstance(kept, (np.ndarray, dict, list)):

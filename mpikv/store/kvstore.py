@@ -1042,8 +1042,8 @@ class KVStore(RankedStore):
 
         With ``path``, the loop saves all of that as :meth:`save` does, too, and after the last step. The same program
         goes on from there after the loss of a host or of the whole job, under any launcher and on any number of ranks.
-        The newest step of both counts. What differs between ranks in the kept objects returns to as many ranks; on
-        another number it stays as the program has made it, with a warning.
+        The newest step of both counts. A kept object whose state differs between ranks returns to as many ranks; on
+        another number generators start anew, with a warning, and others raise ConfigError.
 
         With ``path`` or ``--keep DIR``, SIGTERM makes the loop commit and save after one of the next steps, and
         end the program with status 75, unless the program handles SIGTERM. With neither of all these, the loop is that
@@ -1061,7 +1061,8 @@ class KVStore(RankedStore):
         Raises:
             Unsupported: the store has had a loop, is ``dist_async``, is on GPUs without ``path`` alone, or has sums of
                 gradients of a Trainer, or of a torch model, that is not kept.
-            ConfigError: the copy is of another program, or another process still writes to it.
+            ConfigError: the copy is of another program, or has no state of a kept object for this number of ranks; or
+                another process still writes to it.
             MemoryError: there is no room for copies; on every rank.
             OSError, CheckpointError, ValueMismatch: as in :meth:`save` and :meth:`load`.
 

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..keep.state import ObjectState
+
 
 class RandomState:
     """The generators that PyTorch's programs draw from by default: PyTorch's on the host, numpy's and Python's."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def object_state(self) -> ObjectState:
+        """Return how :meth:`mpikv.KVStore.keep` keeps them. Local."""
+        return ObjectState(self._state, self._take_state, draws=True)
+
+    def _state(self) -> dict[str, Any]:
         return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False), "python": random.getstate()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _take_state(self, state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         np.random.set_state(state["numpy"])
         random.setstate(state["python"])

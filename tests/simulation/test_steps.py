@@ -74,6 +74,26 @@ def test_a_loop_resumes_from_disk(tmp_path: Path, before: int) -> None:
     assert {found[0] for found in start(3, lambda kv: train(kv, tmp_path / "run"))} == {(STEPS, 0, 0, "")}
 
 
+@pytest.mark.feature("steps-on-disk")
+def test_another_number_of_ranks_resumes_nothing_that_each_rank_has_for_itself(tmp_path: Path) -> None:
+    """It would go on with the state of step 0."""
+
+    def count(kv: Any) -> list[int]:
+        kv.init("w", np.zeros(2))
+        mine = np.full(1, kv.rank)
+        kv.keep(mine=mine)
+        for _ in kv.steps(2 if kv.size == 2 else 3, path=tmp_path / "run"):
+            mine += 10
+        return mine.tolist()
+
+    assert start(2, count) == [[20], [21]]
+    assert start(2, count) == [[20], [21]]
+    before = (tmp_path / "run").read_bytes()
+    with pytest.raises(mpikv.ConfigError, match=r"no state of the kept object 'mine' for 3 ranks.* start as many"):
+        start(3, count)
+    assert (tmp_path / "run").read_bytes() == before
+
+
 @pytest.mark.parametrize("every", [1e-9, 600.0])
 def test_the_newest_step_of_memory_and_disk_counts(tmp_path: Path, every: float) -> None:
     folder, path = tmp_path / "keep", tmp_path / "run"
