@@ -182,7 +182,8 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -
         return _blame(_first(failures), status, size)
     if status:
         code = 128 - status if status < 0 else status
-        return _End(code, f"the launcher ended with status {code}")
+        # It may have seen the death of a rank that had not yet told its number.
+        return _End(code, f"the launcher ended with status {code}", dies=True)
     if missing := sorted(set(range(size)) - set(recorded)):
         ranks = ", ".join(map(str, missing))
         what = f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -191,7 +192,13 @@ class Commits:
             self._slots.reserve(*self._collect())
             start = read_start(self._slots.folder)
             self._stays |= start.stays
-        if self._disk is None or not os.path.exists(self._disk.path):
+        if self._disk is None:
+            return start, 0
+        if self._control.rank == 0:
+            # Find out now, and not after ten minutes of training, that nothing can be saved there.
+            with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(self._disk.path))):
+                pass
+        if not os.path.exists(self._disk.path):
             return start, 0
         if not isinstance(step := peek(inspect(self._disk.path), _STEP), int):
             raise ConfigError(f"{self._disk.path!r} is no checkpoint of a loop of steps; give another path")

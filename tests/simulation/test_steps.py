@@ -127,6 +127,13 @@ def test_a_save_that_a_death_cuts_short_leaves_the_one_before(tmp_path: Path) ->
     assert len({*begins}) > 3
 
 
+def test_a_folder_that_takes_no_file_is_named_before_the_first_step(tmp_path: Path) -> None:
+    seen = list[int]()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        start(2, lambda kv: train(kv, tmp_path / "missing" / "run", seen=seen))
+    assert seen == []
+
+
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     def saves(kv: Any) -> None:
         kv.init("w", np.zeros(2))
