@@ -119,7 +119,17 @@ class HierarchicalTransport:
         self._allocated[id(memory.base)] = memory.base
         return memory
 
+    @property
+    def _has_trees(self) -> bool:
+        """Whether MPI's trees may carry values of one rank: other ranks then send a part of the messages. Apart, the
+        sums of several messages would share ``recv``.
+        """
+        return self.sharing_size == 1 and not self._is_apart
+
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        if self._has_trees:
+            self._inner.fence()  # as in allreduce
+            return self._flat.reduce(send, recv, root)
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
@@ -151,11 +161,13 @@ class HierarchicalTransport:
         self._is_apart = True
         try:
             yield
-        finally:
-            self._is_apart = False
-            # Some are left only after an error.
+            assert not self._flying, "messages that nobody has waited for"
+        except BaseException:
             for flight in self._flying.values():
                 self._requests.abandon(flight.requests)
+            raise
+        finally:
+            self._is_apart = False
             self._flying.clear()
 
     def sent(self) -> _Flight | None:
@@ -199,7 +211,7 @@ class HierarchicalTransport:
         self._spread("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts), ends=True)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        if not self._is_shared(buffer):
+        if self._has_trees or not self._is_shared(buffer):
             self._flat.broadcast(buffer, root)
             return
         # In messages of the limit, as MPI allocates memory of its own for longer ones.
