@@ -26,9 +26,10 @@ from ..collectives.communicator import Standing
 from ..config import Config
 from ..engine.plan import digest
 from ..errors import MPIKVError, RankMismatch, TransportError, text_of
+from ..transports.mpi import Tickets
 from ..transports.requests import AbortableWaiting, Requests
 from .facts import Facts, call_of
-from .tickets import MOST_PENDING, SharedTickets, Tickets
+from .tickets import MOST_PENDING, SharedTickets
 
 # Looks at a message before the board says that this rank waits for it.
 _LOOKS = 200
@@ -181,7 +182,7 @@ class Check(Standing):
         if is_main:
             board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
         try:
-            self._tickets.waits.until(is_done_now, lambda: peers)
+            self._tickets.waiting.until(is_done_now, lambda: peers)
         except BaseException as error:
             Requests.abandon([keep])
             self._fail(text, error)
@@ -228,7 +229,7 @@ class Check(Standing):
         self._agreement.enter(call)
         self._pending.append((self._tickets.post(call.token), call, ""))
         # Without a deadline: another rank may compute alone, as in plain MPI.
-        self._tickets.waits = _heeding(self.group, Waiting(float("inf")))
+        self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))
 
     def await_end(self) -> None:
         """Wait for the other ranks to end. Collective.

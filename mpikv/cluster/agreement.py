@@ -51,7 +51,7 @@ class Agreement:
     """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
     def __init__(self, transport: Transport, group: Group, board: StatusBoard, verifies: bool) -> None:
-        self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
+        self._transport, self._group, self._board, self.verifies = transport, group, board, verifies
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
         self.calls = 0

@@ -11,7 +11,7 @@ from ..protocols import Key
 
 JOINED = (1 << 62) - 2
 """The token of a rank that has run out of work; no digest."""
-ANY = 0
+ANY = -1
 """The token of a call that its rank cannot describe: it meets any other; no digest."""
 TEXT_BYTES = 160
 """Bytes of a call's text on the board."""

@@ -111,7 +111,7 @@ class KVStore(RankedStore):
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
         self._memory, self._quiet = transport.memory, quiet()
-        self._agreement = Agreement(transport, group, board, config.verify_calls)
+        self._agreement = Agreement(transport.control, group, board, config.verify_calls)
         placement = self._placement or config.placement
         compiler = partial(compile_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)

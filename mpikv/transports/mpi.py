@@ -19,6 +19,7 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, zeros
 from ..arrays.float16 import widen
+from ..cluster.calls import ANY
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waits
 from ..memory.host import HOST
@@ -30,6 +31,54 @@ from .unshared import Unshared
 # The most ranks for which an exchange of half precision beats an allreduce in float32. With messages of b bytes in half
 # precision and n ranks, each rank receives (n - 1) b in the exchange, and at least 4 b (n - 1) / n in the allreduce.
 _FEW_RANKS = 3
+
+
+class Tickets:
+    """Tokens of ranks on any hosts, numbered from 1; MPI compares them."""
+
+    def __init__(self, group: ProcessGroup, waiting: Requests) -> None:
+        """Collective."""
+        self._group, self.waiting, self._posted = group, waiting, 0
+        self._sent: dict[int, tuple[Any, Any]] = {}
+
+    def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
+        number = self.post(token)
+        self.await_all(number)
+        return self.are_equal(number)
+
+    def post(self, token: int) -> int:
+        """Announce a token, and return its number. Local."""
+        self._posted += 1
+        # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
+        words = np.array([token, -token] if token != ANY else [-1 << 62, -1 << 62])
+        comm, mpi = self._group.comm, self._group.mpi
+        with self._group.translated("agree"):
+            self._sent[self._posted] = comm.Iallreduce(mpi.IN_PLACE, words, mpi.MAX), words
+        return self._posted
+
+    def are_here(self, number: int) -> bool:
+        """Return whether every rank has posted its token of this number. Local; MPI goes on with its messages."""
+        return bool(self._sent[number][0].Test())
+
+    def are_equal(self, number: int) -> bool:
+        """Return whether all tokens of this number are equal. Local; once all are here, and in order."""
+        largest, opposite = self._sent.pop(number)[1].tolist()
+        # The reduction ends also if others gave up waiting for this rank: only their notice tells.
+        self.waiting.check()
+        return bool(largest <= -opposite)
+
+    def await_all(self, number: int) -> None:
+        """Wait until every rank has posted its token of this number.
+
+        Raises:
+            Stalled: a rank did not come, or has given up.
+        """
+        self.waiting.complete(self._sent[number][0])
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """See :class:`~mpikv.protocols.Transport`; ranks have as many elements each. Collective."""
+        self.waiting.complete(self._group.comm.Iallgather(self._group.mpi.IN_PLACE, buffer))
 
 
 class MpiTransport(Unshared):
@@ -56,8 +105,7 @@ class MpiTransport(Unshared):
         self._gathered = zeros(group.size * limit)
         # int8 is summed as int32: a message becomes four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
-        # Made once: an agreement comes before each call.
-        self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
+        self._tickets = Tickets(group, self._requests)
 
     @property
     def control(self) -> MpiTransport:
@@ -115,14 +163,7 @@ class MpiTransport(Unshared):
                 self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
-        self._offered[0], self._offered[1] = token, -token
-        with self._group.translated("agree"):
-            self._requests.complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
-            # The operation completes even if others gave up waiting for this rank: only their notice tells.
-            self._requests.check()
-        largest, opposite = self._highest.tolist()
-        return bool(largest == -opposite)
+        return self._tickets.agree(token)
 
     def close(self) -> None:
         self._comm = None

@@ -38,7 +38,7 @@ _ADDRESS = 3
 # The ways of a large private message: a copy to the send buffer, or single-copy by its readers.
 _COPY, _SINGLE_COPY = 0, 1
 # In place of a number of arrivals: the rank has given up waiting. Larger than any number of arrivals.
-_GONE = 1 << 62
+GONE = 1 << 62
 _ALONE = "the other ranks have given up waiting for this one"
 # The same messages come again and again, and a look-up is faster than making an array over memory.
 _MOST_VIEWS = 4096
@@ -50,7 +50,50 @@ LARGE = 64 << 10
 _Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 
 
-class ShmTransport:
+class Arrivals:
+    """How often each rank of a host has arrived, in memory that they share. Each rank writes to its own part only."""
+
+    def __init__(self, group: Group, waiting: Waits, stride: int) -> None:
+        """Collective over the host. A rank's part has ``stride`` words; its arrivals are the first."""
+        # Tickets ask for more than waits.
+        self.waiting: Any = waiting
+        self._host_ranks, self._stride, size = group.host_ranks, stride, len(group.host_ranks)
+        self._flags = group.allocate(size * stride * 8).data.cast("q")
+        self._order = memory_barrier()
+        self._mine = group.local_rank * stride
+        self._peers = [rank * stride for rank in range(size) if rank != group.local_rank]
+        # Where ranks share cores, a rank that spins keeps the awaited one from running.
+        self._spins = _SPINS if size <= group.host_cores else 0
+
+    def _await(self, peer: int, arrivals: int) -> None:
+        """Wait until this peer has arrived or, if it does not come at once, until all have. If some do not come, mark
+        this rank as gone, so they learn it.
+        """
+        flags = self._flags
+        for _ in range(self._spins):
+            if arrivals <= flags[peer] < GONE:
+                return
+        late = [other for other in self._peers if not arrivals <= flags[other] < GONE]
+
+        # Checks the last late rank until it comes, then the next: one read per poll, however many ranks are late.
+        def all_are_here() -> bool:
+            while late and flags[late[-1]] >= arrivals:
+                if flags[late[-1]] >= GONE:
+                    raise Stalled(_ALONE)
+                late.pop()
+            return not late
+
+        def missing() -> list[int]:
+            return [self._host_ranks[other // self._stride] for other in self._peers if flags[other] < arrivals]
+
+        try:
+            self.waiting.until(all_are_here, missing)
+        except Stalled:
+            flags[self._mine] = GONE
+            raise
+
+
+class ShmTransport(Arrivals):
     """The transport of ranks that share one host's memory (``cluster/shared_memory.py``).
 
     Of a group on several hosts it joins the ranks of this host; their ranks in it are their local ranks.
@@ -78,14 +121,8 @@ class ShmTransport:
         self.memory = memory
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.sharing_size, self.sharing_rank = self.size, self.rank
-        self._group, self._waiting = group, waiting
-        self._flags = group.allocate(self.size * _STRIDE * 8).data.cast("q")
-        self._order = memory_barrier()
-        self._mine = self.rank * _STRIDE
-        self._peers = [rank * _STRIDE for rank in range(self.size) if rank != self.rank]
-        self._arrivals = 0
-        # Where ranks share cores, a rank that spins keeps the awaited one from running.
-        self._spins = _SPINS if self.size <= group.host_cores else 0
+        super().__init__(group, waiting, _STRIDE)
+        self._group, self._arrivals = group, 0
         # Not zeroed: sums write before they read, and pages that are never used take no memory.
         staging = group.allocate(slots * self.size * limit, zeroed=False)
         self._large = large
@@ -287,7 +324,7 @@ class ShmTransport:
         self._arrivals = arrivals = self._arrivals + 1
         flags[self._mine] = arrivals
         for peer in self._peers:
-            if not arrivals <= flags[peer] < _GONE:
+            if not arrivals <= flags[peer] < GONE:
                 self._await(peer, arrivals)
         if self._exposed is not None:
             # All ranks have finished reading the exchange of this message.
@@ -296,33 +333,6 @@ class ShmTransport:
         # After the flags: reads of the halves must not move before the reads of the arrivals.
         if self._order:
             self._order()
-
-    def _await(self, peer: int, arrivals: int) -> None:
-        """Wait until this peer has arrived or, if it does not come at once, until all have. If some do not come, mark
-        this rank as gone, so they learn it.
-        """
-        flags = self._flags
-        for _ in range(self._spins):
-            if arrivals <= flags[peer] < _GONE:
-                return
-        late = [other for other in self._peers if not arrivals <= flags[other] < _GONE]
-
-        # Checks the last late rank until it comes, then the next: one read per poll, however many ranks are late.
-        def all_are_here() -> bool:
-            while late and flags[late[-1]] >= arrivals:
-                if flags[late[-1]] >= _GONE:
-                    raise Stalled(_ALONE)
-                late.pop()
-            return not late
-
-        def missing() -> list[int]:
-            return [self._group.host_ranks[other // _STRIDE] for other in self._peers if flags[other] < arrivals]
-
-        try:
-            self._waiting.until(all_are_here, missing)
-        except Stalled:
-            flags[self._mine] = _GONE
-            raise
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
