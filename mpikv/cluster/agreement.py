@@ -113,6 +113,7 @@ class Agreement:
         self.enter(call)
         if self.verifies:
             self._tell_failure(call, error)
+            self._meet()
         if isinstance(error, MemoryError):
             self.name(call, error)
         raise self.at_rank(call.verb, error)

@@ -140,6 +140,9 @@ def _main_clock() -> int:
     return time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
 
+os.register_at_fork(after_in_child=_main_clock.cache_clear)
+
+
 @cache
 def _collector() -> list[int]:
     """Return a list; its first number is the nanoseconds that Python's garbage collector takes in this process."""

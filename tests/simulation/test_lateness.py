@@ -117,3 +117,19 @@ def test_a_rank_that_leaves_between_hosts_is_found_at_once(at: int) -> None:
         return time.monotonic() - began
 
     assert max(cluster(3, hosts=3, faults=[Raise(1, at)]).run(program)) < 2
+
+
+def test_a_rank_that_refuses_its_call_early_is_not_late() -> None:
+    def program(comm: Any) -> Any:
+        with mpikv.create(comm=comm) as kv:
+            kv.init("w", np.zeros(2))
+            for _ in range(STEPS):
+                if kv.rank:
+                    spend(0.01)
+                with pytest.raises(mpikv.PeerFailed if kv.rank else ValueError):
+                    kv.push("w", np.ones(2 if kv.rank else 3))
+            return kv.statistics()["ranks"]
+
+    for ranks in cluster(3).run(program):
+        assert ranks[0]["last"] < STEPS / 2
+        assert ranks[0]["waiting"] == pytest.approx(0.01 * STEPS, rel=0.2)
