@@ -22,6 +22,7 @@ from ..engine.exchange import Exchange
 from ..engine.keys import leaves, parse
 from ..engine.pipeline import Arrays, groups_of
 from ..engine.plan import Plan
+from ..errors import Unsupported
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import RowSparse
 from ..protocols import Graph, StepTable, Updater
@@ -277,6 +278,8 @@ class CapturedStep:
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
     """Check the arguments of a pushpull; the prepared call returns them, copied, for a step to keep. Local."""
+    if verbs.push_pull.check_finite:
+        raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
     given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # raises for every mistake in them

@@ -73,6 +73,13 @@ def test_stores_without_the_check_say_so(comm: Any, name: str) -> None:
         mpikv.create(name, comm=comm, check_finite=1)
 
 
+def test_captured_steps_do_not_look(comm: Any) -> None:
+    with mpikv.create(comm=comm, check_finite=2) as kv:
+        kv.init("w", np.zeros(2))
+        with pytest.raises(Unsupported, match="captured steps look at no values"):
+            kv.capture("w", np.ones(2))
+
+
 def test_the_mean_of_a_metric(comm: Any) -> None:
     with mpikv.create(comm=comm) as kv:
         mean = (kv.size - 1) / 2
