@@ -13,7 +13,7 @@ import mpikv
 from mpikv.async_store.async_kvstore import AsyncKVStore, Kind
 from mpikv.async_store.ssp import SspClocks
 from mpikv.cluster.agreement import Agreement
-from mpikv.engine.pipeline import Pipeline
+from mpikv.engine.pipeline import TransferPipeline
 from mpikv.engine.values import Values
 from mpikv.testing.explore import explore
 from mpikv.transports.hierarchical import HierarchicalTransport
@@ -120,7 +120,7 @@ def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def not_published(patch: pytest.MonkeyPatch) -> None:
     """Other hosts keep the values that they have."""
-    patch.setattr(Pipeline, "publish", lambda self, plan, outs=(): None)
+    patch.setattr(TransferPipeline, "publish", lambda self, plan, outs=(): None)
 
 
 def each_by_itself(patch: pytest.MonkeyPatch) -> None:
