@@ -73,14 +73,17 @@ class Agreement:
             Stalled: a rank did not come; the message does not tell yet where it is.
         """
         self.enter(call)
-        if not self.verifies:
+        equal = True
+        if self.verifies:
+            equal = self._transport.agree(call.token, send_ready)
+        else:
             self._transport.fence(send_ready)
-            self._meet()
-        elif not self._compare(call.token, send_ready):
+        self._meet()
+        if not equal:
             _, some_have_left = self.settle(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
-        elif self.calls >= self._lateness.next:
+        elif self.verifies and self.calls >= self._lateness.next:
             self._lateness.fold(self.calls, self._transport.all_gather)
 
     def enter(self, call: Call) -> None:
@@ -92,12 +95,6 @@ class Agreement:
             self._board.number[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
-
-    def _compare(self, token: int, send_ready: bool = False) -> bool:
-        """Wait for all ranks' tokens at the begin of a call; return whether they are equal. Collective."""
-        equal = self._transport.agree(token, send_ready)
-        self._meet()
-        return equal
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
@@ -151,7 +148,9 @@ class Agreement:
             The call of the working ranks, or None once no rank has work.
         """
         self.enter(call)
-        return None if self._compare(JOINED) else self.settle(call)[0]
+        equal = self._transport.agree(JOINED)
+        self._meet()
+        return None if equal else self.settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
         """Tell the other ranks why this one fails. Collective."""

@@ -19,4 +19,5 @@ def test_a_pushpull_passes_few_files() -> None:
     command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "scripts/trace_call"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=50).stdout
     files, switches, calls = map(int, re.findall(r"\d+", printed.splitlines()[-1]))
-    assert (files <= 8, switches <= 15, calls <= 60) == (True, True, True), printed
+    # One file, and two or three switches, note who is late.
+    assert (files <= 9, switches <= 18, calls <= 60) == (True, True, True), printed

@@ -634,7 +634,8 @@ def again(*calls: Callable[[], Any]) -> None:
 
 # --- What a launch costs the host
 
-MOST_CALLS = 25
+# Three of them note when this rank begins a call, meets the others, and ends it.
+MOST_CALLS = 28
 
 
 def calls_of(run: Callable[[], Any]) -> list[str]:
@@ -653,8 +654,14 @@ def calls_of(run: Callable[[], Any]) -> list[str]:
     return passed
 
 
-# The watchdog is woken if the last work had finished: this depends on the time.
-NOT_COUNTED = "mpikv/testing", "transports/shm.py _await", "transports/watchdog.py wake"
+# The watchdog is woken if the last work had finished, and the processor's time is read after a long phase: this depends
+# on the time.
+NOT_COUNTED = (
+    "mpikv/testing",
+    "transports/shm.py _await",
+    "transports/watchdog.py wake",
+    "cluster/lateness.py _sample",
+)
 
 
 def places_of(frame: Any) -> Iterator[str]:
