@@ -105,12 +105,12 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        extras: list[Span] = []
+        extras, alone = list[Span](), header
         # Their number is known only inside of the call: other ranks may have pushed longer lists.
         if residuals and (more := add_residuals(self._exchange, header)) is not header:
             header, extras = more, self._agreement.run_together(call, list_residuals, self._exchange, more)
         header, program = add_program(self._transport, header, packed)
-        if extras or packed:
+        if header is not alone:  # alike on all ranks: a rank without residuals has no extras
             self._agreement.run_together(call, check_writable, header)
         spans = chain(self._list_values(header, self._divide), extras)
         is_root, work = self._transport.rank == self._root, None

@@ -179,7 +179,7 @@ def test_ranks_of_one_machine_that_mpi_takes_for_two(mpi: tuple[Library, Launche
     found, insisting = (
         json.loads(run(command, MPIR_CVAR_NOLOCAL="1", MPIKV_TRANSPORT=transport)) for transport in ("auto", "shm")
     )
-    assert found["chosen"] == {"transport": "mpi", "reason": "ranks on 2 hosts, as MPI reports"}
+    assert found["chosen"] == {"transport": "hierarchical", "reason": "ranks on 2 hosts, as MPI reports"}
     for word in (f"the 2 ranks on {platform.node()}", "2 hosts", "MPIKV_TRANSPORT=shm", "MPIR_CVAR_NOLOCAL=1"):
         assert word in found["ranks"]["problem"]
     assert insisting["chosen"] == {"transport": "shm", "reason": "asked for"}
