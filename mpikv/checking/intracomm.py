@@ -42,7 +42,7 @@ class _AnyRequest(type):
         return issubclass(subclass, _Request)
 
 
-class CheckedRequest(_Request, metaclass=_AnyRequest):  # type: ignore[misc]
+class CheckedRequest(_Request, metaclass=_AnyRequest):  # type: ignore[misc]  # MPI is loaded late, so of no known type
     """A request with the deadline, and the comparison, of the communicator that it comes from."""
 
     check: Check | None = None
@@ -167,8 +167,7 @@ def _is_refused(error: Exception) -> bool:
 def _posted(verb: str, plain: Any, facts: Callable[..., Facts]) -> _Run:
     def run(self: Any, *given: Any, **named: Any) -> Any:
         found = _facts_of(facts, self, *given, **named)
-        start = lambda: CheckedRequest(plain(self, *given, **named))  # noqa: E731
-        return self.check.post(verb, found, start, sys._getframe(2))
+        return self.check.post(verb, found, lambda: CheckedRequest(plain(self, *given, **named)), sys._getframe(2))
 
     return run
 
@@ -315,7 +314,7 @@ class _Alike(type):
         return hash(cls.__base__)
 
 
-class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]
+class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]  # as above
     """An ``MPI.Intracomm`` whose ranks compare their calls. It has the handle of the one it is made from."""
 
     def __reduce__(self) -> Any:

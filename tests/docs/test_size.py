@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 21_450,
+    "lines of code in the core": 21_449,
     "lines of code in tests, scripts and commands": 48_051,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
