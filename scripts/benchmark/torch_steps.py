@@ -59,15 +59,18 @@ def _step_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[
         "alone": case(lambda model, optimizer: None),
         "attach": case(_attach("local")),
         "attach, store": case(_attach("store")),
+        "DDP, silent": case(partial(_DDP, comm, "gloo", silent=True)),
         "DDP, mpikv": case(partial(_DDP, comm, "mpikv")),
         "torch DDP": case(partial(_DDP, comm, "gloo")),
     }
     bound = 0.5 if comm.size == 2 and not options.quick else None
     goal = f"{title}: added to a step by attach / by PyTorch DDP, gloo"
     backend = f"{title}: added to a step by DDP over mpikv / over gloo"
+    communication = f"{title}: added by communication alone, over mpikv / over gloo"
     return cases, [
         Comparison(goal, "attach", "torch DDP", bound, beyond="alone"),
         Comparison(backend, "DDP, mpikv", "torch DDP", beyond="alone"),
+        Comparison(communication, "DDP, mpikv", "torch DDP", bound, beyond="DDP, silent"),
     ]
 
 
@@ -91,12 +94,17 @@ def _attach(update: str) -> Callable[[Any, Any], Any]:
 
 
 class _DDP:
-    """A model in PyTorch's DistributedDataParallel over a library."""
+    """A model in PyTorch's DistributedDataParallel over a library. ``silent``: ranks send nothing, and what stays is
+    DDP's own work, as the copies of gradients to its buckets and back.
+    """
 
-    def __init__(self, comm: Any, library: str, model: Any, optimizer: Any) -> None:
+    def __init__(self, comm: Any, library: str, model: Any, optimizer: Any, silent: bool = False) -> None:
         self._group = open_group(comm, library)
         wrap = import_module("torch.nn.parallel").DistributedDataParallel
-        self.model = wrap(model, process_group=self._group)
+        self.model = wrap(model, process_group=self._group, broadcast_buffers=not silent)
+        if silent:
+            hooks = import_module("torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks")
+            self.model.register_comm_hook(None, hooks.noop_hook)
 
     def detach(self) -> None:
         close_group(self._group)

@@ -183,7 +183,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_short_cases_fill_a_turn_and_long_ones_do_not_repeat(clock: Clock) -> None:
-    lengths = [1e-6, 149e-6, 151e-6, 0.1]
+    lengths = [1e-6, 0.99 * rounds.SHORT, 1.01 * rounds.SHORT, 0.1]
     cases = [Case(str(seconds), clock.contender(str(seconds), seconds)) for seconds in lengths]
     measure(Alone(), cases, 3)
     assert [case.repeats for case in cases[2:]] == [1, 1]

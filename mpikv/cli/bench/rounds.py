@@ -12,11 +12,15 @@ from ...protocols import Array
 
 __all__ = ["Case", "Clock", "Contender", "Prepared", "measure", "time_host"]
 
-SHORT, TURN = 150e-6, 300e-6
-"""In seconds: a case shorter than the first is repeated within a turn, until the turn takes at least the second."""
+SHORT, TURN = 1e-3, 2e-3
+"""In seconds: a case shorter than the first is repeated within a turn, until the turn takes at least the second.
+
+Ranks leave the barrier before a turn tens of microseconds apart, and the first step finds cold caches. In a turn of one
+short step, these are most of its time.
+"""
 
 # A case longer than this many times SHORT needs no repetition; one test is enough to know.
-_SURELY_LONG = 100
+_SURELY_LONG = 15
 
 
 class Contender(Protocol):
