@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -172,6 +174,132 @@ def test_arrays_of_others(cupy: Any, gpu: CupyGpu) -> None:
             gpu.adopt(there)
     with pytest.raises(Unsupported, match=r"DLPack's device \(10, 1\)"):
         gpu.adopt(SimpleNamespace(__dlpack_device__=lambda: (10, 1)))
+    with pytest.raises(Unsupported, match=r"an unknown DLPack device \(10, 0\); copy it"):
+        gpu_of(SimpleNamespace(__dlpack_device__=lambda: (10, 0)))
+    managed = SimpleNamespace(__dlpack_device__=lambda: (13, gpu.ordinal))  # memory that moves
+    assert gpu_of(managed).name == gpu.name
+
+    def refuse(**_: object) -> None:
+        raise BufferError("it is conjugated")
+
+    with pytest.raises(Unsupported, match="cannot use the memory of a SimpleNamespace: it is conjugated"):
+        gpu.adopt(SimpleNamespace(__dlpack_device__=managed.__dlpack_device__, __dlpack__=refuse))
+
+
+class Tensor:
+    """A tensor of torch, which notes the streams that it is asked to order."""
+
+    def __init__(self, array: Any, asked: list[Any]) -> None:
+        self.array, self.asked, self.shape, self.dtype = array, asked, array.shape, array.dtype
+        self.place, self.strides = array.data.ptr, array.strides
+
+    def detach(self) -> Tensor:
+        return self
+
+    def data_ptr(self) -> int:
+        return int(self.place)
+
+    def stride(self) -> tuple[int, ...]:
+        if self.strides is None:
+            raise RuntimeError("sparse tensors do not have strides")
+        return tuple(self.strides)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        self.asked.append(stream)
+        return self.array.__dlpack__(stream=stream, **options)
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return what stands for the module torch, whose present stream is ``stream``."""
+    made = SimpleNamespace(stream=0)
+    made._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: made.stream)
+    monkeypatch.setitem(sys.modules, "torch", made)
+    return made
+
+
+@pytest.fixture
+def tensor(gpu: CupyGpu) -> Callable[[str], Any]:
+    """Return what makes a tensor of a class of a module."""
+    return lambda module: type("Tensor", (Tensor,), {"__module__": module})(gpu.upload(np.zeros((3, 3))), [])
+
+
+def test_tensors_of_torch_that_come_in_order_already(gpu: CupyGpu, torch: Any, tensor: Any) -> None:
+    """Torch is asked to order nothing, and else it would; the arrays of other libraries are asked as ever."""
+    for module, ordered in (("torch", True), ("torch.nn", True), ("torch", False), ("jax", True)):
+        made = tensor(module)
+        assert gpu.owns(gpu.adopt(made, ordered=ordered))
+        (asked,) = made.asked
+        assert (asked == -1) is (ordered and module != "jax")
+
+
+def test_a_tensor_is_asked_for_its_memory_once(gpu: CupyGpu, torch: Any, tensor: Any) -> None:
+    """As long as it lies there, and torch has nothing to bring in order."""
+    made = tensor("torch")
+    first = gpu.adopt(made)
+    assert all(gpu.adopt(made, ordered=ordered) is first for ordered in (False, True, False))
+    torch.stream = 5
+    gpu.adopt(made, ordered=True)
+    assert len(made.asked) == 1
+    gpu.adopt(made)
+    torch.stream = 0
+    for number, (name, value) in enumerate(
+        {"place": 64, "shape": (9,), "dtype": np.dtype("i8"), "strides": (8, 24)}.items(), 3
+    ):
+        setattr(made, name, value)
+        for _ in range(2):
+            gpu.adopt(made)
+        assert len(made.asked) == number
+    made.strides = None
+    for _ in range(2):
+        gpu.adopt(made)
+    assert len(made.asked) == number + 2
+
+
+def test_memory_of_a_tensor_goes_with_it(gpu: CupyGpu, torch: Any, tensor: Any) -> None:
+    made, other = tensor("torch"), tensor("torch")
+    memory = weakref.ref(gpu.adopt(made))
+    gpu.adopt(made)
+    gpu.adopt(other)
+    del made
+    assert memory() is None
+    assert list(gpu._tensors) == [id(other)]
+
+
+def test_a_capture_by_torch_is_known(gpu: CupyGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    for captures in (False, True):
+        asked = SimpleNamespace(is_current_stream_capturing=lambda captures=captures: captures)
+        monkeypatch.setitem(sys.modules, "torch.cuda", asked)
+        assert gpu.capturing() is captures
+
+
+def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(gpu: CupyGpu) -> None:
+    """In a cycle that is collected one may find it after its own finalizer: the wait would be for another point."""
+    stream, event = gpu.stream(), gpu.stream().record()
+    event.__del__()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        stream.wait(event)
+    with pytest.raises(AttributeError):
+        assert event.done
+    event.beneath = gpu.spare_events.pop()  # type: ignore[attr-defined]  # for its other finalizer
+
+
+def test_to_order_streams_takes_few_python_calls(gpu: CupyGpu) -> None:
+    """Each call of a store makes five such steps or more."""
+    stream, passed = gpu.stream(), list[str]()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith("cuda/gpu.py"):
+            passed.append(frame.f_code.co_name)
+
+    with gpu.present():
+        sys.setprofile(note)
+        stream.wait(stream.record())
+        sys.setprofile(None)
+    assert len(passed) <= 7, passed
 
 
 def test_too_little_memory(gpu: CupyGpu) -> None:
