@@ -11,26 +11,33 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..keep.folder import Start, newest_step, read_start, remove_commits, write_start
+from ..keep.folder import START, Start, newest_step, read_start, write_start
 
 __all__ = ["Restarts", "find_folders", "open_folder", "remove_folders"]
 
 _SHARED, _PREFIX = Path("/dev/shm"), "mpikv-keep-"
+_RANKS = "-ranks"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Restarts:
     """Decides whether the ranks of a job start again. They do not after ``most`` restarts without a new commit."""
 
-    def __init__(self, folder: Path, most: int, stays: bool, tell: Callable[[str], None]) -> None:
-        """``stays``: the folder is the user's, and the same command goes on from there.
+    def __init__(self, home: Path, size: int, most: int, stays: bool, tell: Callable[[str], None]) -> None:
+        """``home`` has a folder for each number of ranks. ``stays``: it is the user's, and the same command goes on
+        from there.
 
         Raises:
             ConfigError: its commits may be incomplete.
         """
-        self.folder, self._most, self._stays, self._tell = folder, most, stays, tell
+        self.folder = folder = home / f"{size}{_RANKS}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._home, self._most, self._stays, self._tell = home, most, stays, tell
         self._attempt = self._fruitless = 0
         self._commits, _ = newest_step(folder)
+        # Only as many ranks can read them, and these ones may have older commits.
+        others = [(newest_step(other)[1], str(other)) for other in home.glob(f"*{_RANKS}") if other != folder]
+        self._other = max(others, default=(0, ""))
         # Commits are not flushed to the disk: after a power failure a file may have a header, and not what precedes it.
         self._boot = _BOOT.read_text() if _BOOT.exists() else ""
         if self._commits and read_start(folder).boot != self._boot:
@@ -55,7 +62,8 @@ class Restarts:
     def end(self, status: int) -> str:
         """Return what there is to add to the reason for the end of the job; after success, remove its commits."""
         if status == 0:
-            remove_commits(self.folder)
+            for start in self._home.glob(f"*{_RANKS}/{START}"):
+                shutil.rmtree(start.parent)
             return ""
         many, place = f"{self._most} restart{'s' * (self._most > 1)}", self._place()
         given_up = f"; {many} from {place} brought no new commit" if self._fruitless > self._most > 0 else ""
@@ -66,7 +74,7 @@ class Restarts:
         return f"step {step}" if step else "the beginning"
 
     def _note(self, why: str) -> None:
-        write_start(self.folder, Start(self._attempt, why, self._boot, self._stays))
+        write_start(self.folder, Start(self._attempt, why, self._boot, self._stays, *self._other))
 
 
 @contextlib.contextmanager

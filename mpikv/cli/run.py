@@ -301,8 +301,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         if options.restarts or options.keep:
             if not one_host:
                 raise ConfigError("--restarts and --keep need all ranks on this host: elsewhere commits cannot be read")
-            folder = stack.enter_context(open_folder(options.keep))
-            restarts = Restarts(folder, options.restarts, options.keep is not None, _note)
+            home = stack.enter_context(open_folder(options.keep))
+            restarts = Restarts(home, size, options.restarts, options.keep is not None, _note)
         status, reason = run_job(
             plan.command,
             {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}", **checks},

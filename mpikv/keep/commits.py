@@ -173,9 +173,9 @@ class Commits:
             # Void before all: a rank that had one epoch more would later take it for the new one of that number.
             together(self._slots.void_after, self._epoch)
             step = self._slots.newest().step
-        if from_disk := saved > step:
-            step = saved
-        elif self._slots is not None and self._epoch:
+        from_disk, step = saved > step, max(saved, step)
+        together(self._check_other, start, step)
+        if self._slots is not None and self._epoch and not from_disk:
             together(self._put_back, *together(self._read, self._slots))
             self._contents.publish()
         again = max(int(last.max()) - step, 0)
@@ -210,6 +210,13 @@ class Commits:
             raise ConfigError(
                 f"the commits of ranks {np.flatnonzero(epochs == 0).tolist()} are missing in {folder}; "
                 "empty the folder to start from the beginning"
+            )
+
+    def _check_other(self, start: Start, step: int) -> None:
+        if start.other_step > step:
+            raise ConfigError(
+                f"the newest commit, of step {start.other_step}, is in {start.other_folder}, and only as many ranks can "
+                f"read it; start as many, or remove that folder to go on from step {step}"
             )
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 HEADER = struct.Struct("<QQQI")
 """The begin of a file: epoch, step, bytes of the text, and the CRC-32 of these. No kill leaves half of it: it is in one
 page."""
-_START = "start.json"
+START = "start.json"
 _NAME = re.compile(r"(\d+)\.(\d+)\.[01]")
 
 
@@ -68,21 +68,18 @@ class Start(NamedTuple):
     """The boot of the host that made the commits."""
     stays: bool = False
     """Whether the folder outlives the job."""
+    other_step: int = 0
+    """The step after the newest commit of another number of ranks; 0 if there is none."""
+    other_folder: str = ""
+    """Where that commit is."""
 
 
 def write_start(folder: Path, start: Start) -> None:
     """Tell the ranks that are about to start how and why."""
-    (folder / _START).write_text(json.dumps(start))
+    (folder / START).write_text(json.dumps(start))
 
 
 def read_start(folder: Path) -> Start:
     """Return what the ranks were told."""
-    path = folder / _START
+    path = folder / START
     return Start(*json.loads(path.read_text())) if path.exists() else Start()
-
-
-def remove_commits(folder: Path) -> None:
-    """Remove all that a job keeps in a folder."""
-    for path in folder.iterdir():
-        if _NAME.fullmatch(path.name) or path.name == _START:
-            path.unlink()

@@ -156,6 +156,15 @@ def test_a_signal_lets_the_loop_save_and_end(run: Start, tmp_path: Path, how: st
         assert int(step) > 5
 
 
+def test_another_number_of_ranks_goes_on_from_the_disk(run: Start, tmp_path: Path) -> None:
+    keep, given = ["--keep", str(tmp_path / "keep")], f", path={str(tmp_path / 'run')!r}"
+    # Both a commit and a save of this step.
+    wait(run("step == 5 and os.kill(os.getpid(), signal.SIGTERM)", "-n", "3", *keep, given=given), status=75)
+    output, _ = wait(run("pass", *keep, given=given))
+    assert re.search(r"done Restored\(step=([6-9]), attempt=0, again=0, why=''\) ", output)
+    assert not list((tmp_path / "keep").iterdir())
+
+
 @pytest.mark.parametrize("library_status", [3, 75])
 def test_a_status_that_asks_for_another_run_is_no_death(run: Start, library_status: int) -> None:
     _, errors = wait(run(f"if step == 3: sys.exit({library_status})", "--restarts", "1"), status=library_status)

@@ -359,6 +359,16 @@ def test_missing_commits_of_a_rank_are_named(tmp_path: Path) -> None:
         assert f"ConfigError: steps: the commits of ranks [1] are missing in {tmp_path}; empty the folder" in error
 
 
+def test_newer_commits_of_another_number_of_ranks_are_named(tmp_path: Path) -> None:
+    start(tmp_path, loops)
+    write_start(tmp_path, Start(other_step=4, other_folder="/there"))
+    for error in start(tmp_path, loops):
+        assert "the newest commit, of step 4, is in /there, and only as many ranks can read it" in error
+        assert "remove that folder to go on from step 3 [rank" in error
+    write_start(tmp_path, Start(other_step=3, other_folder="/there"))
+    assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
+
+
 def test_files_of_a_living_process_are_not_taken(tmp_path: Path) -> None:
     start(tmp_path, loops)
     with open(tmp_path / "1.0.0") as file:

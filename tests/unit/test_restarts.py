@@ -21,13 +21,13 @@ def commit(folder: Path, epoch: int, step: int, ranks: int = 2) -> None:
 
 def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
     told = list[str]()
-    restarts = Restarts(tmp_path, 2, False, told.append)
+    restarts = Restarts(tmp_path, 2, 2, False, told.append)
     assert [restarts.go_on("rank 0 died") for _ in range(2)] == [True, True]
-    commit(tmp_path, 1, 7)
+    commit(restarts.folder, 1, 7)
     assert [restarts.go_on("rank 1 died") for _ in range(3)] == [True, True, False]
     assert told[0] == "rank 0 died; restart 1 from the beginning"
     assert told[3] == "rank 1 died; restart 4 from step 7"
-    assert read_start(tmp_path)[:2] == (4, "rank 1 died")
+    assert read_start(restarts.folder)[:2] == (4, "rank 1 died")
     assert restarts.end(1) == "; 2 restarts from step 7 brought no new commit"
     assert restarts.end(0) == ""
     assert not list(tmp_path.iterdir())
@@ -42,10 +42,11 @@ def test_a_commit_counts_that_all_ranks_have(tmp_path: Path) -> None:
 
 
 def test_commits_of_another_boot_are_refused(tmp_path: Path) -> None:
-    commit(tmp_path, 1, 7)
-    write_start(tmp_path, Start(boot="another"))
+    folder = Restarts(tmp_path, 2, 2, True, print).folder
+    commit(folder, 1, 7)
+    write_start(folder, Start(boot="another"))
     with pytest.raises(ConfigError, match="were made before the last boot of this host, or on another host"):
-        Restarts(tmp_path, 2, True, print)
+        Restarts(tmp_path, 2, 2, True, print)
 
 
 def test_a_folder_has_one_job(tmp_path: Path) -> None:
@@ -56,3 +57,14 @@ def test_a_folder_has_one_job(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"no commits can be kept in .*file: File exists; give another folder"):
         open_folder(str(tmp_path / "file")).__enter__()
+
+
+def test_ranks_are_told_of_newer_commits_of_another_number(tmp_path: Path) -> None:
+    three = Restarts(tmp_path, 3, 2, True, print)
+    commit(three.folder, 1, 7, ranks=3)
+    two = Restarts(tmp_path, 2, 2, True, print)
+    assert read_start(two.folder)[4:] == (7, str(three.folder))
+    (tmp_path / "9-ranks").mkdir()
+    two.end(0)
+    # A folder that no job has made stays.
+    assert [path.name for path in tmp_path.iterdir()] == ["9-ranks"]
