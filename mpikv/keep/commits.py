@@ -152,6 +152,8 @@ class Commits:
             state = self._collective("load", disk.checkpoints.load_rest, disk.path)
             self._collective("steps", self._prepare_objects, disk.path, state)
         if restored is not None and restored.step:
+            if restored.step > total and self._control.rank == 0:
+                log("steps: total=%d is below step %d, where the loop goes on: it makes no step", total, restored.step)
             for _, state in sorted(self._states.items()):
                 state.after()
         return restored
@@ -194,6 +196,8 @@ class Commits:
             self._stays |= start.stays
         if self._disk is None:
             return start, 0
+        if not os.path.basename(self._disk.path):
+            raise ConfigError(f"path={self._disk.path!r} names no file; give the name of one, or None to save nothing")
         if self._control.rank == 0:
             # Find out now, and not after ten minutes of training, that nothing can be saved there.
             with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(self._disk.path))):
@@ -215,8 +219,8 @@ class Commits:
     def _check_other(self, start: Start, step: int) -> None:
         if start.other_step > step:
             raise ConfigError(
-                f"the newest commit, of step {start.other_step}, is in {start.other_folder}, and only as many ranks can "
-                f"read it; start as many, or remove that folder to go on from step {step}"
+                f"the newest commit, of step {start.other_step}, is in {start.other_folder}, and fits only as many "
+                f"ranks; start as many, or remove that folder to go on from step {step}"
             )
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -83,10 +83,9 @@ class Contents:
         if (now := self._identify()) == self._identity:
             return
         if difference := find_difference(self.layout, self._describe()):
-            before, after = difference
             raise Unsupported(
-                f"the store changed in the loop, from {before} to {after}; a program that starts again has the store "
-                "of the loop's begin, so make all keys, and set updater and compression, before kv.steps"
+                f"the store changed in the loop, from {difference[0]} to {difference[1]}; a program that starts again "
+                "has the store of the loop's begin, so make all keys, and set updater and compression, before kv.steps"
             )
         self._identity = now
 

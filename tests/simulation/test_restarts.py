@@ -363,7 +363,7 @@ def test_newer_commits_of_another_number_of_ranks_are_named(tmp_path: Path) -> N
     start(tmp_path, loops)
     write_start(tmp_path, Start(other_step=4, other_folder="/there"))
     for error in start(tmp_path, loops):
-        assert "the newest commit, of step 4, is in /there, and only as many ranks can read it" in error
+        assert "the newest commit, of step 4, is in /there, and fits only as many ranks" in error
         assert "remove that folder to go on from step 3 [rank" in error
     write_start(tmp_path, Start(other_step=3, other_folder="/there"))
     assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2

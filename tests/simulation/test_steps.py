@@ -134,6 +134,19 @@ def test_a_folder_that_takes_no_file_is_named_before_the_first_step(tmp_path: Pa
     assert seen == []
 
 
+@pytest.mark.parametrize("path", ["", "new/"])
+def test_a_path_without_a_name_is_refused(path: str) -> None:
+    with pytest.raises(mpikv.ConfigError, match=f"steps: path='{path}' names no file"):
+        start(2, lambda kv: kv.steps(3, path=path))
+
+
+def test_a_total_below_the_saved_step_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for total in (3, 3, 2):
+        assert "makes no step" not in caplog.text
+        start(2, lambda kv, total=total: train(kv, tmp_path / "run", total))
+    assert caplog.messages == ["steps: total=2 is below step 3, where the loop goes on: it makes no step"]
+
+
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
     def saves(kv: Any) -> None:
         kv.init("w", np.zeros(2))
