@@ -38,7 +38,7 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
     if type(tree) is np.ndarray and _is_of_numbers(tree.dtype):
         arrays.append(np.ascontiguousarray(tree))
         return {"array": [name_of(tree.dtype), list(tree.shape)]}
-    if _is_tensor(tree):
+    if is_tensor(tree):
         # As bytes: numpy lacks some of torch's dtypes.
         flat = tree.detach().cpu().contiguous().reshape(-1)
         arrays.append(flat.view(sys.modules["torch"].uint8).numpy())
@@ -61,7 +61,7 @@ def _is_of_numbers(dtype: np.dtype[Any]) -> bool:
     return dtype.isnative and (dtype.kind in "biufc" or name_of(dtype) == "bfloat16")
 
 
-def _is_tensor(tree: Any) -> bool:
+def is_tensor(tree: Any) -> bool:
     # Without an import, which takes seconds: a tensor's owner has made it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tree, torch.Tensor) and tree.layout == torch.strided

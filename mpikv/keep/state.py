@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import name_of
+from ..checkpoint.trees import is_tensor
 from ..errors import ValueMismatch, a_kind
-from ..protocols import Array
 
 
 class ObjectState(NamedTuple):
@@ -47,21 +46,22 @@ def find_state(name: str, kept: Any) -> ObjectState:
         return ObjectState(kept.getstate, kept.setstate, draws=True)
     if hasattr(kept, "state_dict") and hasattr(kept, "load_state_dict"):
         return ObjectState(kept.state_dict, kept.load_state_dict)
-    if isinstance(kept, (np.ndarray, dict, list)):
+    if isinstance(kept, (dict, list)) or _is_array(kept):
         return ObjectState(lambda: kept, partial(_refill, kept))
     raise TypeError(
-        f"keep: {name} is {a_kind(kept)}, whose state cannot be put back into it; give an array, a dict, a list, a "
-        "generator of numpy or of random, an object with state_dict() and load_state_dict(), or a pair of functions "
-        "(get, set)"
+        f"keep: {name} is {a_kind(kept)}, whose state cannot be put back into it; give an array, a tensor, a dict, a "
+        "list, a generator of numpy or of random, an object with state_dict() and load_state_dict(), or a pair of "
+        "functions (get, set)"
     )
 
 
 def _refill(target: Any, state: Any) -> None:
-    """Give an array, a dict or a list its state back, in the arrays, dicts and lists that are in it."""
-    if isinstance(target, np.ndarray):
+    """Give an array, a tensor, a dict or a list its state back, in the arrays, tensors, dicts and lists in it."""
+    if _is_array(target):
         if not _are_alike(target, state):
             raise ValueMismatch(f"the array was {_show(state)} in the commit, and is {_show(target)} now")
-        np.copyto(target, state)
+        # In place, which a tensor with gradients allows by this alias only.
+        getattr(target, "detach", lambda: target)()[...] = state
     elif isinstance(target, dict):
         renewed = {key: _renew(target.get(key), value) for key, value in state.items()}
         target.clear()
@@ -79,9 +79,13 @@ def _renew(old: Any, new: Any) -> Any:
 
 
 def _are_alike(old: Any, new: Any) -> bool:
-    arrays = isinstance(old, np.ndarray) and isinstance(new, np.ndarray)
-    return arrays and (old.dtype, old.shape) == (new.dtype, new.shape)
+    return _is_array(old) and _is_array(new) and _show(old) == _show(new)
 
 
-def _show(array: Array) -> str:
-    return f"{name_of(array.dtype)}{list(array.shape)}"
+def _is_array(kept: Any) -> bool:
+    return isinstance(kept, np.ndarray) or is_tensor(kept)
+
+
+def _show(array: Any) -> str:
+    # A tensor's dtype begins with torch.
+    return f"{array.dtype}{list(array.shape)}"

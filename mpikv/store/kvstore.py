@@ -1012,9 +1012,9 @@ class KVStore(RankedStore):
         Each rank keeps its own. Objects are restored in place, so that the program's names for them stay valid.
 
         Args:
-            objects: arrays of numpy, dicts, lists, generators of numpy or ``random``, objects with ``state_dict()`` and
-                ``load_state_dict()``, or pairs of functions ``(get, set)``. A state has numbers, texts, arrays, None,
-                and lists, tuples and dicts of them.
+            objects: arrays of numpy, tensors, dicts, lists, generators of numpy or ``random``, objects with
+                ``state_dict()`` and ``load_state_dict()``, or pairs of functions ``(get, set)``. A state has numbers,
+                texts, arrays, tensors, None, and lists, tuples and dicts of them.
 
         Raises:
             TypeError: an object is none of these.

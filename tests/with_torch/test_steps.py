@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.keep.state import find_state
 
 from .training import torch
 
@@ -57,6 +58,26 @@ def test_a_loop_goes_on(comm: Any, folder: Path, how: str) -> None:
     wanted = train(comm, folder / "whole", 5, how)
     assert train(comm, folder / "run", 3, how)[0] == 3
     assert train(comm, folder / "run", 5, how) == (2, wanted[1])
+
+
+def test_kept_tensors_stay_the_same_objects(kv: Any, folder: Path) -> None:
+    weight, average = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2, dtype=torch.bfloat16)
+    kv.init("w", np.zeros(2))
+    kv.keep(weight=weight, other={"average": average, "step": 0})
+    for _ in kv.steps(2, path=folder / "run"):
+        weight.data += 1 + kv.rank
+        average += 3
+    with mpikv.create(comm=kv.comm, timeout=10) as again:
+        weight.data.zero_()
+        average.zero_()
+        again.init("w", np.zeros(2))
+        again.keep(weight=weight, other={"average": average, "step": 0})
+        assert list(again.steps(2, path=folder / "run")) == []
+        assert weight.tolist() == [2 + 2 * kv.rank] * 2
+        assert average.tolist() == [6, 6]
+        again.close()
+    with pytest.raises(mpikv.ValueMismatch, match=r"was torch.float32\[2\] in the commit, and is torch.int64"):
+        find_state("w", torch.zeros(2, dtype=torch.int64)).set(weight.detach())
 
 
 def test_sums_of_gradients_are_in_no_checkpoint(kv: Any, folder: Path) -> None:
