@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import IO, Any, NamedTuple
 
 from ..cluster.environment import GIVEN_UP, UNSTARTED, free_port
@@ -25,7 +25,7 @@ from ..config import aborts
 from .boards import CALLS, describe
 from .reports import Reports
 from .restarts import Restarts
-from .watch import PREFIX, Death, Watch
+from .watch import MISTAKE, PREFIX, Death, Watch
 
 __all__ = ["FREE", "GRACE", "NOT_LISTENING", "Job", "handling", "run_job"]
 
@@ -68,6 +68,8 @@ class _End(NamedTuple):
     """Whether a rank's script may have begun."""
     calls: Mapping[str, Any] | None = None
     """The last calls of the ranks, after a failure."""
+    mistakes: Mapping[int, str] = MappingProxyType({})
+    """The program's own errors on ranks, which another start would most likely raise again."""
 
 
 def run_job(
@@ -97,7 +99,7 @@ def run_job(
             if end.status == NOT_LISTENING and not end.begun and not retried:
                 tell(f"{end.what} before it started a rank, as it may on a busy machine; it is started once more")
                 retried = True
-            elif early or restarts is None or not end.dies or not restarts.go_on(end.what):
+            elif early or restarts is None or not end.dies or not restarts.go_on(end.what, end.mistakes):
                 break
     if end.calls is not None:
         with contextlib.suppress(OSError):  # a full disk, which may have ended the job
@@ -159,6 +161,7 @@ def _run_once(
             if not one_host and status == 0:
                 reports.wait()
             end = _verdict(status, directory, first or watch.deaths, size)
+            mistakes = {int(path.suffix[1:]): path.read_text() for path in directory.glob(MISTAKE + "*")}
             if job.received is not None:
                 # Ranks may have saved, and ended with the status that asks for another run.
                 status = end.status if end.status == os.EX_TEMPFAIL else 128 + job.received
@@ -170,7 +173,8 @@ def _run_once(
         if not _descendants():
             watch.remove_files(orphans=end.status != 0)
         # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
-        return end._replace(begun=job.received is not None or any(directory.glob(PREFIX + "*")))
+        begun = job.received is not None or any(directory.glob(PREFIX + "*"))
+        return end._replace(begun=begun, mistakes=mistakes)
 
 
 def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -> _End:

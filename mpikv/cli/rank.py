@@ -16,7 +16,7 @@ import runpy
 import sys
 import types
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
@@ -26,12 +26,14 @@ from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts
-from ..errors import text_of
+from ..errors import ConfigError, text_of
 from ..store.endings import tell_unseen
 from .reports import Report, open_report
-from .watch import PREFIX, shared_files
+from .watch import MISTAKE, PREFIX, shared_files
 
 INTERRUPTED = 130
+# Mistakes of a program. Others may be those of a disk, a network or a peer.
+_MISTAKES = (ImportError, SyntaxError, TypeError, NameError, AttributeError, NotImplementedError, ConfigError)
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def main() -> None:
         check_world()
     try:
         report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
-        status = _run(sys.argv[1:], prefix, rank)
+        status = _run(sys.argv[1:], prefix, lambda mistake: report(f"{MISTAKE}{rank}", mistake))
     except BaseException as error:  # of the script's own hook, say
         print_last(error, prefix, rank)
     finally:
@@ -95,7 +97,7 @@ def _fail(report: Report, status: int, rank: int, size: int, process: int) -> No
             _abort(status)
 
 
-def _run(arguments: Sequence[str], prefix: str, rank: int) -> int:
+def _run(arguments: Sequence[str], prefix: str, tell: Callable[[str], object]) -> int:
     """Run a script or a module to its end and return its exit status."""
     try:
         if arguments[0] == "-m":
@@ -109,6 +111,9 @@ def _run(arguments: Sequence[str], prefix: str, rank: int) -> int:
         return INTERRUPTED
     except BaseException as error:
         _show(error)
+        if isinstance(error, _MISTAKES):
+            with suppress(OSError):  # a full disk
+                tell(f"{type(error).__name__}{place_of(error)}")
         return 1
     return 0
 

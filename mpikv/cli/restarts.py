@@ -7,11 +7,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ..errors import ConfigError
-from ..keep.folder import START, Start, newest_step, read_start, write_start
+from ..keep.folder import START, Start, newest_step, read_note, read_start, write_start
 
 __all__ = ["Restarts", "find_folders", "open_folder", "remove_folders"]
 
@@ -34,6 +35,7 @@ class Restarts:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._home, self._most, self._stays, self._tell = home, most, stays, tell
         self._attempt = self._fruitless = 0
+        self._mistakes = self._certain = set[tuple[str, int]]()
         self._commits, _ = newest_step(folder)
         # Only as many ranks can read them, and these ones may have older commits.
         others = [(newest_step(other)[1], str(other)) for other in home.glob(f"*{_RANKS}") if other != folder]
@@ -47,12 +49,18 @@ class Restarts:
             )
         self._note("")
 
-    def go_on(self, what: str) -> bool:
-        """Return whether to start the ranks again after a death, and tell the user."""
+    def go_on(self, what: str, mistakes: Mapping[int, str] = MappingProxyType({})) -> bool:
+        """Return whether to start the ranks again after a death, and tell the user.
+
+        ``mistakes`` are errors of the program itself. One that comes twice in a row at the same step is certain to come
+        again.
+        """
+        found = {(mistake, self._count_begun(rank)) for rank, mistake in mistakes.items()}
+        self._certain, self._mistakes = found & self._mistakes, found
         commits, _ = newest_step(self.folder)
         self._fruitless = 1 if commits > self._commits else self._fruitless + 1
         self._commits = commits
-        if self._fruitless > self._most:
+        if self._certain or self._fruitless > self._most:
             return False
         self._attempt += 1
         self._note(what)
@@ -67,7 +75,17 @@ class Restarts:
             return ""
         many, place = f"{self._most} restart{'s' * (self._most > 1)}", self._place()
         given_up = f"; {many} from {place} brought no new commit" if self._fruitless > self._most > 0 else ""
+        if self._certain:
+            given_up = f"; {min(self._certain)[0]} came twice at the same step, and would come again"
         return given_up + (f"; the same command goes on from {place}" if self._stays else "")
+
+    def _count_begun(self, rank: int) -> int:
+        """Return how many steps a rank has begun in all starts, of all its loops."""
+        begun = 0
+        for path in self.folder.glob(f"*.{rank}.0"):
+            with path.open("rb") as file:
+                begun += read_note(file.fileno())[0]
+        return begun
 
     def _place(self) -> str:
         _, step = newest_step(self.folder)

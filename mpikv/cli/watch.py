@@ -26,10 +26,13 @@ from typing import NamedTuple
 from ..cluster.environment import FILES
 from .boards import Boards
 
-__all__ = ["PREFIX", "Death", "Watch", "find_leftovers", "remove_leftovers", "shared_files"]
+__all__ = ["MISTAKE", "PREFIX", "Death", "Watch", "find_leftovers", "remove_leftovers", "shared_files"]
 
 PREFIX = "rank."
 """Prefix of a rank's file with its process id and host, written at its start."""
+
+MISTAKE = "mistake."
+"""Prefix of a rank's file with an error of the program, which another start would most likely raise again."""
 
 _TICK = 0.05
 # Ticks between two looks for boards.

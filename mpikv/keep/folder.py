@@ -13,6 +13,8 @@ from typing import NamedTuple
 HEADER = struct.Struct("<QQQI")
 """The begin of a file: epoch, step, bytes of the text, and the CRC-32 of these. No kill leaves half of it: it is in one
 page."""
+# The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
+_NOTE, NOTE_AT = struct.Struct("<qq"), 1024
 START = "start.json"
 _NAME = re.compile(r"(\d+)\.(\d+)\.[01]")
 
@@ -37,6 +39,13 @@ def read_header(file: int) -> Commit:
     text = os.pread(file, HEADER.size, 0)
     commit = Commit(*HEADER.unpack(text)[:3]) if len(text) == HEADER.size else Commit()
     return commit if text == seal(commit) else Commit()
+
+
+def read_note(file: int) -> tuple[int, int]:
+    """Return how many steps were begun by all starts, and the process of the last one."""
+    text = os.pread(file, _NOTE.size, NOTE_AT)
+    begun, process = _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
+    return begun, process
 
 
 def newest_step(folder: Path) -> tuple[int, int]:

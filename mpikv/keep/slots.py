@@ -12,7 +12,6 @@ import fcntl
 import math
 import mmap
 import os
-import struct
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -23,10 +22,8 @@ import numpy as np
 from ..cluster.runtime import present
 from ..errors import ConfigError
 from ..protocols import Array
-from .folder import HEADER, Commit, read_header, seal
+from .folder import HEADER, NOTE_AT, Commit, read_header, read_note, seal
 
-# The number of steps that have begun, and the process that holds the lock; in the first file.
-_NOTE, _NOTE_AT = struct.Struct("<qq"), 1024
 _TEXT_AT = 4096
 _ALIGNMENT = 64
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -134,13 +131,11 @@ class Slots:
 
     def read_note(self) -> tuple[int, int]:
         """Return how many steps were begun by all starts, and the process of the last one."""
-        text = os.pread(self._files[0], _NOTE.size, _NOTE_AT)
-        begun, process = _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
-        return begun, process
+        return read_note(self._files[0])
 
     def map_note(self) -> memoryview:
         """Return the note in shared memory, for this process: a call of the system in each step would take longer."""
-        note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[_NOTE_AT:].cast("q")
+        note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[NOTE_AT:].cast("q")
         note[1] = present().process
         return note
 

@@ -121,6 +121,23 @@ def test_an_error_at_a_step_ends_the_job_after_some_restarts(run: Start) -> None
     )
 
 
+@pytest.mark.parametrize("error", ["len(5)", "import no_such_module", "exec('1 +')", "kv.set_optimizer('none')"])
+def test_a_mistake_that_comes_twice_at_a_step_ends_the_job(run: Start, error: str) -> None:
+    _, errors = wait(run(f"if step == 5: {error}", "--restarts", "9"), status=1)
+    assert errors.count("restart 1 from") == 1
+    assert "restart 2 from" not in errors
+    kind = r"(TypeError|ModuleNotFoundError|SyntaxError|ConfigError) at .*train.py:\d+ in <module>"
+    assert re.search(rf"so the job was stopped; {kind} came twice at the same step, and would come again", errors)
+    assert errors.count("Traceback (most recent call last)") >= 2
+
+
+def test_a_mistake_at_another_step_is_a_death(run: Start) -> None:
+    at = "if step == 2 + 3 * (kv.restored.attempt if kv.restored else 0) < 7: len(5)"
+    output, errors = wait(run(at, "--restarts", "2"))
+    assert "restart 2 from" in errors
+    assert "done" in output
+
+
 def test_a_stopped_rank_is_killed_and_replaced(run: Start) -> None:
     at = f"step == 3 and {ONCE} and os.kill(os.getpid(), signal.SIGSTOP)"
     output, errors = wait(run(at, "--restarts", "1", timeout=3.0))
