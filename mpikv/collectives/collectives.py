@@ -22,7 +22,7 @@ from ..protocols import Array, ReadsInPlace, SumsInPlace, Transport
 from .operations import Op, combine
 
 # Bytes that one rank reads in a reduction by one exchange. Beyond, it is faster if each rank reduces a part.
-_SMALL = 512 << 10
+_SMALL = 2 << 20
 _BYTES = np.dtype(np.uint8)
 
 Pair: TypeAlias = tuple[Array, Array]
