@@ -6,6 +6,7 @@ tensors: complex numbers are pairs of floats, and types that are only moved are 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -30,6 +31,16 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Elements from which on PyTorch adds half precision faster than numpy, and the most per call: PyTorch shares out more
 # among its threads, which may be busy with a backward pass.
 _FEW, _BLOCK = 1 << 13, 1 << 15
+
+
+class _Scratch(threading.local):
+    """Memory for float32 numbers, each thread's own. Fresh memory of this size costs a page fault per 4 KB."""
+
+    def __init__(self) -> None:
+        self.total, self.wide = torch.empty(2, _BLOCK)
+
+
+_scratch = _Scratch()
 
 
 class Reduction(NamedTuple):
@@ -197,6 +208,12 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
         operations.combine(terms, out, op, size, in_pairs)
         return
     rows = [torch.from_numpy(row.view(np.int16)).view(kind).split(_BLOCK) for row in (*terms, out)]
-    for first, *others, last, into in zip(*rows, strict=True):
-        # Two alone are widened, added and rounded in one pass.
-        torch.add(sum(others, first.float()) if others else first, last, out=into)
+    for first, *others, into in zip(*rows, strict=True):
+        if len(others) == 1:  # widened, added and rounded in one pass
+            torch.add(first, *others, out=into)
+            continue
+        total, wide = (scratch[: into.numel()] for scratch in (_scratch.total, _scratch.wide))
+        total.copy_(first)
+        for other in others:
+            total += wide.copy_(other)
+        into.copy_(total)
