@@ -1080,10 +1080,8 @@ class KVStore(RankedStore):
         """
         from ..keep.commits import Commits, Disk
 
-        total, save_every = (
-            check_whole("steps: total", total),
-            check_number("steps: save_every", save_every, "(0, inf)"),
-        )
+        total = check_whole("steps: total", total)
+        save_every = check_number("steps: save_every", save_every, "(0, inf)")
         self._door.check_open("steps")
         if self._has_looped:
             raise Unsupported("steps: a store has one loop; for epochs, use epoch, batch = divmod(step, batches) in it")
