@@ -224,6 +224,18 @@ def test_a_full_folder_is_named_with_the_bytes_that_are_missing(run: Start) -> N
     assert "; 1 restart from the beginning brought no new commit" in errors
 
 
+@pytest.mark.feature("restarts-faults")
+@pytest.mark.parametrize("fault", ["full tmpfs", "disk fills", "out of memory"])
+def test_a_fault_of_the_host_is_survived_or_named(fault: str) -> None:
+    apart = ["unshare", "--mount", *["--map-root-user"] * (os.getuid() != 0), "true"]
+    command = [sys.executable, str(FOLDER.parents[1] / "scripts" / "restart_faults"), "--only", fault]
+    for each in (apart, command):
+        done = subprocess.run(each, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
+        if done.returncode and (each == apart or "may make no cgroup" in done.stderr):
+            pytest.skip(f"this host refuses it: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def remove_files_of_killed(folder: Path) -> None:
     for left in folder.iterdir():
         shutil.rmtree(left)

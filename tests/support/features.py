@@ -258,6 +258,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
         _row("steps-of-trainers", "`Trainer.steps` keeps weights, optimizer state and loss scale"),
         _row("steps-on-disk", "`kv.steps(path=...)` goes on from a checkpoint, on any number of ranks"),
+        _row(
+            "restarts-faults", "`scripts/restart_faults`: a full disk, too little memory and others, under `--restarts`"
+        ),
         _row("restarts-messages", "`mpikv run --restarts` names the dead rank and the step from which it goes on"),
         _row("save-without-waiting", "`save(wait=False)` writes a copy while training goes on, and loses no error"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),
