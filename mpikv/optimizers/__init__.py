@@ -59,14 +59,10 @@ from .optimizer import BLOCK, Block, Optimizer, Step
 from .options import rate
 
 if TYPE_CHECKING:
-    from .adadelta import AdaDelta
-    from .adagrad import AdaGrad
     from .adam import Adam, Adamax, AdamW, Nadam
-    from .ftrl import FTRL
+    from .adaptive import FTRL, AdaDelta, AdaGrad, RMSProp
     from .layerwise import LAMB, LARS
-    from .rmsprop import RMSProp
-    from .sgd import SGD, Test
-    from .signum import Signum
+    from .sgd import SGD, Signum, Test
 
 __all__ = [
     "BLOCK",
@@ -99,18 +95,18 @@ _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
 # Loaded at first use: a program needs one or two, and each costs import time.
 _PLACES = {
-    "AdaDelta": "adadelta",
-    "AdaGrad": "adagrad",
+    "AdaDelta": "adaptive",
+    "AdaGrad": "adaptive",
     "Adam": "adam",
     "AdamW": "adam",
     "Adamax": "adam",
-    "FTRL": "ftrl",
+    "FTRL": "adaptive",
     "LAMB": "layerwise",
     "LARS": "layerwise",
     "Nadam": "adam",
-    "RMSProp": "rmsprop",
+    "RMSProp": "adaptive",
     "SGD": "sgd",
-    "Signum": "signum",
+    "Signum": "sgd",
     "Test": "sgd",
 }
 _OWN = {name.lower(): name for name in _PLACES}
