@@ -28,7 +28,7 @@ from ..engine.plan import digest
 from ..errors import MPIKVError, RankMismatch, TransportError, text_of
 from ..transports.mpi import Tickets
 from ..transports.requests import AbortableWaiting, Requests
-from .facts import Facts, call_of
+from .facts import call_of
 from .tickets import MOST_PENDING, SharedTickets
 
 # Looks at a message before the board says that this rank waits for it.
@@ -58,50 +58,47 @@ class Check(Standing):
         # Those that the program has dropped are in _dropped, by what it did not wait for.
         self._started = WeakValueDictionary[int, Any]()
         self._dropped = dict[str, None]()
-        self._refused: Call | None = None
+        self.refused: Call | None = None
+        """A call that mpi4py has refused on this rank, and that all have begun: the others are in MPI."""
         self._agreement.begin(call_of(made_by, ()))
         owned("checks").append(self)
 
     # --- Collective calls
 
-    def begin(self, verb: str, facts: Facts | None) -> None:
+    def begin(self, call: Call) -> None:
         """Wait until every rank makes the same call. Collective.
 
         Raises:
             RankMismatch: ranks make different calls.
             Stalled: a rank did not come.
         """
-        self.check_usable()
-        self._thread, call = get_ident(), call_of(verb, facts)
-        if self._refused:
-            self._resume(self._refused, call)
+        if self._failure:
+            self.check_usable()
+        self._thread = get_ident()
+        if self.refused:
+            self._resume(call)
             return
         while self._pending:
             self._compare_first()
         try:
             self._agreement.begin(call)
         except BaseException as error:
-            self._fail(verb, error)
+            self._fail(call.verb, error)
             raise
 
-    def refuse(self, verb: str, facts: Facts | None) -> None:
-        """Note that mpi4py has refused a call on this rank that all have begun: the others are in MPI. Local."""
-        self._refused = call_of(verb, facts)
-
-    def _resume(self, refused: Call, call: Call) -> None:
+    def _resume(self, call: Call) -> None:
         """Raise unless a call may be the refused one. Local."""
-        self._refused = None
-        if call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1:
+        refused, self.refused = self.refused, None
+        if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; the other ranks are in it, and cannot meet {call}"
             self.end(error := self._agreement.at_rank(call.verb, RankMismatch(text)))
             raise error
 
-    def post(self, verb: str, facts: Facts | None, start: Callable[[], Any], frame: FrameType) -> Any:
+    def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
         """Start a nonblocking call, and return its request; it is compared later. Local."""
         self.check_usable()
-        self._thread, call = get_ident(), call_of(verb, facts)
-        if self._refused:
-            self._resume(self._refused, call)
+        self._thread = get_ident()
+        self._resume(call)
         if len(self._pending) >= MOST_PENDING:
             self._compare_first()
         request = start()
@@ -121,9 +118,9 @@ class Check(Standing):
         """Wait for all ranks to make the first call that is not compared, and compare it."""
         number, call, place = self._pending[0]
         try:
-            self._tickets.await_all(number)
+            equal = self._tickets.meet(number)
             self._pending.popleft()
-            if not self._tickets.are_equal(number):
+            if not equal:
                 self._agreement.settle(call, number, place)
         except BaseException as error:
             if isinstance(error, RankMismatch):
@@ -222,8 +219,8 @@ class Check(Standing):
             log("%s was never freed", self._about.removeprefix(" on "))
         self._tell_left()
         call = Call("close", digest("close"))
-        if self._refused:
-            why = f"rank {self.group.rank} ends, and the others are in {self._refused}, which mpi4py refused there"
+        if self.refused:
+            why = f"rank {self.group.rank} ends, and the others are in {self.refused}, which mpi4py refused there"
             log("%s", why)
             end_job(why)
         self._agreement.enter(call)

@@ -6,7 +6,7 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -31,6 +31,14 @@ _EMPTY = "no elements"
 
 class Unknown(Exception):
     """This rank cannot tell a fact: its message is of a derived datatype, empty where counts differ, or a mistake."""
+
+
+def describe_call(verb: str, facts: Callable[..., Facts], comm: Any, given: Sequence[Any], named: Any) -> Call:
+    """Return a call of a communicator with these arguments. Local."""
+    try:
+        return call_of(verb, facts(comm, *given, **named))
+    except Unknown:
+        return call_of(verb, None)
 
 
 @lru_cache(4096)

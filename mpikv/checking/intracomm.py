@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
-from inspect import Signature, signature
+from inspect import signature
 from traceback import walk_tb
 from typing import Any, TypeAlias
 
@@ -20,29 +20,35 @@ from ..cluster.mpi_library import load_mpi
 from ..cluster.process_group import ProcessGroup
 from ..config import Config
 from .check import Check, Describe, end_checks
-from .facts import BUFFERS, OBJECTS, Facts, Unknown, nothing
+from .facts import BUFFERS, OBJECTS, Facts, call_of, describe_call, nothing
 
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
 _Request: Any = MPI.Request
-# MPI's own, by the name under which pickle looks for it.
-COMM_WORLD = MPI.COMM_WORLD
 
 _Run: TypeAlias = Callable[..., Any]
 """Makes a checked call."""
 
 
-class _AnyRequest(type):
-    """Counts every request of MPI as one of the class: under ``--check`` its name is ``MPI.Request``."""
+class _Alike(type):
+    """Makes a class equal to the class of MPI that it checks, with the same instances: programs compare types, and
+    under ``--check`` :class:`CheckedRequest` has the name ``MPI.Request``.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.__bases__[-1]
+
+    def __hash__(cls) -> int:
+        return hash(cls.__bases__[-1])
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _Request)
+        return isinstance(instance, cls.__bases__[-1])
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _Request)
+        return issubclass(subclass, cls.__bases__[-1])
 
 
-class CheckedRequest(_Request, metaclass=_AnyRequest):  # type: ignore[misc]  # MPI is loaded late, so of no known type
+class CheckedRequest(_Request, metaclass=_Alike):  # type: ignore[misc]  # MPI is loaded late, so of no known type
     """A request with the deadline, and the comparison, of the communicator that it comes from."""
 
     check: Check | None = None
@@ -121,13 +127,17 @@ def _add(names: str, make: Callable[[str, Any], _Run]) -> None:
     """Add checked methods; ``make`` is given each one's name, and MPI's method."""
     for name in names.split():
         plain = getattr(_Comm, name)
-        run = make(name, plain)
+        setattr(CheckedMethods, name, wraps(plain)(make(name, plain)))
 
-        @wraps(plain)
-        def method(self: Any, *given: Any, plain: Any = plain, run: _Run = run, **named: Any) -> Any:
-            return plain(self, *given, **named) if self.check is None else run(self, *given, **named)
 
-        setattr(CheckedMethods, name, method)
+def _unless_free(make: Callable[..., _Run]) -> Callable[..., _Run]:
+    """Have what ``make`` makes run where there are checks, else MPI's method."""
+
+    def made(name: str, plain: Any, **options: Any) -> _Run:
+        run = make(name, plain, **options)
+        return lambda self, *given, **named: (plain if self.check is None else run)(self, *given, **named)
+
+    return made
 
 
 def _nonblocking(name: str) -> str:
@@ -135,22 +145,17 @@ def _nonblocking(name: str) -> str:
     return ("I" if name[0].isupper() else "i") + name.lower()
 
 
-def _facts_of(facts: Callable[..., Facts], *given: Any, **named: Any) -> Facts | None:
-    try:
-        return facts(*given, **named)
-    except Unknown:
-        return None
-
-
 def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing) -> _Run:
     def run(self: Any, *given: Any, **named: Any) -> Any:
-        check, found = self.check, _facts_of(facts, self, *given, **named)
-        check.begin(verb, found)
+        if (check := self.check) is None:
+            return plain(self, *given, **named)
+        call = describe_call(verb, facts, self, given, named)
+        check.begin(call)
         try:
             return plain(self, *given, **named)
         except Exception as error:
             if _is_refused(error):
-                check.refuse(verb, found)
+                check.refused = call
             raise
         finally:
             check.leave()
@@ -164,34 +169,40 @@ def _is_refused(error: Exception) -> bool:
     return not isinstance(error, MPI.Exception) and bool(re.search(r"pickle_dump|_p_msg_|Comm\.\w+$", frames))
 
 
+@_unless_free
 def _posted(verb: str, plain: Any, facts: Callable[..., Facts]) -> _Run:
     def run(self: Any, *given: Any, **named: Any) -> Any:
-        found = _facts_of(facts, self, *given, **named)
-        return self.check.post(verb, found, lambda: CheckedRequest(plain(self, *given, **named)), sys._getframe(2))
+        call = describe_call(verb, facts, self, given, named)
+        return self.check.post(call, lambda: CheckedRequest(plain(self, *given, **named)), sys._getframe(2))
 
     return run
 
 
-@cache
-def _signature(name: str) -> Signature:
-    return signature(getattr(_Comm, name))
+_signature = cache(lambda name: signature(getattr(_Comm, name)))
+
+
+def _bind(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call by their names, with those that the program left out."""
+    bound = _signature(name).bind(None, *given, **named)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
     def describe() -> tuple[str, Sequence[int]]:
-        bound, words, peers = _signature(name).bind(None, *given, **named), list[str](), set[int]()
-        bound.apply_defaults()
+        arguments, words, peers = _bind(name, given, named), list[str](), set[int]()
         for key, way in (("dest", "to"), ("source", "from")):
-            if (rank := bound.arguments.get(key)) is not None:
+            if (rank := arguments.get(key)) is not None:
                 words.append(f"{way} any rank" if rank == MPI.ANY_SOURCE else f"{way} rank {rank}")
                 peers.update(range(comm.size) if rank == MPI.ANY_SOURCE else (rank,))
-        tags = [tag for key, tag in bound.arguments.items() if key.endswith("tag") and tag != MPI.ANY_TAG]
+        tags = [tag for key, tag in arguments.items() if key.endswith("tag") and tag != MPI.ANY_TAG]
         about = ", ".join([*words, *(f"tag {tag}" for tag in tags[:1])])
         return f"{name}({about})", sorted(peers - {comm.rank, MPI.PROC_NULL})
 
     return describe
 
 
+@_unless_free
 def _waited(name: str, plain: Any) -> _Run:
     start = getattr(_Comm, _nonblocking(name))
     at = len(signature(start).parameters) - 1  # of the status, which the nonblocking call lacks
@@ -223,6 +234,7 @@ def _find(comm: Any, probe: Any, describe: Describe, *place: Any) -> Any:
     return found[0]
 
 
+@_unless_free
 def _probed(name: str, plain: Any) -> _Run:
     probe = getattr(_Comm, _nonblocking(name))
 
@@ -241,22 +253,19 @@ def _receive(
     return found.recv(status) if buf is None else _Comm.recv(self, buf, source, tag, status)
 
 
-def _send_and_receive(
-    self: Any,
-    sendobj: Any,
-    dest: int,
-    sendtag: int = 0,
-    recvbuf: Any = None,
-    source: int = MPI.ANY_SOURCE,
-    recvtag: int = MPI.ANY_TAG,
-    status: Any = None,
-) -> Any:
-    send = _Comm.isend(self, sendobj, dest, sendtag)
-    received = self.recv(recvbuf, source, recvtag, status)
-    self.check.wait(send.Test, _describing(self, "send", None, dest, sendtag), send)
-    return received
+@_unless_free
+def _exchanged(name: str, plain: Any) -> _Run:
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        way = _bind(name, given, named)
+        send = _Comm.isend(self, way["sendobj"], way["dest"], way["sendtag"])
+        received = _receive(self, way["recvbuf"], way["source"], way["recvtag"], way["status"])
+        self.check.wait(send.Test, _describing(self, "send", None, way["dest"], way["sendtag"]), send)
+        return received
+
+    return run
 
 
+@_unless_free
 def _started(name: str, plain: Any) -> _Run:
     def run(self: Any, *given: Any, **named: Any) -> Any:
         # Without the buffer or object, which would live as long as the description.
@@ -267,20 +276,22 @@ def _started(name: str, plain: Any) -> _Run:
     return run
 
 
-def _making(name: str, plain: Any, is_compared: bool = True) -> _Run:
+@_unless_free
+def _making(name: str, plain: Any) -> _Run:
     def run(self: Any, *given: Any, **named: Any) -> Any:
-        if is_compared:
-            self.check.begin(name, ())
+        if name != "Create_group":  # other ranks do not call it
+            self.check.begin(call_of(name, ()))
         made = plain(self, *given, **named)
         return made if made == MPI.COMM_NULL else _CLASSES[type(made)](made).begin_checks(self.check.config, name)
 
     return run
 
 
+@_unless_free
 def _freeing(name: str, plain: Any) -> _Run:
     def run(self: Any) -> None:
         check, self.check = self.check, None
-        check.begin(name.capitalize(), ())
+        check.begin(call_of(name.capitalize(), ()))
         check.close()
         plain(self)
 
@@ -295,34 +306,21 @@ for _name, _facts in OBJECTS.items():
 _add("barrier", lambda name, plain: _collective("Barrier", plain))  # the two names of one call
 _add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _waited)
 _add("Probe Mprobe probe mprobe", _probed)
-_add("recv", lambda *_: _receive)
-_add("sendrecv", lambda *_: _send_and_receive)
+_add("recv", _unless_free(lambda *_: _receive))
+_add("sendrecv", _exchanged)
 _add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _started)
 _add("Dup Dup_with_info Clone Create Split Split_type", _making)
-_add("Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _making)
-_add("Create_group", partial(_making, is_compared=False))  # the other ranks do not call it
+_add("Create_group Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _making)
 _add("Free Disconnect free", _freeing)
-
-
-class _Alike(type):
-    """Makes a class equal to the class of MPI that it checks: programs compare the types of communicators."""
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is cls.__base__
-
-    def __hash__(cls) -> int:
-        return hash(cls.__base__)
 
 
 class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]  # as above
     """An ``MPI.Intracomm`` whose ranks compare their calls. It has the handle of the one it is made from."""
 
+    __module__ = "mpi4py.MPI"  # where pickle looks for the name
+
     def __reduce__(self) -> Any:
-        return (_world, ()) if self is MPI.COMM_WORLD else super().__reduce__()
-
-
-def _world() -> Any:
-    return MPI.COMM_WORLD
+        return "COMM_WORLD" if self is MPI.COMM_WORLD else super().__reduce__()
 
 
 _CLASSES = {

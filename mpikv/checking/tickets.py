@@ -44,17 +44,15 @@ class SharedTickets(Tickets, Arrivals):
             raise Stalled(f"rank {posted.index(GONE)} has given up waiting")
         return min(posted) >= number
 
-    def are_equal(self, number: int) -> bool:
+    def meet(self, number: int) -> bool:
+        words, place = self._flags, _HEAD + number % _ROOM
+        for peer in self._peers:
+            if not number <= words[peer] < GONE:
+                self._await(peer, number)
         if self._order:
             self._order()
-        words, place = self._flags, _HEAD + number % _ROOM
         token = words[self._mine + place]
         for peer in self._peers:
             if words[peer + place] != token:
                 return len({*words[place :: self._stride].tolist()} - {ANY}) < 2
         return True
-
-    def await_all(self, number: int) -> None:
-        for peer in self._peers:
-            if not number <= self._flags[peer] < GONE:
-                self._await(peer, number)

@@ -43,9 +43,7 @@ class Tickets:
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
-        number = self.post(token)
-        self.await_all(number)
-        return self.are_equal(number)
+        return self.meet(self.post(token))
 
     def post(self, token: int) -> int:
         """Announce a token, and return its number. Local."""
@@ -61,20 +59,17 @@ class Tickets:
         """Return whether every rank has posted its token of this number. Local; MPI goes on with its messages."""
         return bool(self._sent[number][0].Test())
 
-    def are_equal(self, number: int) -> bool:
-        """Return whether all tokens of this number are equal. Local; once all are here, and in order."""
-        largest, opposite = self._sent.pop(number)[1].tolist()
-        # The reduction ends also if others gave up waiting for this rank: only their notice tells.
-        self.waiting.check()
-        return bool(largest <= -opposite)
-
-    def await_all(self, number: int) -> None:
-        """Wait until every rank has posted its token of this number.
+    def meet(self, number: int) -> bool:
+        """Wait until every rank has posted its token of this number, and return whether all are equal; in order.
 
         Raises:
             Stalled: a rank did not come, or has given up.
         """
         self.waiting.complete(self._sent[number][0])
+        largest, opposite = self._sent.pop(number)[1].tolist()
+        # The reduction ends also if others gave up waiting for this rank: only their notice tells.
+        self.waiting.check()
+        return bool(largest <= -opposite)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         """See :class:`~mpikv.protocols.Transport`; ranks have as many elements each. Collective."""
