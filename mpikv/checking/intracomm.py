@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 
 from ..cluster.connecting import connect
 from ..cluster.mpi_library import load_mpi
+from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
+from ..cluster.tracebacks import place_here
 from ..config import Config
 from .check import Check, Describe, end_checks
 from .facts import BUFFERS, OBJECTS, Facts, call_of, describe_call, nothing
@@ -298,6 +300,16 @@ def _freeing(name: str, plain: Any) -> _Run:
     return run
 
 
+@_unless_free
+def _aborting(name: str, plain: Any) -> _Run:
+    def run(self: Any, errorcode: int = 0) -> None:
+        if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):  # else the reason is printed already
+            log("rank %d calls Abort(%d)%s", self.rank, errorcode, place_here())
+        plain(self, errorcode)
+
+    return run
+
+
 for _name, _facts in BUFFERS.items():
     _add(_name, partial(_collective, facts=_facts))
     _add(_nonblocking(_name), partial(_posted, facts=_facts))
@@ -312,6 +324,7 @@ _add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _started)
 _add("Dup Dup_with_info Clone Create Split Split_type", _making)
 _add("Create_group Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _making)
 _add("Free Disconnect free", _freeing)
+_add("Abort", _aborting)
 
 
 class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]  # as above

@@ -24,6 +24,7 @@ from ..checking.opening import check_world
 from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
 from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
+from ..cluster.runtime import owned
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts
 from ..errors import ConfigError, text_of
@@ -144,13 +145,13 @@ def _run_script(arguments: Sequence[str]) -> None:
 
 
 def _exit_status(error: SystemExit, prefix: str) -> int:
+    owned("exits").append(place_of(error))
     if error.code is None:
         return 0
     if isinstance(error.code, int):
-        status = error.code & 0xFF
-        if status and error.__context__ is not None:
+        status, cause = error.code & 0xFF, error.__context__
+        if status and cause is not None and not error.__suppress_context__:
             # A handler may have printed it on another rank only.
-            cause = error.__context__
             text = f"{type(cause).__name__}: {text_of(cause)}{place_of(cause)}"
             print_lines(f"exits with status {status} after {text}", prefix)
         return status

@@ -35,6 +35,7 @@ from ..errors import (
 )
 from ..protocols import Group, Transport
 from .calls import ANY, JOINED, Call, CallReport, text_of_note
+from .runtime import owned
 from .status_board import StatusBoard
 from .tracebacks import callers_place_of, place_here, place_of
 
@@ -83,7 +84,7 @@ class Agreement:
             _, some_have_left = self.settle(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
-        elif self.verifies and self.calls >= self._lateness.next:
+        elif self.calls >= self._lateness.next and (self.verifies or self._group.one_host):
             self._lateness.fold(self.calls, self._transport.all_gather)
 
     def enter(self, call: Call) -> None:
@@ -166,6 +167,7 @@ class Agreement:
         """Exchange the ranks' reports. Collective."""
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
+            place = "".join(owned("exits"))  # where the program called sys.exit
             last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
             text, verb = last, _END
         # As text: an exception of a caller's class may not be made on another rank.
@@ -318,7 +320,8 @@ def _places(reports: Mapping[int, CallReport]) -> str:
     """Return the lines of the first rank of each call."""
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
-    places = [f"rank {rank} is{other.place}" for rank, other in sorted(firsts.values()) if other.place]
+    calls = sorted(one for one in firsts.values() if one[1].place)
+    places = [f"rank {rank} {'left' if other.verb == _END else 'is'}{other.place}" for rank, other in calls]
     return f"; {', '.join(places)}" if places else ""
 
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -73,6 +74,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
         lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [2] * comm.size]),
         lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [1] * comm.size]),
         r"\[1, 1.*\[2, 2",
+    ),
+    "dtype of parts": (
+        lambda comm: comm.Gatherv(np.ones(1, bool), None),
+        lambda comm: comm.Gatherv(np.ones(1), np.zeros(comm.size) if comm.rank == 0 else None),
+        r"Gatherv\(root 0, float64\); .*Gatherv\(root 0, bool\)",
     ),
     "split": (lambda comm: comm.Dup(), lambda comm: comm.Split(0), r"Split\(\).*Dup\(\)"),
 }
@@ -293,6 +299,52 @@ def test_any_of_several_requests_may_be_waited_for(world: Any) -> None:
         world.send(tag, after, tag)
     assert every.waitall([requests[0], requests[2]]) == [1, 3]
     assert not any(requests)
+    last = world.Irecv(received, before, 6)
+    world.Send(np.full(1, 6.0), after, 6)
+    assert every.Waitsome([last]) == [0]
+    assert received[0] == 6
+
+
+@SOME
+def test_a_second_thread_may_receive_while_the_first_is_in_collectives(world: Any) -> None:
+    received = list[str]()
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    thread = threading.Thread(target=lambda: received.append(world.recv(source=before, tag=9)))
+    thread.start()
+    for _ in range(50):
+        world.Ibarrier().Wait()
+    world.send("late", after, 9)
+    thread.join()
+    assert received == ["late"]
+
+
+@SOME
+def test_a_request_outlives_its_communicator(comm: Any) -> None:
+    world = mpikv.checked(comm.Dup(), timeout=30)
+    received, others = np.zeros(1), ((world.rank - 1) % world.size, (world.rank + 1) % world.size)
+    requests = [world.Irecv(received, others[0], 5), world.Isend(np.ones(1), others[1], 5)]
+    world.Free()
+    for request in requests:
+        request.Wait()
+    assert received[0] == 1
+
+
+@SOME
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_late_rank_learns_that_the_others_have_given_up(
+    comm: Any, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hosts == 2:
+        monkeypatch.setenv("MPIKV_SIMULATE_RANKS_PER_HOST", "1")
+    comm.Barrier()
+    world = mpikv.checked(comm.Dup(), timeout=4)
+    comm.Barrier()
+    if world.rank:
+        with pytest.raises(Stalled, match=r"Barrier: waited .*rank 0"):
+            world.Barrier()
+    comm.Barrier()
+    with pytest.raises(Stalled, match="given up waiting" if world.rank == 0 else "waited"):
+        world.Barrier()
 
 
 # --- Under mpikv run --check
@@ -313,6 +365,8 @@ if sys.argv[1] == "early exit" and last:
     sys.exit()
 if sys.argv[1] == "exception" and last:
     raise ValueError("no data for this rank")
+if sys.argv[1] == "abort" and last:
+    comm.Abort(7)
 if sys.argv[1] == "refused" and comm.rank == 0:
     try:
         comm.scatter([])
@@ -325,7 +379,13 @@ comm.Barrier()
 SAYS = {
     "missing rank": ("Stalled: Barrier: ", r"began call #1 Init() last and is now at", "planted.py:10"),
     "missing receive": ("Stalled: Ssend(to rank {last}, tag 3): ", "rank {last} began call #2 Barrier() last"),
-    "early exit": ("RankMismatch: Barrier: ", "rank {last} has reached the end of its program, after call #1 Init()"),
+    "early exit": (
+        "RankMismatch: Barrier: ",
+        "rank {last} has reached the end of its program, after call #1 Init()",
+        "rank {last} left at ",
+        "planted.py:14 in <module>",
+    ),
+    "abort": ("rank {last} calls Abort(7) at ", "planted.py:18 in <module>"),
     "refused": ("mpi4py refused scatter(root 0) on this rank; the other ranks are in it, and cannot meet Barrier()",),
     "exception": ("[rank {last}/{size}] ValueError: no data for this rank", 'planted.py", line 16'),
 }
@@ -347,7 +407,7 @@ def run(
 def test_a_planted_mistake_ends_the_job_by_name(tmp_path: Path, mistake: str, size: int) -> None:
     # Longer than ranks of a busy machine differ in their starts.
     done = run(tmp_path, PLANTED, size, mistake, MPIKV_TIMEOUT="12")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 1 or (mistake == "abort" and done.returncode), done.stderr
     for text in SAYS[mistake]:
         assert text.format(last=size - 1, size=size) in done.stderr, done.stderr
 
@@ -367,6 +427,18 @@ comm.recv(source=comm.rank)
     assert done.stdout.splitlines() == ["True True"] * 2
     assert "the communicator of Split at" in done.stderr
     assert "rank 1 never waited for Irecv(from rank 0, tag 5) at" in done.stderr
+
+
+def test_an_exit_from_none_names_no_cause(tmp_path: Path) -> None:
+    program = """
+try:
+    raise OSError
+except OSError:
+    raise SystemExit(3) from None
+"""
+    done = run(tmp_path, program, 2)
+    assert done.returncode == 3
+    assert "OSError" not in done.stderr
 
 
 def test_a_program_may_start_and_end_mpi_itself(tmp_path: Path) -> None:
