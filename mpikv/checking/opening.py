@@ -31,7 +31,11 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
     from .intracomm import CheckedComm, open_checks
 
     if not isinstance(comm, mpi.Intracomm):
-        raise TypeError(f"checked: comm={comm!r} is not an mpi4py.MPI.Intracomm, as MPI.COMM_WORLD")
+        world = mpi.COMM_WORLD
+        raise TypeError(
+            f"checked: comm={comm!r} is not an mpi4py.MPI.Intracomm; pass one, as MPI.COMM_WORLD, on every rank "
+            f"[rank {world.rank}/{world.size}]"
+        )
     return open_checks(CheckedComm(comm), "checked", timeout, warn_after)
 
 
