@@ -175,6 +175,17 @@ int emulated_find(uint64_t address, uint64_t size, uint64_t* low, uint64_t* high
     *low = found->first, *high = found->first + found->second.size;
     return 1;
 }
+// As in ptx.h. A test has kernels note what they use while there is room, and of each grid only the last blocks run.
+struct Watch {
+    void* accesses;
+    uint64_t room, found;
+    unsigned launches, last;
+} emulated_watch;
+// A test lends memory, of more pages than there are.
+void emulated_lend(uintptr_t address, size_t size) {
+    Lock lock(device().mutex);
+    memory[address] = {size, size, 0};
+}
 
 // --- Devices
 

@@ -9,7 +9,9 @@
     here.low[0] = (u64)all, here.high[0] = (u64)(all + threads);
     here.low[1] = (u64)here.shared, here.high[1] = (u64)here.shared + here.room;
     here.low[2] = (u64)here.given, here.high[2] = (u64)here.given + ARGUMENTS;
-    for (u32 i = 0; i < blocks; i++) {
+    here.launch = emulated_watch.launches++;
+    u32 first = emulated_watch.last && emulated_watch.last < blocks ? blocks - emulated_watch.last : 0;
+    for (u32 i = first; i < blocks; i++) {
         u32 block = launch->backwards ? blocks - 1 - i : i;
         here.ctaid[0] = block % here.nctaid[0];
         here.ctaid[1] = block / here.nctaid[0] % here.nctaid[1];
@@ -17,7 +19,8 @@
         memset(here.shared, 0xff, here.room);
         for (u32 t = 0; t < threads; t++) all[t].stop = 0;
         // Until all have ended. Threads that wait do so at one place: elsewhere a GPU's result is undefined.
-        for (int waiting = 0; waiting >= 0;) {
+        here.phase = 0;
+        for (int waiting = 0; waiting >= 0; here.phase++) {
             waiting = -1;
             for (u32 j = 0; j < threads; j++) {
                 u32 t = launch->backwards ? threads - 1 - j : j;

@@ -25,13 +25,26 @@ struct Launch {
 // The driver's: whether memory of the GPU holds these bytes, and the allocation's bounds.
 extern int emulated_find(u64 address, u64 size, u64* low, u64* high);
 
+// What tests/support/watching.py looks at: each use of memory that other threads may use, too.
+struct Access {
+    u64 address;
+    u32 launch, block, phase;
+    u16 thread;
+    u8 size, kind;  // 1: it writes; 2: memory of a block
+};
+extern struct Watch {
+    struct Access* accesses;
+    u64 room, found;
+    u32 launches, last;
+} emulated_watch;
+
 struct Place {
     u32 tid[3], ntid[3], ctaid[3], nctaid[3];
     u64 room;
     char *shared, *local;
     const char* given;
     u64 low[8], high[8], size;
-    u32 oldest;
+    u32 oldest, launch, phase;
     const char* name;
 };
 
@@ -90,14 +103,27 @@ static char* found(struct Place* place, u64 address, u64 size) {
         wrong(place, "access outside of any allocation", address, size);
     return (char*)address;
 }
-static inline char* at(struct Place* place, u64 address, u64 size) {
+static void note(const struct Place* place, u64 address, u64 size, int writes) {
+    int own = 0;
+    for (; own < 3; own++)
+        if (address >= place->low[own] && address < place->high[own]) break;
+    if (own == 0 || own == 2) return;
+    struct Watch* watch = &emulated_watch;
+    if (watch->found < watch->room)
+        watch->accesses[watch->found] = (struct Access){
+            address, place->launch, place->ctaid[0], place->phase, place->tid[0], size, writes | (own == 1) << 1};
+    watch->found++;
+}
+static inline char* at(struct Place* place, u64 address, u64 size, int writes) {
     if (address % size) wrong(place, "misaligned access", address, size);
+    if (emulated_watch.room) note(place, address, size, writes);
     return found(place, address, size);
 }
 
-static inline char* within(struct Place* place, const char* base, u64 room, u64 offset, u64 size) {
+static inline char* within(struct Place* place, const char* base, u64 room, u64 offset, u64 size, int writes) {
     if (offset % size) wrong(place, "misaligned access", offset, size);
     if (offset + size > room) wrong(place, "access beyond shared memory or arguments", offset, size);
+    if (emulated_watch.room) note(place, (u64)base + offset, size, writes);
     return (char*)base + offset;
 }
 

@@ -348,12 +348,13 @@ class Entry:
             raise KeyError(text)
         base, offset = found[1], found[2] or "0"
         space = next((each for each in parts if each.partition("_")[0] in SPACES), "generic").partition("_")[0]
+        writes = int(parts[0] in ("st", "atom", "red"))
         if space == "param" and base in self.symbols:
-            return f"within(here, here->given, here->size, {self.symbols[base].place} + {offset}, {size})"
+            return f"within(here, here->given, here->size, {self.symbols[base].place} + {offset}, {size}, 0)"
         start = self.read(base, "u64") if base in self.registers else self.address(base)
         if space == "shared":
-            return f"within(here, here->shared, here->room, {start} + {offset}, {size})"
-        return f"at(here, {start} + {offset}, {size})"
+            return f"within(here, here->shared, here->room, {start} + {offset}, {size}, {writes})"
+        return f"at(here, {start} + {offset}, {size}, {writes})"
 
     def _ld(self, parts: list[str], a: list[str]) -> str:
         kind, loads = parts[-1], parts[0] != "st"
