@@ -22,7 +22,6 @@ from mpikv.compute.cuda import norms, rows
 from mpikv.compute.cuda.codes import CudaCodec
 from mpikv.compute.cuda.copies import copy
 from mpikv.compute.cuda.kernels import CudaKernels
-from mpikv.protocols import Whole
 from mpikv.testing import ElementwiseCodecContract, KernelsContract
 from mpikv.testing.updater import available, wide, zeros
 
@@ -146,7 +145,7 @@ def test_an_update_keeps_its_arrays(kind: Any) -> None:
     value, total = there(np.zeros(5, F32)), there(np.zeros(5, F32))
     state = {name: there(np.zeros(5, F32)) for name in optimizer.slots(np.dtype(F32))}
     alive = [weakref.ref(array) for array in (total, value, *state.values())]
-    update = CudaKernels().bind_whole(optimizer, [Whole(total, value, state)])
+    update = CudaKernels().bind(optimizer, total, value, state)
     del total, value, state
     gc.collect()
     assert all(array() is not None for array in alive)
@@ -174,7 +173,8 @@ def test_arrays_that_do_not_fit(which: str, wrong: Any) -> None:
 def test_every_half_is_widened(dtype: np.dtype[Any], wanted: Any) -> None:
     source, into = np.arange(1 << 16, dtype=np.uint16).view(dtype), there(np.zeros(1 << 16, wanted))
     copy([into], [there(source)])
-    assert bits(into.get().real) == bits(source.astype(wanted).real)
+    with np.errstate(all="ignore"):
+        assert bits(into.get().real) == bits(source.astype(wanted).real)
 
 
 @pytest.mark.parametrize("dtype", [F32, np.float64])

@@ -80,18 +80,32 @@ def test_training_is_that_of_the_host(cupy, store, on_store):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
-def test_optimizers_of_whole_values(cupy, optimizer):
-    """Of gradients whose sums are exact."""
-    shapes = {"a": (300, 400), "a_bias": (400,), "c": (CELL + 3,)}
-    with mpikv.create("nccl") as there, mpikv.create("dist_sync") as here:
+@pytest.mark.parametrize(
+    ("placement", "compression"), [("auto", None), ("root", None), ("replicated", None), ("auto", "fp16")]
+)
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("lars", {"learning_rate": 0.5, "wd": 0.01}),
+        ("lars", {"learning_rate": 0.5, "momentum": 0.9, "multi_precision": True, "skip": ("a_bias",)}),
+        ("lamb", {"learning_rate": 0.5, "wd": 0.01, "lr_mult": {"a": 0.5}}),
+    ],
+)
+def test_optimizers_of_whole_values(cupy, placement, compression, optimizer, options):
+    """Of gradients whose sums are exact; another updater makes other plans."""
+    shapes = {"a": (300, 400), "a_bias": (400,), "c": (CELL + 3,), "h": (7, 3), "none": (0, 2)}
+    with mpikv.create("nccl", placement=placement) as there, mpikv.create("dist_sync", placement=placement) as here:
+        keys = {key: np.float16 if key == "h" and compression is None else np.float32 for key in shapes}
         for kv, place in ((there, cupy.asarray), (here, np.copy)):
-            kv.init({key: place(np.ones(shape, np.float32)) for key, shape in shapes.items()})
-            kv.set_optimizer(optimizer, learning_rate=0.5, wd=0.01)
-        for step in range(3):
+            kv.init({key: place(np.ones(shapes[key], dtype)) for key, dtype in keys.items()})
+            kv.set_gradient_compression(compression)
+            kv.set_optimizer(optimizer, **options)
+        for step in range(4):
             random = np.random.default_rng([there.rank, step])
-            gradients = {key: random.integers(-8, 9, shape).astype(np.float32) / 4 for key, shape in shapes.items()}
+            gradients = {key: (random.integers(-8, 9, shapes[key]) / 4).astype(dtype) for key, dtype in keys.items()}
             found = there.pushpull({key: cupy.asarray(array) for key, array in gradients.items()})
             expected = here.pushpull(gradients)
             for key in shapes:
                 assert found[key].get().tobytes() == expected[key].tobytes()
+            for kv in (there, here) if step == 2 else ():
+                kv.set_optimizer("lamb")

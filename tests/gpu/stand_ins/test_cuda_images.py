@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,24 +107,6 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_threads_that_compile_at_once(tmp_path):
-    """None waits for another, and what stays is of one of them."""
-    together, build, found = threading.Barrier(4), Compiler(), []
-
-    def late() -> Image:
-        together.wait(20)
-        return build()
-
-    threads = [threading.Thread(target=lambda: found.append(cached_image(tmp_path, FACTS, late))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(found) == len(build.built) == 4
-    assert cached_image(tmp_path, FACTS, late) in build.built
-    assert len(list(tmp_path.iterdir())) == 1
-
-
 WRITER = """
 import sys
 from pathlib import Path
@@ -206,14 +187,6 @@ def test_images_are_of_an_architecture_and_an_expression(cupy):
     assert len(set(codes)) == len(cupy.built) == 3
     assert image("decode_add<two_bits>").code not in codes
     assert len(list(cupy.folder.iterdir())) == 4
-
-
-@pytest.mark.deadline(120)
-def test_the_compiler_says_which_it_is(cupy):
-    images._build_of.cache_clear()
-    build = images._build_of(cupy.compiler, "90")
-    assert "release 1" in build
-    assert images._compiler(cupy.cupy) == (cupy.folder, (cupy.cupy.__version__, "-arch=sm_90", "cubin", build))
 
 
 @pytest.mark.deadline(120)

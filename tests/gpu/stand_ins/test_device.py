@@ -52,51 +52,6 @@ class TestAtTheRoot(TestOnAGpu):
 KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(
-    ("placement", "compression"), [("auto", None), ("root", None), ("replicated", None), ("auto", "fp16")]
-)
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("lars", {"learning_rate": 0.5, "wd": 0.01}),
-        ("lars", {"learning_rate": 0.5, "momentum": 0.9, "multi_precision": True, "skip": ("b",)}),
-        ("lamb", {"learning_rate": 0.1, "wd": 0.01, "lr_mult": {"w": 0.5}}),
-    ],
-)
-def test_optimizers_of_whole_values(
-    comm: Any, placement: str, compression: str | None, optimizer: str, options: Any
-) -> None:
-    """They have the bits that they have on the host, where sums are exact."""
-    gpu, own = FakeGpu(comm.rank if comm else 0), np.random.default_rng(comm.rank if comm else 0)
-    draw = np.random.default_rng(7)
-    stores = [store_on(gpu, comm, placement=placement), mpikv.create("dist_sync", comm=comm, placement=placement)]
-    # One that lies in two blocks of the rule and in many messages, and an empty one.
-    keys = {**KEYS, "long": ((70_001,), np.float32), "none": ((0, 2), np.float32)}
-    if compression is not None:  # which is of float32
-        keys = {key: (shape, np.float32) for key, (shape, dtype) in keys.items() if dtype is np.float32}
-    for kv in stores:
-        kv.init(list(keys), [np.ones(shape, dtype) for shape, dtype in keys.values()])
-        kv.set_optimizer(optimizer, **options)
-        kv.set_gradient_compression(compression)
-    for _ in range(4):
-        some = [str(key) for key in draw.permutation(list(keys))[: draw.integers(1, len(keys) + 1)]]
-        values = [own.integers(-4, 5, keys[key][0]).astype(keys[key][1]) for key in some]
-        there = stores[0].pushpull(some, [gpu.upload(value) for value in values])
-        here = stores[1].pushpull(some, values)
-        for key, found, expected in zip(some, there, here, strict=True):
-            np.testing.assert_array_equal(on_host(found), expected, err_msg=key)
-    # Another updater makes other plans.
-    for kv in stores:
-        kv.set_optimizer("lamb")
-        kv.push(list(keys), [np.ones(shape, dtype) for shape, dtype in keys.values()])
-    for found, expected in zip(*(kv.pull(list(keys)) for kv in stores), strict=True):
-        np.testing.assert_array_equal(on_host(found), expected)
-    for kv in stores:
-        kv.close()
-    gpu.checker.assert_clean()
-
-
 @pytest.mark.ranks(1, 2)
 def test_the_stores_gpu_need_not_be_the_present_one(gpu: FakeGpu, comm: Any) -> None:
     """As in a thread that a program has made, where the first of a host is."""

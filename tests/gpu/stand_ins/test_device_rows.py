@@ -16,10 +16,8 @@ from support.sparing import forbid_more_memory
 import mpikv
 from mpikv import RowSparse
 from mpikv.errors import PeerFailed, Unsupported
-from mpikv.memory.device import GpuWorkspace
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
-from mpikv.testing.fakestreams import MisuseError
 from mpikv.testing.store import on_host
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -153,95 +151,6 @@ def test_random_programs_do_what_whole_arrays_do(comm: Any, gpu: FakeGpu, store:
                 raise AssertionError(f"in sequence {seed}: {error}") from error
 
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "assign": {},
-    "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, "clip_gradient": 1.5},
-    "adam": {"learning_rate": 0.01, "wd": 0.01},
-    "adagrad": {"learning_rate": 0.1},
-    "ftrl": {"learning_rate": 0.1},
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-@pytest.mark.parametrize(("placement", "deterministic"), [("auto", False), ("root", True), ("replicated", False)])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_bits_are_those_of_the_host(
-    comm: Any,
-    gpu: FakeGpu,
-    optimizer: str,
-    placement: str,
-    deterministic: bool,
-    dtype: str,
-) -> None:
-    """Of numbers whose sums are rounded: what ranks bring is added in their order, or in pairs, and so is a list."""
-    options = {"placement": placement, "deterministic": deterministic, "bucket_bytes": 4096}
-    host = mpikv.create(comm=comm, transport="mpi" if comm else "local", **options)
-    rng, shapes = np.random.default_rng([7, host.rank]), {"s": (300, 7), "d": (41, 3, 2), "flat": (500,)}
-    with host, store_on(gpu, comm, **options) as kv:
-        for each in (host, kv):
-            each.init("s", RowSparse([], np.zeros((0, 7), dtype), shapes["s"]))
-            each.init({name: np.ones(shape, dtype) for name, shape in shapes.items() if name != "s"})
-            if optimizer != "assign":
-                half = {"multi_precision": True} if dtype == "float16" and optimizer != "adagrad" else {}
-                each.set_optimizer(optimizer, **OPTIMIZERS[optimizer], **half)
-        for length in (1, 3, 2, 1):
-            given = {name: [drawn(rng, shape, dtype) for _ in range(length)] for name, shape in shapes.items()}
-            there = {name: [uploaded(gpu, each) for each in rows] for name, rows in given.items()}
-            host.push(given)
-            kv.push(there)
-            wanted = [rng.integers(0, shape[0], 20) for shape in shapes.values()]
-            for found, expected in zip(
-                kv.row_sparse_pull(list(shapes), row_ids=wanted),
-                host.row_sparse_pull(list(shapes), row_ids=wanted),
-                strict=True,
-            ):
-                assert isinstance(found.values, FakeArray)
-                assert found.indices.tolist() == expected.indices.tolist()
-                assert on_host(found.values).tobytes() == expected.values.tobytes()
-            for found, expected in zip(kv.pull(list(shapes)), host.pull(list(shapes)), strict=True):
-                assert on_host(found).tobytes() == expected.tobytes()
-
-
-def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> RowSparse:
-    ids = rng.choice(shape[0], int(rng.integers(0, shape[0] // 2)), replace=False)
-    return RowSparse(ids, rng.standard_normal((ids.size, *shape[1:])).astype(dtype), shape)
-
-
-def uploaded(gpu: FakeGpu, rows: RowSparse) -> RowSparse:
-    return RowSparse(rows.indices, gpu.upload(rows.values), rows.shape)
-
-
-# --- RowSparse itself
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "bool", "complex64"])
-@pytest.mark.parametrize("shape", [(7, 3), (7,), (7, 2, 2), (7, 0)])
-def test_rows_of_a_gpu_stay_there_and_are_summed_from_left_to_right(
-    gpu: FakeGpu, shape: tuple[int, ...], dtype: str
-) -> None:
-    rng = np.random.default_rng(3)
-    with store_on(gpu, None):
-        for count in (0, 1, 5, 40):
-            ids = rng.integers(0, 7, count)
-            values = (rng.standard_normal((count, *shape[1:])) * 9).astype(dtype)
-            rows = RowSparse(gpu.upload(ids), gpu.upload(values), shape)
-            wide = np.dtype(np.float32) if dtype == "float16" else np.dtype(dtype)
-            sums: dict[int, Any] = {}
-            for number, value in zip(ids.tolist(), values, strict=True):
-                sums[number] = sums[number] + value.astype(wide) if number in sums else value.astype(wide)
-            assert rows.indices.tolist() == sorted(sums)
-            assert isinstance(rows.values, FakeArray)
-            assert not rows.on_host
-            expected = np.zeros(shape, dtype)
-            for number, value in sums.items():
-                expected[number] = value.astype(dtype)
-            assert on_host(rows.to_dense()).tobytes() == expected.tobytes()
-            assert on_host(rows.values).tobytes() == expected[sorted(sums)].tobytes()
-        with pytest.raises(TypeError, match="not copied to the host implicitly"):
-            np.asarray(rows)
-
-
 @pytest.mark.ranks(1)
 def test_rows_with_gaps_between_them_are_copied(gpu: FakeGpu) -> None:
     with store_on(gpu, None) as kv:
@@ -285,16 +194,6 @@ def test_rows_of_a_gpu_and_a_store_on_the_host(
             ):
                 call()
         assert (rows.indices.tolist(), on_host(rows.values).tolist()) == ([1], [[1, 1]])
-
-
-@pytest.mark.ranks(1)
-def test_the_stand_in_finds_rows_that_are_written_twice(gpu: FakeGpu) -> None:
-    table, rows, workspace = gpu.upload(np.zeros((3, 2))), gpu.upload(np.ones((2, 2))), GpuWorkspace(gpu)
-    for call in (workspace.put_rows, workspace.add_rows):
-        with pytest.raises(MisuseError, match="some of them twice"):
-            call(table, np.array([1, 1]), rows)
-    with pytest.raises(MisuseError, match="not contiguous"):
-        workspace.take_rows(gpu.upload(np.zeros((3, 4)))[:, ::2], np.array([1]))
 
 
 # --- What is pulled, and where to

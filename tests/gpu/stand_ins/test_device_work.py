@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import threading
 import time
 import weakref
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store import test_pending_calls
 from support.gpus import nccl_of, order_of, store_on
 
 import mpikv
@@ -410,92 +408,6 @@ def without_waiting(kv: KVStore, place: Callable[[Any], Any], number: int, rows:
         if place is not np.array:
             assert filled.values._block.stream is filled.values._gpu.current()
     return [on_host(array) for array in (*found, kv.pull("w", wait=False).wait())]
-
-
-@ALL
-def test_compiled_calls_come_after_what_is_pending(gpu, kv):
-    gradient, out = full(gpu, 1), full(gpu, 0)
-    kv.set_optimizer("sgd", learning_rate=1.0)
-    step = kv.capture("w", gradient, out=out)
-    for number in range(1, 5):
-        kv.push("w", full(gpu, 1), wait=False)
-        work = kv.pull("w", wait=False)
-        step()
-        np.testing.assert_array_equal(on_host(out), np.full(SIZE, -2 * number * kv.size))
-        np.testing.assert_array_equal(on_host(work.wait()), np.full(SIZE, (1 - 2 * number) * kv.size))
-    assert step.captured
-
-
-# --- The same as on hosts
-
-
-@pytest.fixture
-def on_gpu(gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tests of stores on hosts make stores on GPUs."""
-    equal = np.testing.assert_array_equal
-
-    def create(**options: Any) -> KVStore:
-        return store_on(gpu, comm, **options)
-
-    monkeypatch.setattr(mpikv, "create", create)
-    monkeypatch.setattr(np.testing, "assert_array_equal", lambda found, other: equal(on_host(found), other))
-
-
-def run(test: Callable[..., None], comm: Any) -> None:
-    """Run a test, where ranks agree by MPI if it asks for a transport."""
-    known = {"comm": comm, "transport": "mpi"}
-    test(**{name: known[name] for name in inspect.signature(test).parameters})
-
-
-@ALL
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_pending_calls.test_the_most_urgent_of_what_is_pending_comes_first,
-        test_pending_calls.test_what_is_wrong_with_a_call_is_raised_by_wait,
-        test_pending_calls.test_a_failure_that_nobody_has_seen_comes_in_place_of_the_next_call,
-        test_pending_calls.test_one_failure_stands_for_those_that_follow,
-        test_pending_calls.test_looking_is_not_seeing_and_local_calls_take_no_error_away,
-        test_pending_calls.test_settings_are_set_after_what_is_pending,
-        test_pending_calls.test_an_updater_in_the_thread_cannot_use_the_store_nor_wait,
-        test_pending_calls.test_what_an_updater_raises_in_the_thread_reaches_every_rank,
-        test_pending_calls.test_a_short_wait_ends_and_the_call_goes_on,
-        test_pending_calls.test_waiting_again_gives_the_same_and_keeps_nothing,
-        test_pending_calls.test_closing_waits_closes_and_then_raises,
-        test_pending_calls.test_bad_priorities_are_refused_by_the_call,
-    ],
-    ids=lambda test: test.__name__,
-)
-def test_as_on_hosts(test, comm, on_gpu):
-    run(test, comm)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_pending_calls.test_one_rank_waits_and_another_does_not,
-        test_pending_calls.test_ranks_issue_different_calls,
-        test_pending_calls.test_calls_aside_are_refused_in_join,
-    ],
-    ids=lambda test: test.__name__,
-)
-def test_as_on_several_hosts(test, comm, on_gpu):
-    run(test, comm)
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.deadline(30)
-@pytest.mark.parametrize(
-    "test",
-    [
-        test_pending_calls.test_ranks_that_wait_in_their_thread_are_not_named_as_late,
-        test_pending_calls.test_a_late_rank_is_named_after_calls_aside,
-    ],
-    ids=lambda test: test.__name__,
-)
-def test_who_is_late(test, comm, on_gpu):
-    run(test, comm)
 
 
 # --- Ends

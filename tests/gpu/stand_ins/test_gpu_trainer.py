@@ -75,32 +75,6 @@ def steps(trainer: Trainer, rank: int, upload: Callable[[Any], Any], count: int,
             trainer.step(batch_size=2)
 
 
-@WHERE
-@BOTH
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, "multi_precision": True}),
-        ("adam", {"learning_rate": 0.01}),
-    ],
-)
-@pytest.mark.parametrize("scaled", [False, True])
-def test_training_has_the_bits_of_the_hosts(
-    comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool, optimizer: str, options: Any, scaled: bool
-) -> None:
-    rank, results = comm.rank if comm else 0, []
-    for kv, upload in ((store(on_gpus), gpu.upload), (mpikv.create(comm=comm, timeout=5), np.copy)):
-        params, scaler = weights(upload), LossScaler(4.0, window=2) if scaled else None
-        with kv:
-            trainer = Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, loss_scaler=scaler)
-            trainer.start()
-            steps(trainer, rank, upload, 3, clips=not on_store)
-            assert all(trainer.params[name].data is params[name] for name in params)
-            results.append({name: on_host(array) for name, array in params.items()})
-    for name in SHAPES:
-        np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "lamb"])
 def test_the_weights_gpu_need_not_be_the_present_one(comm: Any, gpu: FakeGpu, optimizer: str) -> None:
     """As in a thread that a program has made, where the first of a host is."""
