@@ -24,9 +24,12 @@ def test_clipping(cupy, dtype, max_norm):
     sizes = [1, 7, 129, 1000, CELL - 1, CELL, CELL + 1, 5 * CELL + 135, *[3] * 400]
     arrays = [random.standard_normal(size).astype(dtype) for size in sizes]
     there = [cupy.asarray(array) for array in arrays]
-    assert clip_global_norm(there, max_norm) == clip_global_norm(arrays, max_norm)
-    for mine, expected in zip(there, arrays, strict=True):
-        assert mine.get().tobytes() == expected.tobytes()
+    # With gaps, on the host, none, and one twice.
+    wide, mixed = cupy.asarray(np.repeat(arrays[3], 2)), arrays[4].copy()
+    given = [*there[:3], wide[::2], mixed, None, *there[5:], there[0]]
+    assert clip_global_norm(given, max_norm) == clip_global_norm(arrays, max_norm)
+    for mine, expected in zip((*there[:3], wide[::2], mixed, *there[5:]), arrays, strict=True):
+        assert cupy.asnumpy(mine).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", available(), ids=str)

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -362,52 +362,6 @@ def compare(issued: Any, expected: Any, stream: Any) -> None:
                 np.testing.assert_array_equal(one, other)
             else:
                 np.testing.assert_array_equal(on_host(one), other)
-
-
-@ALL
-@pytest.mark.parametrize(
-    ("options", "compression"),
-    [
-        ({}, None),
-        ({"deterministic": True}, None),
-        ({"placement": "root"}, "2bit"),
-        ({}, "fp16"),
-        ({}, {"type": "topk", "ratio": 0.5}),
-    ],
-)
-def test_buffers_rows_and_compression(comm, gpu, options, compression):
-    stores = [store_on(gpu, comm, timeout=20, **options), mpikv.create("dist_sync", comm=comm, **options)]
-    for kv in stores:
-        kv.set_gradient_compression(compression)
-        kv.init(["w", "b"], [np.zeros((40, 3), np.float32), np.zeros(4, np.float32)])
-        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
-    streams = [gpu.stream() for _ in range(3)]
-    results: list[list[Any]] = [[], []]
-    for number, stream in enumerate(streams, 1):
-        for kv, found, place in zip(stores, results, (gpu.upload, np.array), strict=True):
-            with stream:
-                found += without_waiting(kv, place, number, compression is None)
-    for found, expected in zip(*results, strict=True):
-        assert found.tobytes() == expected.tobytes()
-    for kv in stores:
-        kv.close()
-
-
-def without_waiting(kv: KVStore, place: Callable[[Any], Any], number: int, rows: bool) -> list[Any]:
-    """Return what comes of pushing buffers, and perhaps rows."""
-    buffers = kv.buffer(["w", "b"])
-    for buffer in buffers:
-        buffer[...] = number + kv.rank
-    found = list(kv.pushpull(["w", "b"], out=[place(on_host(each)) for each in buffers], wait=False).wait())
-    if rows:
-        filled = RowSparse([kv.rank, 7], place(np.full((2, 3), number, np.float32)), (40, 3))
-        given = RowSparse([3, 1 + kv.rank], place(np.full((2, 3), number, np.float32)), (40, 3))
-        kv.push("w", given, wait=False)
-        del given
-        found.append(kv.pushpull("w", filled, wait=False).wait().values)
-        if place is not np.array:
-            assert filled.values._block.stream is filled.values._gpu.current()
-    return [on_host(array) for array in (*found, kv.pull("w", wait=False).wait())]
 
 
 # --- Ends

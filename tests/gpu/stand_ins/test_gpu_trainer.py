@@ -19,7 +19,6 @@ from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
-from mpikv.testing.updater import available
 from mpikv.train.array_location import writable
 from mpikv.transports import open_gpu_transport
 
@@ -137,23 +136,6 @@ def test_the_divisor_of_gradients_on_a_gpu(comm: Any, gpu: FakeGpu, store: Any, 
         else:
             with pytest.raises(PeerFailed):
                 scaler.divisor(kv, fine)
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("max_norm", [0.5, 100.0, 1e9])
-def test_clipping(gpu: FakeGpu, dtype: Any, max_norm: float) -> None:
-    random = np.random.default_rng(3)
-    arrays = [random.standard_normal(shape).astype(dtype) for shape in ((3,), (300, 301), (0, 2), (4, 6))]
-    there = [gpu.upload(array) for array in arrays]
-    mixed = [there[0], arrays[1].copy(), None, there[2], there[3][:, ::2], there[3][:, 1::2], there[0]]
-    with gpu.stream() as side:
-        side.wait(gpu.find_stream(0).record())
-        found = clip_global_norm(mixed, max_norm)
-        gpu.find_stream(0).wait(side.record())
-    assert found == clip_global_norm([*arrays[:3], arrays[3][:, ::2], arrays[3][:, 1::2]], max_norm)
-    for mine, expected in zip([there[0], mixed[1], there[3]], [arrays[0], arrays[1], arrays[3]], strict=True):
-        np.testing.assert_array_equal(on_host(mine), expected)
 
 
 @pytest.mark.ranks(1)
@@ -276,27 +258,6 @@ def test_a_store_without_values(comm: Any, gpu: FakeGpu) -> None:
         np.testing.assert_array_equal(params["w"].get(), other["w"])
         np.testing.assert_array_equal(params["b"], other["b"])
         beside.kvstore.close()
-
-
-@pytest.mark.ranks(1)
-@pytest.mark.parametrize("dtype", available(), ids=str)
-@pytest.mark.parametrize("given", available(), ids=str)
-def test_gradients_are_added_up_as_on_the_host(gpu: FakeGpu, dtype: Any, given: Any) -> None:
-    random = np.random.default_rng(1)
-    first, *more = (random.standard_normal(100).astype(kind) for kind in (dtype, given, given))
-    if dtype.itemsize == 2:
-        more = [array.astype(dtype) for array in more]  # numpy adds no others in place
-    found, expected = Parameter(gpu.upload(first), grad_req="add"), Parameter(first.copy(), grad_req="add")
-    for gradient in (first, *more):
-        found.grad, expected.grad = gpu.upload(gradient), gradient
-    assert found.grad is not None
-    np.testing.assert_array_equal(found.grad.get(), expected.grad)
-    shared = gpu.upload(first)
-    trainer = Trainer({"a": shared, "b": shared}, "sgd")
-    trainer.set_grads({"a": gpu.upload(first), "b": gpu.upload(more[0])})
-    other = Trainer({"a": first, "b": first}, "sgd")
-    other.set_grads({"a": first, "b": more[0]})
-    np.testing.assert_array_equal(trainer.params["a"].grad.get(), other.params["a"].grad)
 
 
 @pytest.mark.ranks(1)
