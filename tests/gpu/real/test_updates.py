@@ -130,23 +130,22 @@ def test_many_layers_have_the_bits_of_numpy(cupy, kind):
             assert whole.value.get().tobytes() == value.tobytes()
 
 
-def test_many_copies_with_casts(cupy):
-    random, dtypes = (
-        np.random.default_rng(3),
-        [np.dtype(name) for name in ("bool", "int8", "int64", "uint64", "complex64")],
-    )
-    dtypes += available()
-    for wanted in dtypes:
-        arrays = [drawn(random, 1 + 37 * number, dtypes[number % len(dtypes)], wanted) for number in range(300)]
-        targets = [cupy.empty(array.size, wanted) for array in arrays]
-        copy(targets, [cupy.asarray(array) for array in arrays])
-        for target, array in zip(targets, arrays, strict=True):
-            with np.errstate(all="ignore"):
-                expected = (array.real if array.dtype.kind == "c" != wanted.kind else array).astype(wanted)
-            found = target.get()
-            if wanted.kind == "c":
-                found, expected = found.view("f4"), expected.view("f4")
-            assert (found == expected).all() if wanted.kind in "biu" else bits(found) == bits(expected)
+CAST = [*map(np.dtype, ("bool", "int8", "int64", "uint64", "complex64")), *available()]
+
+
+@pytest.mark.parametrize("wanted", CAST, ids=str)
+def test_many_copies_with_casts(cupy, wanted):
+    random = np.random.default_rng(3)
+    arrays = [drawn(random, 1 + 37 * number, CAST[number % len(CAST)], wanted) for number in range(300)]
+    targets = [cupy.empty(array.size, wanted) for array in arrays]
+    copy(targets, [cupy.asarray(array) for array in arrays])
+    for target, array in zip(targets, arrays, strict=True):
+        with np.errstate(all="ignore"):
+            expected = (array.real if array.dtype.kind == "c" != wanted.kind else array).astype(wanted)
+        found = target.get()
+        if wanted.kind == "c":
+            found, expected = found.view("f4"), expected.view("f4")
+        assert (found == expected).all() if wanted.kind in "biu" else bits(found) == bits(expected)
 
 
 def drawn(random, size, dtype, wanted):
