@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 
 from .step import MB, Numbers
 
@@ -70,16 +71,33 @@ def versions() -> Numbers:
 
 
 def staging() -> Numbers:
-    """Measure the bandwidth of copies from the host to the GPU and back."""
+    """Measure the bandwidth of copies between host and GPU: the store's, CUDA's of pinned and of pageable memory, and
+    the host's own from pageable to pinned memory, which the store's cannot exceed.
+    """
+    import cupy
     import numpy as np
 
     from mpikv.cluster.environment import visible_gpus
     from mpikv.compute.cuda.gpu import find_gpu
 
     gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
-    there = gpu.upload(array)
+    there, runtime = gpu.upload(array), cupy.cuda.runtime
+    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
+
+    def move(target: int, source: int) -> None:
+        runtime.memcpyAsync(target, source, array.nbytes, runtime.memcpyDefault, gpu.current().handle)
+
+    address, calls = gpu.address(there), {}
+    calls["upload"] = lambda: gpu.upload(array, there)
+    calls["download"] = lambda: gpu.download(there, array)
+    for kind, host in (("pinned", pinned.ctypes.data), ("pageable", array.ctypes.data)):
+        calls[f"{kind}_upload"] = partial(move, address, host)
+        calls[f"{kind}_download"] = partial(move, host, address)
+    calls["host_copy"] = lambda: np.copyto(pinned, array)
     found = {}
-    for name, call in (("upload", lambda: gpu.upload(array)), ("download", lambda: gpu.download(there, array))):
+    for name, call in calls.items():
+        call()
+        gpu.current().synchronize()
         begin = time.perf_counter()
         for _ in range(10):
             call()
