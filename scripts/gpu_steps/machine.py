@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 from .step import MB, Numbers
@@ -87,7 +88,8 @@ def staging() -> Numbers:
     def move(target: int, source: int) -> None:
         runtime.memcpyAsync(target, source, array.nbytes, runtime.memcpyDefault, gpu.current().handle)
 
-    address, calls = gpu.address(there), {}
+    address = gpu.address(there)
+    calls: dict[str, Callable[[], object]] = {}
     calls["upload"] = lambda: gpu.upload(array, there)
     calls["download"] = lambda: gpu.download(there, array)
     for kind, host in (("pinned", pinned.ctypes.data), ("pageable", array.ctypes.data)):
