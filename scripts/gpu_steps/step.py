@@ -29,7 +29,7 @@ class Step:
     seconds: float
     """How long it may take."""
     expected: float
-    """How long it will, on an H200, as is thought: together these are to stay below the limit of all."""
+    """How long it took on an H200, or will, as is thought: together these are to stay below the limit of all."""
     ranks: int = 1
     dies: bool = False
     """Whether a rank is killed, so that the job's exit status is none of success."""
