@@ -146,8 +146,17 @@ def test_their_new_arrays(kv, cupy, late, stream):
     """They are memory that the stream may use yet, when the thread that makes the call takes it."""
     kv.init("w", cupy.full(SIZE, 3, np.float32))
     if stream.ptr == cupy.cuda.Stream.ptds.ptr:
-        with pytest.raises(mpikv.Unsupported, match="a thread's default stream"):
-            kv.pull("w", wait=False).wait()
+        rows = mpikv.RowSparse([0], cupy.ones((1, 3)), (4, 3))
+        kv.init("rows", rows)
+        for call in (
+            lambda: kv.pull("w", wait=False),
+            lambda: kv.pushpull("rows", rows, wait=False),
+            lambda: kv.pull("rows", rows, ignore_sparse=False, wait=False),
+        ):
+            with pytest.raises(mpikv.Unsupported, match="cannot make new arrays for a thread's default stream"):
+                call().wait()
+        kv.push("rows", [rows, rows], wait=False).wait()
+        assert kv.row_sparse_pull("rows", row_ids=[0]).values.get().tolist() == [[2 * kv.size] * 3]
         return
     for _ in range(10):
         work = kv.pull("w", wait=False)

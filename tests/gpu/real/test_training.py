@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -52,8 +53,7 @@ def test_one_bad_number_is_found(cupy, place, bad):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("store", ["nccl", "dist_sync"])
-@pytest.mark.parametrize("on_store", [True, False])
+@pytest.mark.parametrize(("store", "on_store"), [*product(["nccl", "dist_sync"], [True, False]), ("horovod", False)])
 def test_training_is_that_of_the_host(cupy, store, on_store):
     shapes = {"a": (300, 400), "b": (7,), "c": (CELL + 3,)}
     results = []

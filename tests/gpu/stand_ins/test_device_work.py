@@ -22,7 +22,6 @@ from mpikv import (
     RowSparse,
     Stalled,
     TransportError,
-    Unsupported,
     ValueMismatch,
 )
 from mpikv.store.kvstore import KVStore
@@ -198,27 +197,6 @@ def test_memory_of_new_arrays_may_be_in_use_until_it_is_taken(gpu, kv):
         assert out._block.stream is caller
         np.testing.assert_array_equal(on_host(out), np.full(SIZE, 2 * kv.size))
         del work, out, later
-
-
-@ALL
-def test_new_arrays_are_not_made_for_the_default_stream_of_a_thread(gpu, kv):
-    caller = gpu.stream()
-    caller.handle = 2
-    with caller:
-        with pytest.raises(Unsupported, match="cannot make new arrays for a thread's default stream"):
-            kv.pull("w", wait=False).wait()
-        kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3)))
-        rows = RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3))
-        with pytest.raises(Unsupported, match="cannot make new arrays"):
-            kv.pushpull("rows", rows, wait=False).wait()
-        with pytest.raises(Unsupported, match="cannot make new arrays"):
-            kv.pull("rows", rows, ignore_sparse=False, wait=False).wait()
-        kv.push("rows", [rows, rows], wait=False).wait()
-        np.testing.assert_array_equal(on_host(kv.row_sparse_pull("rows", row_ids=[0]).values), [[2 * kv.size] * 3])
-        out = full(gpu, 7)
-        assert kv.pull("w", out, wait=False).wait() is out
-        kv.push("w", full(gpu, 1), wait=False).wait()
-        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(SIZE, kv.size))
 
 
 @ALL

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv import optimizers
-from mpikv.errors import TransportError
-from mpikv.memory.device import DeviceMemory
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.testing.fakekernels import FakeKernels
-from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, MisuseError, RaceError
+from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, RaceError
 
 STREAMS, SIZE = 3, 4
 
@@ -77,31 +73,6 @@ def test_memory_may_be_in_use_yet_when_it_is_taken(gpu, ordered):
 # --- Graphs
 
 
-def captured(stream: FakeStream, *arrays: Any) -> FakeGraph:
-    """Return a graph that adds one to arrays."""
-    stream.begin_capture()
-    for array in arrays:
-        on(stream, array)
-    return stream.end_capture()
-
-
-def test_a_graph_runs_when_it_is_launched(gpu):
-    array, stream = gpu.upload(np.zeros(4)), gpu.stream()
-    stream.wait(gpu.current().record())
-    graph = captured(stream, array, array)
-    found = np.empty(4)
-    for expected in (0, 2, 4):
-        with stream:
-            gpu.download(array, found)
-        assert (found == expected).all()
-        with stream:
-            graph.launch()
-    gpu.checker.assert_clean()
-    graph.close()
-    with stream, pytest.raises(TransportError, match="was discarded"):
-        graph.launch()
-
-
 def forked(gpu: FakeGpu, array: Any, other: Any) -> FakeGraph:
     """Return a graph that adds one to an array on one stream, and then to another array on a second one."""
     first, second = gpu.stream(), gpu.stream()
@@ -129,40 +100,6 @@ def test_a_stream_that_waits_for_a_captured_one_is_captured(gpu):
     other = gpu.stream()
     with pytest.raises(RaceError):
         on(other, array)
-
-
-def test_a_table_is_read_when_an_update_runs(gpu):
-    memory, sgd = DeviceMemory(gpu), optimizers.SGD(learning_rate=0.5, momentum=0.5)
-    kernels, stream = FakeKernels(gpu), memory.order.stream
-    total, value, state = (gpu.upload(np.ones(3)) for _ in range(3))
-    table = kernels.table(sgd, memory, 1, [np.dtype(np.float64)])
-    update = kernels.bind(sgd, total, value, {"momentum": state})
-    stream.wait(gpu.current().record())
-    graph = memory.order.record(in_stream, stream, update, table.rows[0])
-    with stream, pytest.raises(MisuseError, match="was queued as sgd_rule and is run for None"):
-        graph.launch()
-    for rate in (0.5, 0.25):
-        sgd.learning_rate = rate
-        with stream:
-            total.fill(1)
-            table.write([sgd.step("w", 1)])
-            graph.launch()
-    # The momentum of 1 becomes 0.5 - 0.5, and that -0.25.
-    assert (memory.to_host(value) == 0.75).all()
-    with stream:
-        graph.launch()
-    with gpu.stream(), pytest.raises(RaceError, match="write steps on stream 3 writes what update on stream 1 reads"):
-        table.write([sgd.step("w", 3)])
-    sgd.nesterov = True
-    with stream:
-        table.write([sgd.step("w", 2)])
-        with pytest.raises(MisuseError, match="was queued as sgd_rule and is run for learning rate"):
-            graph.launch()
-
-
-def in_stream(stream: FakeStream, run: Any, *arguments: Any) -> None:
-    with stream:
-        run(*arguments)
 
 
 steps = st.lists(

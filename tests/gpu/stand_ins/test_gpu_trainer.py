@@ -244,22 +244,6 @@ def test_weights_and_gradients_of_all_kinds(comm: Any, gpu: FakeGpu, store: Any,
     np.testing.assert_array_equal(added.data.get(), np.full(2, -2.0))
 
 
-def test_a_store_without_values(comm: Any, gpu: FakeGpu) -> None:
-    params = {"w": gpu.upload(np.ones(3)), "b": np.zeros(2)}
-    with mpikv.create("horovod", comm=comm) as kv:
-        trainer = Trainer(params, "lamb", {"learning_rate": 0.5}, kvstore=kv)
-        other = {"w": np.ones(3), "b": np.zeros(2)}
-        beside = Trainer(other, "lamb", {"learning_rate": 0.5}, kvstore=mpikv.create("horovod", comm=comm))
-        for _ in range(3):
-            for each in (trainer, beside):
-                there = gpu.upload if each is trainer else np.copy
-                each.set_grads({"w": there(np.arange(3.0)), "b": np.ones(2)})
-                each.step(2)
-        np.testing.assert_array_equal(params["w"].get(), other["w"])
-        np.testing.assert_array_equal(params["b"], other["b"])
-        beside.kvstore.close()
-
-
 @pytest.mark.ranks(1)
 def test_mistakes(gpu: FakeGpu) -> None:
     weight = Parameter(gpu.upload(np.ones(3)))
