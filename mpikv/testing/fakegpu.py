@@ -222,8 +222,6 @@ class FakeGpu:
         """Threads that query events only."""
         self.capture_fails = ""
         """The reason why captures cannot end, if a test sets it."""
-        self.last_kernels = weakref.WeakKeyDictionary[Any, tuple[int, int]]()
-        """For each NCCL communicator, the stream of its last kernel and the kernel's time there."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}

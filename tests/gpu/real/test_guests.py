@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.errors import KeyNotInitialized, PeerFailed, Unsupported, ValueMismatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
 
@@ -30,6 +31,60 @@ def test_arrays_come_and_go(cupy, streamed):
                     assert (out.get() == expected).all()
                 with np.errstate(over="ignore"):
                     assert (half.get() == expected.astype(np.float16)).all()
+
+
+@pytest.fixture
+def kv(cupy):
+    with mpikv.create("dist_sync") as store:
+        cupy.cuda.Device(store.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        yield store
+
+
+@pytest.mark.ranks(1, 3)
+def test_forms_and_casts(kv, cupy, caplog):
+    kv.init("w", cupy.zeros((2, 3)))
+    kv.push("w", [cupy.ones((2, 3), np.float32), np.ones((2, 3))])
+    half, column = cupy.empty((2, 3), np.float16), cupy.zeros((2, 6))[:, ::2]
+    kv.pull("w", out=[half, column, plain := np.empty((2, 3))])
+    for out in (half, column, plain):
+        assert (out == 2 * kv.size).all()
+    with pytest.raises(ValueMismatch, match="the array to fill of key 'w' has shape"):
+        kv.pull("w", out=cupy.empty((3, 2)))
+    with pytest.raises(ValueMismatch, match="only dtypes of one kind are cast"):
+        kv.push("w", cupy.ones((2, 3), np.int64))
+    (said,) = [message for message in caplog.messages if "is used with a host store" in message]
+    assert said.startswith("an array on cuda:")
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_call_that_is_not_made_fills_nothing(kv, cupy):
+    """Neither then, nor by the next call; nor does a compiled call before it is made."""
+    kv.init("w", np.ones(3))
+    out, given = cupy.full(3, 7.0), cupy.ones(3)
+    last = kv.rank == kv.size - 1
+    # Prepared on all ranks but the last, which has another key.
+    with pytest.raises(KeyNotInitialized if last else PeerFailed):
+        kv.pull("v" if last else "w", out=out)
+    kv.push("w", cupy.ones(3))
+    into, alone = kv.capture("w", given, out=out), kv.capture("w", given)
+    assert (out.tolist(), given.tolist()) == ([7.0] * 3, [1.0] * 3)
+    kv.pull("w", out=out)
+    assert out.tolist() == [kv.size] * 3
+    into()
+    alone()
+    assert out.tolist() == given.tolist() == [kv.size] * 3
+
+
+@pytest.mark.ranks(1, 2)
+def test_calls_that_nobody_waits_for(kv, cupy):
+    kv.init("w", np.ones(3))
+    for work in (
+        lambda: kv.push("w", cupy.ones(3), wait=False),
+        lambda: kv.pull("w", out=cupy.ones(3), wait=False),
+    ):
+        with pytest.raises(Unsupported, match="with wait=False a host store takes host arrays only"):
+            work().wait()
+    assert kv.pushpull("w", np.ones(3), wait=False).wait()[0] == kv.size
 
 
 @pytest.mark.ranks(1, 2)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "bool", "complex128"])
-@pytest.mark.parametrize("shape", [(5000, 64), (5000,), (300, 1000), (50, 3, 7)])
+@pytest.mark.parametrize("shape", [(5000, 64), (5000,), (300, 1000), (50, 3, 7), (9, 0)])
 def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
     random = np.random.default_rng(1)
     workspace = GpuWorkspace(find_gpu(0, 1, sharing=True, visible=visible_gpus()))
@@ -24,6 +24,9 @@ def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
     some = random.integers(0, 5, (ids.size, *shape[1:])).astype(dtype)
     there = cupy.asarray(table)
     assert (workspace.take_rows(there, ids).get() == table[ids]).all()
+    out = cupy.empty_like(cupy.asarray(some))
+    assert workspace.take_rows(there, ids, out) is out
+    assert (out.get() == table[ids]).all()
     workspace.add_rows(there, ids, cupy.asarray(some))
     table[ids] += some
     assert (there.get() == table).all()
@@ -36,7 +39,16 @@ def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
     assert (found == [table[run].sum(axis=0, dtype=dtype) for run in np.split(ids, starts[1:])]).all()
 
 
-@pytest.mark.ranks(1, 2, 4)
+def test_half_precision_is_added_in_single_precision(cupy):
+    workspace = GpuWorkspace(find_gpu(0, 1, sharing=True, visible=visible_gpus()))
+    total, terms = cupy.zeros((1, 1), np.float32), cupy.asarray([[2048], [1], [1]], np.float16)
+    for term in terms:
+        workspace.add_rows(total, np.array([0]), term[None])
+    assert float(total[0, 0]) == 2050
+    assert float(workspace.sum_runs(terms, np.arange(3), np.array([0]))[0, 0]) == 2050
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     ("placement", "optimizer"), [("sharded", "adagrad"), ("root", None), ("replicated", "sgd"), ("sharded", None)]
 )

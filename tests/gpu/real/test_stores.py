@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import mpikv
 from mpikv.cluster.environment import visible_gpus
 from mpikv.compute.cuda.gpu import find_gpu, find_nccl
 from mpikv.config import Config
+from mpikv.errors import TransportError
 from mpikv.memory.device import DeviceMemory
 from mpikv.testing import StoreContract
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.transports import open_gpu_transport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
+PLACEMENTS = ("root", "sharded", "replicated")
 
 
 # Each test makes a store, which takes NCCL a second, and ranks that share a GPU wait milliseconds for each other in
@@ -32,9 +35,9 @@ class TestStore(StoreContract):
         return store
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_training_is_that_of_numpy(cupy, ranks, placement, deterministic):
     """Of numbers whose sums are exact, in messages that are smaller than the values."""
     shapes = {"large": (3001, 5), "small": (3,), "none": (0, 2)}
@@ -55,7 +58,41 @@ def test_training_is_that_of_numpy(cupy, ranks, placement, deterministic):
                 assert (found[key].get() == expected[key]).all()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_fixed_order_of_addition_gives_the_bits_of_the_host(cupy, placement):
+    options = {"placement": placement, "deterministic": True, "bucket_bytes": 4096}
+    shapes = {"large": (3001, 5), "small": (3,)}
+    with mpikv.create("nccl", **options) as kv, mpikv.create("dist_sync", **options) as host:
+        random = np.random.default_rng(kv.rank)
+        for store, place in ((kv, cupy.asarray), (host, np.copy)):
+            store.init({key: place(np.ones(shape, np.float32)) for key, shape in shapes.items()})
+            store.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+        for _ in range(3):
+            gradients = {key: random.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+            found = kv.pushpull({key: cupy.asarray(gradient) for key, gradient in gradients.items()})
+            expected = host.pushpull(gradients)
+            assert all(found[key].get().tobytes() == expected[key].tobytes() for key in shapes)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_halves_that_nccl_adds_are_rounded_at_each_addition(cupy, comm, placement):
+    """In whatever order it adds them. Their sum then goes on as any other."""
+    gradients = [np.random.default_rng(rank).standard_normal(9000).astype(np.float16) for rank in range(comm.size)]
+    with mpikv.create("nccl", placement=placement, native_halves=True) as kv:
+        kv.init("w", cupy.ones(9000, np.float16))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        found = kv.pushpull("w", cupy.asarray(gradients[kv.rank])).get()
+
+    def updated(total):
+        return (np.float32(1) - np.float32(0.5) * total.astype(np.float32)).astype(np.float16)
+
+    assert np.any([found == updated(sum(order[1:], order[0])) for order in permutations(gradients)], axis=0).all()
+    assert (found != updated(sum(gradients, np.zeros(9000, np.float32)))).any()
+
+
+@pytest.mark.ranks(2, 3)
 class TestTransport(DeviceTransportContract):
     gathers = False
 
@@ -79,26 +116,20 @@ class TestTransport(DeviceTransportContract):
         return InOrder(open_gpu_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 class TestTransportThatGathers(TestTransport):
     gathers = True
 
+    def test_what_is_received_is_aligned(self, transport):
+        send, recv = (transport.memory.source(np.ones(7, np.int8)) for _ in range(2))
+        terms = transport.allreduce(send, recv)
+        assert not [self.address(transport, term) % 16 for term in terms if self.address(transport, term) % 16]
 
-@pytest.mark.ranks(1, 2)
-def test_sums_without_stored_values(cupy, ranks):
-    """In place and into other arrays, of several dtypes; halves with two roundings, too."""
-    for native in (False, True):
-        with mpikv.create("horovod", native_halves=native) as kv:
-            arrays = [
-                cupy.full(shape, kv.rank + 1, dtype) for shape, dtype in ((1000, "f4"), ((3, 5), "f2"), (7, "i2"))
-            ]
-            outs = [cupy.empty_like(array) for array in arrays]
-            assert kv.pushpull(["a", "b", "c"], arrays, out=outs) is outs
-            kv.pushpull(["a", "b", "c"], arrays)
-            for array in (*arrays, *outs):
-                assert (array.get() == sum(range(1, ranks + 1))).all()
-            assert (kv.broadcast("a", cupy.full(1000, kv.rank, "f4")).get() == 0).all()
-            assert kv._on_gpus == {"a", "b", "c"}
+    def test_what_nccl_refuses_is_told_in_its_words(self, transport):
+        with pytest.raises(
+            TransportError, match=r"NCCL 2\.\d+\.\d+ failed in broadcast: invalid argument \(.+\); NCCL"
+        ):
+            transport.broadcast(transport.memory.source(np.ones(7, np.int8)), transport.size)
 
 
 def test_a_closed_store_gives_its_memory_back(cupy):
