@@ -167,41 +167,6 @@ def test_the_page_on_gpus_shows_what_is_missing() -> None:
     assert f"{caught.type.__name__}: {caught.value}\n" == error
 
 
-# What the page on GPUs uses of CuPy, on the stand-in of this process.
-CUPY = """\
-import numpy as np
-from mpikv.compute.cuda.gpu import find_gpu
-from mpikv.cluster.environment import launch_of
-
-launch = launch_of()
-gpu = find_gpu(launch.rank, launch.size) if launch else find_gpu(0, 1)
-
-def zeros(shape, dtype):
-    return gpu.upload(np.zeros(shape, dtype))
-
-def ones_like(array):
-    return gpu.upload(np.ones(array.shape, array.dtype))
-"""
-
-
-@pytest.mark.deadline(60)
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_script_of_the_page_on_gpus_prints_what_is_shown_on_stand_ins(tmp_path: Path, size: int) -> None:
-    if size > 1 and (reason := why_no_mpi()):
-        pytest.skip(reason)
-    page = read_tutorial("gpus")
-    (tmp_path / "train.py").write_text(next(block for block in blocks(page, "python") if "import cupy" in block))
-    (tmp_path / "cupy.py").write_text(CUPY)
-    command = "$ mpikv run -n 4 train.py\n"
-    (output,) = (block.removeprefix(command) for block in blocks(page, "console") if block.startswith(command))
-    start = [sys.executable] if size == 1 else [sys.executable, "-m", "mpikv", "run", "-n", "4"]
-    line = [*start, ROOT / "tests/support/faked_gpus.py", tmp_path / "train.py"]
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "FAKED_GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == output.replace("4 ranks", f"{size} ranks")
-
-
 # What leads to the messages under "Meet an error", which have its lines and the name of the function.
 DISAGREEING = """\
 import time

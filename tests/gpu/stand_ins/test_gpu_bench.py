@@ -1,4 +1,4 @@
-"""``scripts/bench --device gpu``: its formulas and tables, and jobs of it on stand-ins for GPUs and NCCL."""
+"""``scripts/bench --device gpu``: its formulas, clocks, tables and options. ``tests/gpu/emulated`` has jobs of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.launching import cleaned, why_no_mpi
+from support.launching import why_no_mpi
 
 import mpikv
 from mpikv.cli.bench.rounds import Case, measure
@@ -23,7 +23,7 @@ from mpikv.cli.launchers import clean
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))  # before what follows: the benchmark is in no package
 from benchmark import report  # noqa: E402
-from benchmark.gpu_cases import COLLECTIVES, common_part  # noqa: E402
+from benchmark.gpu_cases import common_part  # noqa: E402
 from benchmark.gpu_report import SHARED, bandwidths  # noqa: E402
 from benchmark.gpus import time_gpu  # noqa: E402
 from benchmark.options import GPU_SUITES, parse  # noqa: E402
@@ -195,121 +195,6 @@ def test_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert parse(["--device", "gpu"], None).sizes == (ranks,)
     assert parse(["--device", "gpu", "-n", "2"], None).sizes == (2,)
-
-
-# --- Jobs
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Run]:
-    """Return a function that runs a measurement with stand-ins, and cleans up after it."""
-    if why_no_mpi():
-        pytest.skip(why_no_mpi())
-
-    def run(ranks: int, *arguments: str, gpus: int = 4, plant: str = "") -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "bench.py"
-        script.write_text(
-            f"import sys\nsys.path[:0] = {[str(ROOT / name) for name in ('tests', 'scripts')]!r}\n"
-            "from support import faked_gpus\n"
-            f"own = faked_gpus.install({gpus})\n{plant}\nfrom benchmark.program import main\n"
-            "status = main(sys.argv[1:])\nown.checker.assert_clean()\nsys.exit(status)\n"
-        )
-        line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script), "--device", "gpu", "--quick"]
-        environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-        environ |= {"MPIKV_GPU_SHARING": "1"} if gpus < ranks else {}
-        return subprocess.run(
-            [*line, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
-        )
-
-    with cleaned(tmp_path):
-        yield run
-
-
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("size", [1, 3])
-def test_sums_and_kernels_are_measured_and_right(bench: Run, tmp_path: Path, size: int) -> None:
-    done = bench(size, "--suite", "latency", "--rounds", "1", "--json", "all.json")
-    assert done.returncode == 0, done.stderr
-    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
-    assert (only["ranks"], only["functional_only"], only["pinned"]) == (size, "", False)
-    groups = {group["name"]: group for group in only["groups"]}
-    names = ["sizes/64", "sizes/65536", "sizes/1048576", "kernels/copy", "kernels/sgd", "kernels/adam"]
-    assert list(groups) == names
-    for name, group in groups.items():
-        assert group["wrong"] == group["skipped"] == {}
-        assert group["functional_only"] == ""
-        cases = {case["name"]: case for case in group["cases"]}
-        assert all(case["median"] > 0 and len(case["returned_seconds"]) == 1 for case in cases.values())
-        if name.startswith("sizes"):
-            assert set(cases) == {"push", "pull", "pushpull", *COLLECTIVES, "copy"}
-            assert group["elements"] % size == 0
-            for case in cases.values():
-                assert case["algbw"] == pytest.approx(4e-9 * group["elements"] / case["median"])
-            assert cases["allGather"]["busbw"] == pytest.approx(cases["allGather"]["algbw"] * (size - 1) / size)
-            assert cases["pushpull"]["busbw"] == pytest.approx(cases["pushpull"]["algbw"] * 2 * (size - 1) / size)
-    assert groups["kernels/sgd"]["cases"][1]["floor"] == 20
-    assert groups["kernels/adam"]["cases"][1]["floor"] == 28
-
-
-@pytest.mark.deadline(120)
-def test_sets_and_optimizers(bench: Run, tmp_path: Path) -> None:
-    done = bench(2, "--only", "resnet50,small", "--rounds", "1", "--json", "all.json")
-    assert done.returncode == 0, done.stderr
-    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
-    assert [group["name"] for group in only["groups"]] == ["resnet50/sgd", "resnet50/adam", "small/sgd", "small/adam"]
-    for group in only["groups"]:
-        assert group["wrong"] == {}
-        assert {case["name"] for case in group["cases"]} == {"store", "allReduce, update", "copy"}
-        assert set(group["skipped"]) == {"torch DDP"}
-    assert "ResNet-50, 1/8 as wide, Adam: pushpull / one allReduce and one kernel" in done.stdout
-
-
-@pytest.mark.deadline(120)
-def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
-    done = bench(2, "--only", "kernels,small", "--optimizer", "lamb", "--rounds", "1", "--json", "all.json")
-    assert done.returncode == 0, done.stderr
-    groups = {group["name"]: group for group in json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]}
-    assert groups["small/lamb"]["wrong"] == {}
-    assert {case["name"] for case in groups["small/lamb"]["cases"]} == {"store", "copy"}
-    for name, left_out in (("kernels/lamb", "update"), ("small/lamb", "allReduce, update")):
-        assert "takes more than one kernel" in groups[name]["skipped"][left_out]
-
-
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize(
-    ("plant", "complaint"),
-    [
-        (
-            "from benchmark.gpu_cases import Nccl\nNccl.step = lambda self: None",
-            "wrong result: sizes/64, allReduce, rank 0: key 0 after",
-        ),
-        (
-            "from benchmark.gpu_cases import Update\nright = Update.step\ndef step(self):\n    right(self)\n"
-            "    if own.ordinal:\n        self._weight[2:3] = 0.5\nUpdate.step = step",
-            "wrong result: kernels/sgd, update, rank 1: key 0 after",
-        ),
-    ],
-)
-def test_a_wrong_result_is_an_error(bench: Run, plant: str, complaint: str) -> None:
-    done = bench(2, "--suite", "latency", "--rounds", "1", "--optimizer", "sgd", plant=plant)
-    assert done.returncode == 1, done.stderr
-    assert complaint in done.stderr
-    assert "wrong" in done.stdout or "kernels" in complaint
-
-
-@pytest.mark.deadline(120)
-def test_without_nccl_one_rank_measures_the_rest(bench: Run, tmp_path: Path) -> None:
-    plant = (
-        "from mpikv.errors import TransportUnavailable\nfrom mpikv.compute.cuda import gpu\n"
-        "def lacks():\n    raise TransportUnavailable('no NCCL here')\ngpu.find_nccl = lacks"
-    )
-    done = bench(1, "--only", "sizes", "--rounds", "1", "--json", "all.json", plant=plant)
-    assert done.returncode == 0, done.stderr
-    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
-    assert only["groups"][0]["skipped"] == dict.fromkeys(COLLECTIVES, "no NCCL here")
-    assert {case["name"] for case in only["groups"][0]["cases"]} == {"push", "pull", "pushpull", "copy"}
 
 
 @pytest.mark.parametrize("size", [1, 2])
