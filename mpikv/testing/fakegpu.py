@@ -18,7 +18,7 @@ from ..errors import Unsupported, a_kind
 from ..optimizers import BLOCK
 from ..protocols import Array
 from .fakekernels import FakeKernels
-from .fakestreams import Block, Checker, FakeMark, FakeStream, MisuseError, Recorded
+from .fakestreams import Block, Checker, FakeStream, MisuseError, Recorded
 
 __all__ = ["FakeArray", "FakeGpu", "FakeTensor"]
 
@@ -406,10 +406,6 @@ class FakeGpu:
                 raise ValueError(f"copy of {source!r} to {target!r}")
         pairs = [(target._beneath, source._beneath) for target, source in zip(targets, sources, strict=True)]
         self.launch("copy", sources, targets, partial(_copy, pairs))
-
-    def mark(self) -> FakeMark:
-        """Return a mark in the current stream's work, with the host's time: work runs at once here."""
-        return FakeMark(self.current())
 
     def exceeding(self, arrays: Sequence[FakeArray], bound: float, flags: FakeArray) -> Sequence[bool]:
         if flags.shape != (len(arrays),) or flags.dtype != np.uint8:

@@ -38,7 +38,6 @@ __all__ = [
     "Checker",
     "FakeEvent",
     "FakeGraph",
-    "FakeMark",
     "FakeStream",
     "MisuseError",
     "RaceError",
@@ -280,19 +279,6 @@ class FakeEvent:
         with self._gpu.checker.lock:
             self._gpu.checker.host().join(self.clock)
         return True
-
-
-class FakeMark:
-    """A point in a stream's work, with its time."""
-
-    def __init__(self, stream: FakeStream) -> None:
-        stream.record()
-        self._stream, self._time = stream, time.perf_counter()
-
-    def seconds_to(self, later: FakeMark) -> float:
-        """Wait for a later mark, and return the seconds between them."""
-        later._stream.synchronize()
-        return later._time - self._time
 
 
 class FakeStream:

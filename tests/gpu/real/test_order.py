@@ -86,6 +86,25 @@ def test_memory_that_is_let_go_of_is_not_taken_too_early(kv, cupy, late, stream)
         del others
 
 
+def test_memory_of_another_stream_is_not_taken_too_early(kv, cupy, late):
+    """What is pushed was computed on another stream than the call's, which takes the memory again."""
+    making, calling = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    for number in range(1, 10):
+        with making:
+            gradient = cupy.empty(SIZE, np.float32)
+            late(gradient, number)
+        calling.wait_event(making.record())
+        with calling:
+            kv.push("w", gradient)
+        del gradient
+        with making:
+            others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+        with calling:
+            assert (kv.pull("w").get() == number * kv.size).all()
+        del others
+
+
 def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
     gradient = cupy.zeros(SIZE, np.float32)
     kv.init("w", gradient)
@@ -269,3 +288,38 @@ def test_what_is_filled_has_its_elements_apart(kv, cupy):
     out = cupy.ones((6, 8), "f4")
     kv.pull("w", out=out.T[::2])
     assert float(out.sum()) == 24
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("captured", [False, True])
+def test_outputs_that_are_sources_of_other_keys_are_filled_when_these_were_read(cupy, captured):
+    """Of several messages, of which some end in the middle of an array."""
+    with mpikv.create("nccl", bucket_bytes=16384) as kv:
+        kv.init(["a", "b"], [np.zeros(9000, np.float32)] * 2)
+        first, second = (cupy.full(9000, number, np.float32) for number in (1, 2))
+        step = kv.capture(["a", "b"], [first, second], [second, first])
+        for number in range(4):
+            step() if captured else kv.pushpull(["a", "b"], [first, second], out=[second, first])
+            # Each is what the other was, times the ranks.
+            for array, value in zip((first, second), (1, 2) if number % 2 else (2, 1), strict=True):
+                assert (array.get() == value * kv.size ** (number + 1)).all()
+        flat = cupy.full(18000, 3, np.float32)
+        kv.pushpull(["a", "b"], [flat[:9000], flat[9000:]], out=[flat[8000:17000], first])
+        assert (flat[8000:17000].get() == 3 * kv.size).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_two_stores_may_be_waited_for_in_any_order(cupy):
+    """A GPU begins NCCL's work of both in the order of the calls, or each could wait for the other on another rank."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    with mpikv.create("nccl") as one, mpikv.create("nccl") as other:
+        for kv in (one, other):
+            kv.init("w", cupy.zeros(1000, "f4"))
+        for number in range(1, 4):
+            outs = []
+            for kv, stream in zip((one, other), streams, strict=True):
+                with stream:
+                    outs.append(kv.pushpull("w", cupy.full(1000, number, "f4")))
+            for place in (0, 1) if one.rank == 0 else (1, 0):
+                streams[place].synchronize()
+                assert (outs[place].get() == number * one.size).all()

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.gpus import nccl_of, order_of, store_on
+from support.gpus import order_of, store_on
 
 from mpikv import optimizers
-from mpikv.errors import MPIKVError, TransportError
+from mpikv.errors import MPIKVError
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakestreams import FakeStream
@@ -169,34 +169,6 @@ def test_after_a_push_a_caller_may_change_what_he_pushed_and_waits_for_nothing_e
     job.end()
 
 
-# --- What a caller may do with his arrays
-
-
-@SEVERAL
-@pytest.mark.parametrize("captured", [False, True])
-def test_outputs_that_are_sources_of_other_keys_are_filled_when_these_were_read(comm: Any, captured: bool) -> None:
-    gpu = FakeGpu(comm.rank)
-    with store_on(gpu, comm) as kv:
-        kv.init(["a", "b"], [np.zeros(9000, np.float32)] * 2)
-        first, second = (gpu.upload(np.full(9000, number, np.float32)) for number in (1, 2))
-        flat = gpu.upload(np.full(18000, 3, np.float32))
-        step = kv.capture(["a", "b"], [first, second], [second, first]) if captured else None
-        for number in range(4):
-            if step is not None:
-                step()
-            else:
-                kv.pushpull(["a", "b"], [first, second], out=[second, first])
-            # Each is what the other was, times the ranks.
-            values = (1.0, 2.0) if number % 2 else (2.0, 1.0)
-            for array, value in zip((first, second), values, strict=True):
-                assert (on_host(array) == value * kv.size ** (number + 1)).all()
-        halves = [flat[:9000], flat[9000:]]
-        kv.pushpull(["a", "b"], halves)
-        kv.pushpull(["a", "b"], halves, out=[flat[8000:17000], gpu.empty((9000,), np.dtype(np.float32))])
-        assert (on_host(flat[8000:17000]) == 3 * kv.size**2).all()
-    gpu.checker.assert_clean()
-
-
 # --- Faults
 
 
@@ -269,25 +241,3 @@ def without_waits(
     job.gpu.checker.faults.clear()
     comm.Barrier()
     return failed, [stream is order._transfers for stream in skipping.waiting]
-
-
-@SEVERAL
-@pytest.mark.parametrize("at", [1, 2, 3, 5, 9])
-def test_nccl_fails_while_messages_are_on_their_way(comm: Any, at: int) -> None:
-    job = Job(comm, timeout=1.0)
-    job.pushpull()
-    nccl = nccl_of(job.kv)
-    if job.kv.rank == 0:
-        nccl.fail_at[len(nccl.calls) + at] = 1
-    with pytest.raises((TransportError, MPIKVError)):
-        again(job.pushpull, job.kv.barrier)
-    assert nccl.communicators[0].state == "aborted"
-    assert order_of(job.kv).lane is order_of(job.kv).stream
-    job.gpu.checker.assert_clean()
-
-
-def again(*calls: Callable[[], Any]) -> None:
-    """Make calls until one fails."""
-    for _ in range(100):
-        for call in calls:
-            call()
