@@ -153,6 +153,24 @@ print("ended")
     assert lines(ended) == ["ended"] * 2
 
 
+def test_a_message_outside_of_a_group_waits_for_its_receiver() -> None:
+    """So ranks that all send first wait for ever."""
+    ended = job(
+        """
+import threading, time
+comms[0].send(array.data.ptr, 8, nccl.NCCL_FLOAT32, 1 - rank, one.ptr)
+waiting = threading.Thread(target=one.synchronize)
+waiting.start()
+time.sleep(0.3)
+assert waiting.is_alive()
+comms[0].abort()
+waiting.join()
+print("ended")
+"""
+    )
+    assert lines(ended) == ["ended"] * 2
+
+
 def test_a_rank_that_ends_is_an_error_of_the_communicator() -> None:
     ended = job(
         """

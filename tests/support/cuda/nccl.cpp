@@ -252,15 +252,20 @@ void run_letters(std::vector<Call>& calls) {
             Call& call = calls[place];
             ncclComm* comm = call.comm;
             const size_t all = call.what.count * width(call.what.type);
-            if (call.done == all) continue;
-            open = true;
+            bool sends = call.what.kind == SEND;
+            Letter& letter = sends ? comm->board->letters[comm->rank][call.peer] : comm->board->letters[call.peer][comm->rank];
+            // A message is sent when it has been received: whoever sends alone waits.
+            bool ended = call.done == all && !(sends && letter.size);
+            open |= !ended;
+            if (call.done == all) {
+                if (!ended) comm->board->seats[call.peer].wanted = 1;
+                continue;
+            }
             // Of several to one rank the first comes first.
             bool first = std::none_of(calls.begin(), calls.begin() + place, [&](Call& before) {
                 return before.peer == call.peer && before.what.kind == call.what.kind && before.done < before.what.count * width(before.what.type);
             });
             if (!first) continue;
-            bool sends = call.what.kind == SEND;
-            Letter& letter = sends ? comm->board->letters[comm->rank][call.peer] : comm->board->letters[call.peer][comm->rank];
             if (sends == (letter.size != 0)) {
                 comm->board->seats[call.peer].wanted = 1;
                 continue;
