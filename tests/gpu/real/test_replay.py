@@ -23,6 +23,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize(
     ("optimizer", "placement", "dtype"),
     [
@@ -64,7 +65,8 @@ def zeros(cupy: Any, dtype: str) -> list[Any]:
     return [cupy.zeros(shape, dtype) for shape in SHAPES.values()]
 
 
-def test_a_replay_is_in_the_order_of_the_caller(cupy: Any) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_replay_is_in_the_order_of_the_caller(cupy: Any, wait: bool) -> None:
     """Its gradient is computed on the way, changed right after, and its result used at once."""
     size = 1 << 20
     with mpikv.create("nccl") as kv, cupy.cuda.Stream(non_blocking=True):
@@ -75,7 +77,8 @@ def test_a_replay_is_in_the_order_of_the_caller(cupy: Any) -> None:
             for _ in range(20):
                 gradient.fill(np.nan)
             gradient.fill(number)
-            step()
+            made = step(wait=wait)
+            assert wait or made.wait() is out
             gradient.fill(np.nan)
             doubled = out * 2
             out.fill(np.nan)
