@@ -110,6 +110,7 @@ def test_pinned_memory_outlives_the_copies_from_it(cupy: Any, busy: Any) -> None
         own.itself = own  # type: ignore[attr-defined]  # a cycle
         del own
         gc.collect()
+        CupyGpu(cupy, 0).upload(np.ones(1, np.uint8))  # which has pinned memory of its own
         others = [np.frombuffer(cupy.cuda.alloc_pinned_memory(4 << 20), np.uint8, 4 << 20) for _ in range(3)]
         for other in others:
             other[...] = 7
@@ -161,8 +162,8 @@ def test_marks_know_the_time_between_them(gpu: CupyGpu, busy: Any) -> None:
 
 
 def test_arrays_are_looked_at_on_their_gpu(cupy: Any, gpu: CupyGpu) -> None:
-    arrays = [gpu.upload(np.array([1, value], np.float32)) for value in (1, np.nan, 1e9)]
-    assert list(gpu.exceeding(arrays, 7.0, gpu.upload(np.ones(3, np.uint8)))) == [False, True, True]
+    arrays = [gpu.upload(np.array([[1, 0], [value, 0]], np.float32))[:, 0] for value in (1, np.nan, 1e9, -1)]
+    assert list(gpu.exceeding(arrays, 7.0, gpu.upload(np.ones(4, np.uint8)))) == [False, True, True, False]
 
 
 def test_arrays_of_others(cupy: Any, gpu: CupyGpu) -> None:

@@ -100,6 +100,7 @@ def test_memory_of_another_stream_is_not_taken_too_early(kv, cupy, late):
         del gradient
         with making:
             others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+        making.synchronize()
         with calling:
             assert (kv.pull("w").get() == number * kv.size).all()
         del others
