@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from ..collectives.communicator import Standing
 from ..config import Config
 from ..engine.plan import digest
 from ..errors import MPIKVError, RankMismatch, TransportError, text_of
+from ..transports import open_gpu_transport
 from ..transports.mpi import Tickets
 from ..transports.requests import AbortableWaiting, Requests
 from .facts import call_of
@@ -60,15 +62,19 @@ class Check(Standing):
         self._dropped = dict[str, None]()
         self.refused: Call | None = None
         """A call that mpi4py has refused on this rank, and that all have begun: the others are in MPI."""
+        self.gpus: Any = None
+        control: Any = self._tickets  # as above
+        self.join_gpus = partial(open_gpu_transport, group, config, warn=self._board.warn, control=control)
         self._agreement.begin(call_of(made_by, ()))
         owned("checks").append(self)
 
     # --- Collective calls
 
-    def begin(self, call: Call) -> None:
-        """Wait until every rank makes the same call. Collective.
+    def begin(self, call: Call, problem: Exception | None = None) -> None:
+        """Wait until every rank makes the same call. Collective. Ranks with a ``problem`` raise it.
 
         Raises:
+            PeerFailed: another rank has a problem.
             RankMismatch: ranks make different calls.
             Stalled: a rank did not come.
         """
@@ -81,6 +87,8 @@ class Check(Standing):
         while self._pending:
             self._compare_first()
         try:
+            if problem is not None:
+                self._agreement.refuse(call, problem)
             self._agreement.begin(call)
         except BaseException as error:
             self._fail(call.verb, error)
@@ -200,6 +208,8 @@ class Check(Standing):
     def close(self) -> None:
         """Release all. Collective; the ranks have agreed on it."""
         self._tell_left()
+        if self.gpus is not None:
+            self.gpus.close()
         for request in self._started.values():
             request.check = None  # MPI's from now on: it completes what a freed communicator has begun
         owned("checks").remove(self)
@@ -252,7 +262,7 @@ def end_checks() -> None:
     """Compare the end of the program with the other ranks' calls, and tell what was left. Collective: at the end of the
     program, or before the program ends MPI.
     """
-    checks = [check for check in owned("checks") if check.is_open]
+    checks = [check for check in owned("checks") if check.is_open and not check.group.mpi.Is_finalized()]
     owned("checks").clear()
     try:
         # All first: ranks may be in calls of any of these communicators.

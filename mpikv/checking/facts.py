@@ -6,15 +6,15 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import name_of
+from ..arrays.arrays import is_array, lies_elsewhere, name_of
 from ..cluster.calls import ANY, Call
-from ..cluster.mpi_library import load_mpi
+from ..cluster.mpi_library import load_mpi, reads_gpus
 from ..engine.plan import digest
 
 MPI: Any = load_mpi()
@@ -27,9 +27,19 @@ _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BX
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
 _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError)
 _EMPTY = "no elements"
+HOST = {
+    np.ndarray,
+    memoryview,
+    bytes,
+    bytearray,
+    int,
+    MPI.Op,
+    *map(type, (None, MPI.BOTTOM, MPI.IN_PLACE, MPI.Status())),
+}
+"""Types of arguments that are no array of a GPU, without a look at them."""
 
 
-class Unknown(Exception):
+class Unknown(TypeError):
     """This rank cannot tell a fact: its message is of a derived datatype, empty where counts differ, or a mistake."""
 
 
@@ -69,7 +79,7 @@ def _block(message: Any, blocks: int = 1) -> Fact:
     elif message is None or message is MPI.IN_PLACE:
         return None
     else:
-        kind, named, whole = _unpack(message, vector=False)
+        kind, named, _, whole = unpack(message, vector=False)
         count = whole // blocks if named is None else int(named)
     return (kind, count) if count else _EMPTY  # of any kind: an empty list makes an array of float64
 
@@ -80,25 +90,25 @@ def _kind(message: Any) -> Fact:
     return fact[0] if isinstance(fact, tuple) else None
 
 
-def _counts(message: Any, size: int) -> tuple[Fact, list[int]]:
+def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
     """Return kind and numbers of the elements of a message that has a number for each rank."""
-    kind, counts, whole = _unpack(message, vector=True)
+    kind, counts, _, whole = unpack(message, vector=True)
     if counts is None:
         counts = [whole // size + (rank < whole % size) for rank in range(size)]
     return kind, [counts] * size if isinstance(counts, int) else list(map(int, counts))
 
 
-def _unpack(message: Any, vector: bool) -> tuple[Fact, Any, int]:
-    """Return the kind of a message's elements, the count, or counts, that it names, else None, and the elements that
-    its buffer has.
+def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
+    """Return the kind of a message's elements, the count, or counts, and the displacements that it names, else None,
+    and the number of elements of its buffer.
     """
     try:
         buffer, *rest = message if isinstance(message, (list, tuple)) else (message,)
         datatype = rest.pop() if rest and isinstance(rest[-1], (MPI.Datatype, str)) else None
-        count = rest[0] if rest else None
         # A pair of counts and displacements.
-        if len(rest) == 1 and isinstance(count, tuple if vector else (list, tuple)):
-            count = count[0]
+        if len(rest) == 1 and isinstance(rest[0], tuple if vector else (list, tuple)):
+            rest = list(rest[0])
+        count, displacements = [*rest, None, None][:2]
         if not hasattr(buffer, "nbytes") and buffer is not None and buffer is not MPI.BOTTOM:
             buffer = memoryview(buffer)
         if datatype is None:
@@ -107,9 +117,11 @@ def _unpack(message: Any, vector: bool) -> tuple[Fact, Any, int]:
             kind = kind if isinstance(kind, np.dtype) else np.dtype(str(kind).removeprefix("torch."))
         else:  # a derived one is not among them
             kind = _plain_kinds()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
-        return kind, count, getattr(buffer, "nbytes", 0) // kind.itemsize
+        return kind, count, displacements, getattr(buffer, "nbytes", 0) // kind.itemsize
     except _MISTAKES as error:
-        raise Unknown from error  # a mistake mpi4py names itself, on this rank
+        raise Unknown(
+            "a message of a derived datatype, or of none"
+        ) from error  # a mistake mpi4py names itself, on this rank
 
 
 @cache
@@ -127,7 +139,7 @@ def _pair(send: Fact, receive: Fact) -> Fact:
     return f"sends {text_of(send)}, receives {text_of(receive)}"
 
 
-def _op(op: Any) -> str:
+def op_of(op: Any) -> str:
     # An operation of the program has no name that other ranks know.
     return _OPS.get(getattr(op, "handle", None), "an operation of the program")
 
@@ -142,7 +154,7 @@ def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
         one = _block(own) if counted else _kind(own)
         every = None
         if comm.rank == root and whole is not None:
-            every = _block(whole, comm.size) if counted else _counts(whole, comm.size)[0]
+            every = _block(whole, comm.size) if counted else counts_of(whole, comm.size)[0]
         if not counted and one is every is None:
             raise Unknown
         return root, _pair(one, every) if gathers else _pair(every, one)
@@ -151,19 +163,29 @@ def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
 
 
 def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
-    (kind, counts), send = _counts(recvbuf, comm.size), _block(sendbuf)
+    (kind, counts), send = counts_of(recvbuf, comm.size), _block(sendbuf)
     own = (kind, count) if (count := counts[comm.rank]) else _EMPTY
     return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"
 
 
 def _reduce_scatter(comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM) -> Facts:
     # Not the counts: without them mpi4py takes those of the buffers.
-    return _op(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
+    return op_of(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
 
 
 def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
     blocks = comm.size if sendbuf is MPI.IN_PLACE else 1
-    return _op(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
+    return op_of(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
+
+
+def on_gpus(messages: Iterable[Any]) -> list[Any]:
+    """Return the arrays of messages that lie on a GPU, where MPI cannot read them."""
+    first = [one for each in messages for one in (each[:1] if isinstance(each, (list, tuple)) else (each,))]
+    # PyTorch's arrays of the host have the attribute, too.
+    there = [
+        one for one in first if (lies_elsewhere(one) if is_array(one) else hasattr(one, "__cuda_array_interface__"))
+    ]
+    return [] if there and reads_gpus() else there
 
 
 def nothing(*_: Any, **__: Any) -> Facts:
@@ -182,20 +204,20 @@ BUFFERS: dict[str, Callable[..., Facts]] = {
     "Allgatherv": _allgatherv,
     "Alltoall": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf, c.size), _block(recvbuf, c.size)),),
     "Reduce": lambda c, sendbuf, recvbuf, op=MPI.SUM, root=0: (
-        _op(op), root, _pair(_block(sendbuf), _block(recvbuf) if c.rank == root else None)),
+        op_of(op), root, _pair(_block(sendbuf), _block(recvbuf) if c.rank == root else None)),
     "Reduce_scatter": _reduce_scatter,
     "Reduce_scatter_block": _reduce_scatter_block,
     **dict.fromkeys(("Barrier", "Alltoallv", "Alltoallw"), nothing),
     **dict.fromkeys(
         ("Allreduce", "Scan", "Exscan"),
-        lambda c, sendbuf, recvbuf, op=MPI.SUM: (_op(op), _pair(_block(sendbuf), _block(recvbuf)))),
+        lambda c, sendbuf, recvbuf, op=MPI.SUM: (op_of(op), _pair(_block(sendbuf), _block(recvbuf)))),
 }  # fmt: skip
 """The facts of each collective of buffers. Each has a nonblocking form of the same arguments."""
 
 OBJECTS: dict[str, Callable[..., Facts]] = {
     **dict.fromkeys(("bcast", "gather", "scatter"), lambda c, obj=None, root=0, sendobj=None: (root,)),
     **dict.fromkeys(("allgather", "alltoall"), nothing),
-    **dict.fromkeys(("allreduce", "scan", "exscan"), lambda c, sendobj, op=MPI.SUM: (_op(op),)),
-    "reduce": lambda c, sendobj, op=MPI.SUM, root=0: (_op(op), root),
+    **dict.fromkeys(("allreduce", "scan", "exscan"), lambda c, sendobj, op=MPI.SUM: (op_of(op),)),
+    "reduce": lambda c, sendobj, op=MPI.SUM, root=0: (op_of(op), root),
 }
 """The facts of each collective of objects."""

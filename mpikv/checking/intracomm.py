@@ -22,7 +22,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.tracebacks import place_here
 from ..config import Config
 from .check import Check, Describe, end_checks
-from .facts import BUFFERS, OBJECTS, Facts, call_of, describe_call, nothing
+from .facts import BUFFERS, HOST, OBJECTS, Facts, call_of, describe_call, nothing, on_gpus
 
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
@@ -137,9 +137,24 @@ def _unless_free(make: Callable[..., _Run]) -> Callable[..., _Run]:
 
     def made(name: str, plain: Any, **options: Any) -> _Run:
         run = make(name, plain, **options)
-        return lambda self, *given, **named: (plain if self.check is None else run)(self, *given, **named)
+
+        def method(self: Any, *given: Any, **named: Any) -> Any:
+            if self.check is None:
+                return plain(self, *given, **named)
+            values = (*given, *named.values())
+            if name[0].isupper() and not HOST.issuperset(map(type, values)) and (there := on_gpus(values)):
+                return _run_on_gpus(self, name, there[0], *given, **named)
+            return run(self, *given, **named)
+
+        return method
 
     return made
+
+
+def _run_on_gpus(*given: Any, **named: Any) -> None:
+    from .gpus import call  # most programs have nothing there
+
+    call(*given, **named)
 
 
 def _nonblocking(name: str) -> str:
@@ -151,6 +166,10 @@ def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing) ->
     def run(self: Any, *given: Any, **named: Any) -> Any:
         if (check := self.check) is None:
             return plain(self, *given, **named)
+        # Objects are pickled, wherever their arrays lie.
+        values = (*given, *named.values())
+        if verb[0].isupper() and not HOST.issuperset(map(type, values)) and (there := on_gpus(values)):
+            return _run_on_gpus(self, verb, there[0], *given, **named)
         call = describe_call(verb, facts, self, given, named)
         check.begin(call)
         try:
@@ -317,6 +336,8 @@ for _name, _facts in OBJECTS.items():
     _add(_name, partial(_collective, facts=_facts))
 _add("barrier", lambda name, plain: _collective("Barrier", plain))  # the two names of one call
 _add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _waited)
+# MPI's own, unchecked, but for arrays of GPUs.
+_add(f"Bsend Rsend {' '.join(each for each in dir(_Comm) if each.endswith('_init'))}", _unless_free(lambda _, own: own))
 _add("Probe Mprobe probe mprobe", _probed)
 _add("recv", _unless_free(lambda *_: _receive))
 _add("sendrecv", _exchanged)
@@ -344,12 +365,8 @@ _CLASSES[_Comm] = CheckedComm
 
 def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_after: float | None = None) -> Any:
     """Begin the checks of a communicator that is no result of a checked one. Collective."""
-    config = Config.read(timeout=timeout, warn_after=warn_after)
+    # Sums on GPUs are as MPI's: in any order, and of half precision rounded at each addition.
+    config = Config.read(timeout=timeout, warn_after=warn_after, deterministic=False, native_halves=True)
     group = connect(_Comm(comm), config)
-    atexit.register(_end_at_exit)
+    atexit.register(end_checks)
     return comm.begin_checks(config, made_by, group)
-
-
-def _end_at_exit() -> None:
-    if not MPI.Is_finalized():
-        end_checks()

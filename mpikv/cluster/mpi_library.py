@@ -6,10 +6,12 @@ no MPI library.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,13 @@ def name_library(version: str) -> str:
     """
     first = version.strip("\0 \n").partition("\n")[0].partition(",")[0] or "unknown"
     return re.sub(r"\s+(?:[Vv]ersion\s*:?\s*|v)(?=\d)", " ", first).strip()
+
+
+@cache
+def reads_gpus() -> bool:
+    """Return whether the MPI library reads and writes the memory of GPUs (CUDA-aware). Local."""
+    # An extension that both widespread libraries have. Others count as not CUDA-aware.
+    return bool(getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", int)())
 
 
 # --- The needs of MPICH that containers withhold: its ranks would end or fail without a message

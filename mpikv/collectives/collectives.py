@@ -29,6 +29,15 @@ Pair: TypeAlias = tuple[Array, Array]
 """An array to send, and the one to fill, of the same size and dtype: the same memory, or without overlap."""
 
 
+def check_sizes(sent: Array, expected: Array) -> None:
+    """Raise ValueMismatch unless ranks expect what they are sent: the bytes from each rank to each, on every rank the
+    same tables. Local.
+    """
+    for source, to in np.argwhere(sent != expected).tolist():
+        text = f"rank {source} sends {sent[source, to]} bytes to rank {to}, which expects {expected[source, to]}"
+        raise settled(ValueMismatch(text))
+
+
 class Collectives:
     """Moves the arrays of calls on which ranks have agreed. All methods are collective.
 
@@ -143,13 +152,7 @@ class Collectives:
         """
         notes = [array.nbytes for array in (*sends, *receives)]
         received, table = self._alltoallv.send([[send] for send in sends], "all_to_all", notes)
-        sent, expected = table[:, : self._size], table[:, self._size :].T
-        for source, to in np.argwhere(sent != expected).tolist():
-            raise settled(
-                ValueMismatch(
-                    f"rank {source} sends {sent[source, to]} bytes to rank {to}, which expects {expected[source, to]}"
-                )
-            )
+        check_sizes(table[:, : self._size], table[:, self._size :].T)
         for rank, (receive, row) in enumerate(zip(receives, received, strict=True)):
             receive.view(_BYTES)[:] = sends[rank].view(_BYTES) if rank == self._rank else row
 

@@ -75,6 +75,9 @@ class Tickets:
         """See :class:`~mpikv.protocols.Transport`; ranks have as many elements each. Collective."""
         self.waiting.complete(self._group.comm.Iallgather(self._group.mpi.IN_PLACE, buffer))
 
+    def close(self) -> None:
+        """Release nothing: a transport whose ranks agree by these does not own them."""
+
 
 class MpiTransport(Unshared):
     """The transport for ranks on several hosts."""

@@ -98,7 +98,8 @@ WIRES = {
     "complex128": _FLOAT64._replace(each=2),
 }
 """The type of each dtype, by the dtype's name."""
-_NATIVE = {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
+ALL_WIRES = WIRES | {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
+"""The same, with half precision as it is: NCCL rounds at each addition."""
 
 
 class NcclTransport(Unshared):
@@ -136,7 +137,7 @@ class NcclTransport(Unshared):
         self._group, self._nccl, self._gpu = group, nccl, memory.gpu
         self._order, self._stream = memory.order, memory.order.stream
         self._gathers = gathers
-        self._wires = WIRES | _NATIVE if native_halves else WIRES
+        self._wires = ALL_WIRES if native_halves else WIRES
         # A forked child must leave its parent's communicator alone.
         self._process = os.getpid()
         self._comm: Any = None
@@ -250,12 +251,13 @@ class NcclTransport(Unshared):
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
 
-    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+    def allreduce(self, send: Array, recv: Array, operation: str = "") -> Sequence[Array]:
+        """Reduce every rank's array, on every rank. ``operation`` is NCCL's name of another one than the sum."""
         if self._gathers:
             return self._terms(send, None)
 
         def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
-            self._call(comm.allReduce, source, into, count, *self._sort(wire))
+            self._call(comm.allReduce, source, into, count, *self._sort(wire, operation))
 
         return self._sum("allreduce", send, recv, start)
 
@@ -277,24 +279,27 @@ class NcclTransport(Unshared):
 
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        return self._scatter("reduce_scatter", send, recv, counts)
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], operation: str = "") -> Sequence[Array]:
+        """Reduce the ranks' arrays; each rank gets its part. ``operation`` as in :meth:`allreduce`."""
+        return self._scatter("reduce_scatter", send, recv, counts, operation)
 
-    def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Sum the ranks' arrays; each rank gets its part. Collective."""
+    def _scatter(
+        self, name: str, send: Array, recv: Array, counts: Sequence[int], operation: str = ""
+    ) -> Sequence[Array]:
+        """Reduce the ranks' arrays; each rank gets its part. Collective."""
         if self._gathers:
             return self._terms(send, counts)
 
         def start(comm: Any, wire: Wire, source: int, into: int, _: int) -> None:
             if len(set(counts)) == 1:
-                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire))
+                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire, operation))
                 return
             # NCCL's own reduceScatter needs equal parts; reduces to several roots in one group run side by side.
             with self._grouped():
                 for rank, count in enumerate(counts):
                     if count:
                         mine = into if rank == self.rank else 0
-                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire), rank)
+                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire, operation), rank)
                     source += count * wire.each * wire.kind.itemsize
 
         return self._sum(name, send, recv, start)
@@ -331,8 +336,8 @@ class NcclTransport(Unshared):
         self.slot = 1 - self.slot
         return (recv,)
 
-    def _sort(self, wire: Wire) -> tuple[int, int]:
-        return getattr(self._nccl, wire.constant), getattr(self._nccl, wire.operation)
+    def _sort(self, wire: Wire, operation: str = "") -> tuple[int, int]:
+        return getattr(self._nccl, wire.constant), getattr(self._nccl, operation or wire.operation)
 
     # --- Bytes
 
@@ -340,38 +345,45 @@ class NcclTransport(Unshared):
         """Return every rank's part for this one; rank r receives ``counts[r]`` elements, or all of all. Collective."""
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
-        mine, low = elements[self.rank], starts[self.rank]
-        nbytes = mine * send.itemsize
+        nbytes = elements[self.rank] * send.itemsize
         stride = _aligned(nbytes)
         if self._gathered.size < self.size * _aligned(max(elements) * send.itemsize):
             # Where NCCL adds, few stores ever need it, and it is large. All ranks come here together.
             self._gathered = self._for_messages(self.size * _aligned(2 * self.limit))
         received = self._gathered
         parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
-        # NCCL need not send to itself.
-        parts[self.rank] = send[low : low + mine]
-        address, byte = self._gpu.address(send), self._nccl.NCCL_UINT8
-
-        def run(comm: Any) -> None:
-            with self._grouped():
-                for peer in (rank for rank in range(self.size) if rank != self.rank):
-                    if elements[peer]:
-                        place = address + starts[peer] * send.itemsize
-                        self._call(comm.send, place, elements[peer] * send.itemsize, byte, peer)
-                    if mine:
-                        self._call(comm.recv, self._gpu.address(parts[peer]), nbytes, byte, peer)
-
-        self._queue(f"all_to_all of {send.size} {send.dtype}", run)
+        sends = [send[start : start + count] for start, count in zip(starts, elements, strict=True)]
+        parts[self.rank] = sends[self.rank]  # NCCL need not send to itself
+        self.exchange(sends, parts)
         self.slot = 1 - self.slot
         return parts
 
-    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
+        """Send the r-th array to rank r, and fill the r-th with what comes from there: as many bytes. Collective.
+
+        Nothing is done where both are one object.
+        """
+
+        def run(comm: Any) -> None:
+            with self._grouped():
+                for peer in (rank for rank in range(self.size) if sends[rank] is not receives[rank]):
+                    for call, array in ((comm.send, sends[peer]), (comm.recv, receives[peer])):
+                        if array.size:
+                            self._call(call, self._gpu.address(array), array.nbytes, self._nccl.NCCL_UINT8, peer)
+
+        self._queue(f"exchange of {sum(send.nbytes for send in sends)} bytes", run)
+
+    def all_gather(self, buffer: Array, counts: Sequence[int], own: Array | None = None) -> None:
+        """See :class:`~mpikv.protocols.Transport`. ``own`` is this rank's part if that is not in place, where ranks
+        have as many elements each.
+        """
         nbytes = [count * buffer.itemsize for count in counts]
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
         def run(comm: Any) -> None:
             if len(set(nbytes)) == 1:
-                self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
+                mine = address + self.rank * nbytes[0] if own is None else self._gpu.address(own)
+                self._call(comm.allGather, mine, address, nbytes[0], byte)
                 return
             place = address
             with self._grouped():
