@@ -124,6 +124,20 @@ def test_processes_that_compile_at_once(tmp_path):
     assert all(len(path.name) == 64 for path in tmp_path.iterdir())
 
 
+def test_the_compiler_is_told_the_given_options_and_no_others():
+    """CuPy's RawModule adds ``-ftz=true``."""
+    told = []
+
+    def compile_using_nvrtc(*given, **options):
+        told.append((given, options))
+        return b"code", {"scale": "_Z5scale"}
+
+    compiler = SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc)  # of which nothing is kept
+    cupy = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
+    assert image_of(cupy, "text", loading.OPTIONS, "scale") == Image(b"code", "_Z5scale")
+    assert told == [(("text", loading.OPTIONS), {"name_expressions": ("scale",), "cache_in_memory": True})]
+
+
 # --- With CuPy
 
 
