@@ -39,8 +39,8 @@ class FarMemory(HostMemory):
 class Seat(LocalTransport):
     """One of several ranks with a GPU each, for what is decided without moving data."""
 
-    def __init__(self, rank, size, limit=BUCKET_BYTES):
-        super().__init__(limit, FarMemory())
+    def __init__(self, rank, size):
+        super().__init__(BUCKET_BYTES, FarMemory())
         self.rank, self.size = rank, size
 
 
@@ -67,26 +67,19 @@ class Layout:
     shapes: list
     size: int
     placement: type = Sharded
-    dtype: np.dtype = FLOAT
-    limit: int = BUCKET_BYTES
-    calls: int = 1
-    """In how many calls the values are given."""
 
     def __post_init__(self):
         self.seats = [self._seat(rank) for rank in range(self.size)]
 
     def _seat(self, rank):
-        seat = Seat(rank, self.size, self.limit)
+        seat = Seat(rank, self.size)
         arena, table = Arena(seat), KeyTable()
         planner = Planner(
             seat, self.placement(seat), Adam(self.placement is Sharded), NumpyKernels(), seat.memory.zeros(0)
         )
-        cuts = np.array_split(np.arange(len(self.shapes)), self.calls)
-        for numbers in cuts:
-            shapes = [self.shapes[number] for number in numbers]
-            places = arena.place([(self.dtype, math.prod(shape)) for shape in shapes])
-            for number, shape, place in zip(numbers, shapes, places, strict=True):
-                table.add(int(number), shape, self.dtype, place)
+        places = arena.place([(FLOAT, math.prod(shape)) for shape in self.shapes])
+        for number, (shape, place) in enumerate(zip(self.shapes, places, strict=True)):
+            table.add(number, shape, FLOAT, place)
         for block in arena.blocks:
             block.kept = planner.kept(block)
             block.ensure_state(STATES)
@@ -102,7 +95,7 @@ class Layout:
 
     @property
     def nbytes(self):
-        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
+        return sum(map(math.prod, self.shapes)) * FLOAT.itemsize
 
     @cached_property
     def equal(self):
@@ -151,28 +144,6 @@ def test_whole_values_are_divided_about_equally(name, size):
     for arena, _ in layout.seats:
         for block in arena.blocks:
             assert list(block.grid.bounds) == sorted(block.grid.bounds)
-
-
-@pytest.mark.parametrize(
-    "dtype", [FLOAT, HALF, np.dtype(np.int8), np.dtype(np.float64), np.dtype(np.complex128)], ids=str
-)
-@pytest.mark.parametrize("placement", [Sharded, Owners])
-@pytest.mark.parametrize("calls", [1, 7])
-def test_every_element_is_owned_once(dtype, placement, calls):
-    random = np.random.default_rng(0)
-    shapes = [(int(size),) for size in 2 ** random.uniform(0, 15, 60)] + [(0,)]
-    for size in (1, 2, 3, 4, 7):
-        layout = Layout(shapes, size, placement, dtype, limit=1 << 16, calls=calls)
-        owned = [np.zeros(math.prod(shape), int) for shape in shapes]
-        for _, buckets in layout.seats:
-            for bucket in buckets:
-                assert bucket.value.nbytes <= 1 << 16
-                assert sum(bucket.shard.counts) == bucket.value.size
-                for piece in bucket.pieces:
-                    low, high = max(piece.low, bucket.shard.low), min(piece.high, bucket.shard.high)
-                    if low < high:
-                        owned[piece.item][piece.begin + low - piece.low : piece.begin + high - piece.low] += 1
-        assert all((counts == 1).all() for counts in owned)
 
 
 def test_keys_begin_where_gpus_copy_fast():
