@@ -181,7 +181,7 @@ class ShmTransport(Arrivals):
             # All ranks make as many exchanges as the longest part needs, some of them with nothing to send.
             for begin in range(0, longest, self.limit):
                 pieces = [part[begin : begin + self.limit] for part in parts]
-                half = self._halves[self._exchange(pieces[self.rank])]
+                half = self._halves[self._meet(pieces[self.rank])]
                 for rank, piece in enumerate(pieces):
                     if rank != self.rank:
                         piece[:] = half[rank, : piece.size]
@@ -220,7 +220,7 @@ class ShmTransport(Arrivals):
 
     def _staged_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
         """Exchange through the halves; return every rank's part for this one, or all without ``counts``. Collective."""
-        key = self._exchange(send), counts or send.size, send.dtype
+        key = self._meet(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
     def _large_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
@@ -286,14 +286,13 @@ class ShmTransport(Arrivals):
         self._choice.took(_SINGLE_COPY, perf_counter() - began, like.nbytes)
         return copy
 
-    def _exchange(self, send: Array) -> int:
-        """Put ``send`` in this rank's half and wait for the others' messages; return the half. Collective."""
-        if send.base is not self._halves.base:
-            np.copyto(self.send_buffers[self.slot][: send.nbytes], send.view(np.uint8))
-        return self._meet()
+    def _meet(self, send: Array | None = None) -> int:
+        """Wait until all ranks' messages can be read; return the half of this exchange. Collective.
 
-    def _meet(self) -> int:
-        """Wait until all ranks' messages can be read; return the half of this exchange. Collective."""
+        It copies ``send`` to this rank's half first, unless it lies there. None: the message is exposed, or copied.
+        """
+        if send is not None and send.base is not self._halves.base:
+            np.copyto(self.send_buffers[self.slot][: send.nbytes], send.view(np.uint8))
         if self._send_ready:  # the barrier of the last fence or agreement serves this exchange too
             self._send_ready = False
         else:

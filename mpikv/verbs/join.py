@@ -42,19 +42,18 @@ class Join:
         if report.verb == "row_sparse_pull":
             return self._rows.pull_rows(plan, nothing)
         contribution = Contribution[report.contribution]
-        pulls = report.verb == "pushpull"
         if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
             none = self._rows.none_of(plan)
             whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
-            return self._rows.pushpull_rows(plan, none, whole, nothing) if pulls else self._rows.push(plan, none)
+            if report.verb == "push":
+                return self._rows.push(plan, none)
+            return self._rows.pushpull_rows(plan, none, whole, nothing)
         sources: Sequence[Any] | None = nothing
         # Without a codec, as those that pack buffers push them as arrays: a codec may decode zeros to other numbers.
         if contribution is Contribution.BUFFERS:
             until_done.enter_context(self._exchange.values.empty_buffers(plan))
             sources = None
-        if pulls:
-            return self._push_pull.pushpull_arrays(plan, sources, nothing, contribution=contribution)
-        return self._push_pull.push_arrays(plan, sources, contribution=contribution)
+        return self._push_pull.update(report.verb, plan, sources, targets=nothing, contribution=contribution)
 
     def _check_same(self, report: CallReport, mine: Sequence[str]) -> None:
         """Raise if this rank would describe a call of the others in another way than they do."""

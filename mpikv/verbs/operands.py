@@ -69,7 +69,7 @@ class Operands:
         if type(key) is dict and value is None:
             names, given = tuple(key), list(key.values())
         plan = self._find_plan(names)
-        if plan is not None and (arrays := self._plain_sources(plan, names, given, filled)) is not None:
+        if plan is not None and (arrays := self._plain(plan, names, given, filled)) is not None:
             return plan, arrays
         if names is not key or (plan is None and isinstance(key, Mapping)):
             return self.sources(*flatten(key, value), filled)
@@ -77,7 +77,7 @@ class Operands:
             form = parse(key, value)
             if plan is None:
                 plan = self._exchange.values.plan(form.keys)
-                if (arrays := self._plain_sources(plan, key, value, filled)) is not None:
+                if (arrays := self._plain(plan, key, value, filled)) is not None:
                     return plan, arrays
             return self._sources(form)
         plan = plan or self.plan(key)
@@ -106,23 +106,22 @@ class Operands:
             arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]
         return plan, arrays
 
-    def _plain_sources(self, plan: Plan, key: Any, given: Any, filled: bool) -> Arrays | None:
-        """Return the arrays of a push if all are plain, else None."""
-        first = given[0] if type(given) in _LISTS and given else given
-        if type(first) is not self._kind:
-            return None  # perhaps rows, which need no buckets
-        # A push of several buckets changes some values before it reads all sources: sources over the memory of values
-        # need a copy then.
-        return self._plain(plan, key, given, filled, filled or len(plan.buckets) > 1)
-
-    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
+    def _plain(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
         """Return the arrays if there is one per key, in the store's memory, of the value's shape and dtype; else None.
 
-        If asked for, each is also writable, and lies apart from the memory of values. Training calls the store in this
-        form thousands of times; the slower path of the caller handles all other forms.
+        Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
+        in this form thousands of times; the slower path of the caller handles all other forms.
         """
         kind = self._kind
-        if type(given) is kind:
+        first = given[0] if type(given) in _LISTS and given else given
+        if type(first) is not kind:
+            return None  # perhaps rows, which need no buckets
+        # A GPU's arrays are all writable, and its operands ask for the places of all at once.
+        writable = filled and self._memory.is_host
+        # A push of several buckets changes some values before it reads all sources: sources over the memory of values
+        # need a copy then.
+        apart = self._memory.is_host and (filled or len(plan.buckets) > 1)
+        if first is given:
             if (
                 type(key) not in _KEY_TYPES
                 or given.shape != plan.shapes[0]
@@ -133,10 +132,8 @@ class Operands:
             ):
                 return None
             return (given,)
-        if type(given) not in _LISTS or type(key) not in _LISTS or not len(key) == len(given) == len(plan.keys) > 0:
+        if type(key) not in _LISTS or not len(key) == len(given) == len(plan.keys):
             return None  # perhaps some keys are named twice
-        if type(given[0]) is not kind:
-            return None
         arrays: Sequence[Any] = given
         cut, bound = plan.cut, plan.bound_values
         if bound is not None and bound.fits(given, writable, apart):
@@ -190,7 +187,7 @@ class Operands:
         if type(key) is dict and out is None:
             names, outs, filled = tuple(key), list(key.values()), key
         plan = self._find_plan(names)
-        if plan is None or (arrays := self._plain(plan, names, outs, True, True)) is None:
+        if plan is None or (arrays := self._plain(plan, names, outs, True)) is None:
             return None
         return plan, arrays, filled
 
@@ -202,7 +199,7 @@ class Operands:
             if names != plan.keys or not _are_keys(names, plan.keys):
                 names, outs = flatten(given, what="out")
                 names = plan.keys if tuple(names) == plan.keys else ()
-        if (arrays := self._plain(plan, names, outs, True, True)) is not None:
+        if (arrays := self._plain(plan, names, outs, True)) is not None:
             return arrays, given
         return self.fillable(
             lambda out, result: self.targets_of(plan, outs_of(key, out, plan.keys).groups, result), given, implied
@@ -251,12 +248,11 @@ class GpuOperands(Operands):
         super().__init__(exchange, rows)
         self._gpu, self._kind = memory.gpu, memory.gpu.kind
 
-    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
-        # All arrays of a GPU are writable, and whether they lie apart is asked for all at once.
-        arrays = super()._plain(plan, key, given, False, False)
+    def _plain(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
+        arrays = super()._plain(plan, key, given, filled)
         if arrays is None or not all(map(_is_contiguous, arrays)) or self._gpu.addresses(arrays) is None:
             return None
-        if apart and not self._exchange.values.lie_apart(self._gpu, arrays):
+        if (filled or len(plan.buckets) > 1) and not self._exchange.values.lie_apart(self._gpu, arrays):
             return None
         # A copy of the list: it keeps the arrays alive until the GPU has done with them, if the caller's list changes.
         return tuple(arrays)

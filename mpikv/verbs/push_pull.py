@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cluster.calls import Call, PreparedCall
-from ..engine.calls import Confirm, Contribution, Steps
+from ..cluster.calls import PreparedCall
+from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, are_plain
 from ..engine.plan import Plan
@@ -45,7 +45,7 @@ class PushPull:
         if not plan.raw:
             arrays = self._exchange.pushable(plan, arrays)
         # Described first, then packed: a user's schedule may raise, and no message is to be dropped then.
-        prepared = self.push_arrays(plan, arrays, priority)
+        prepared = self.update("push", plan, arrays, priority)
         if arrays is not None:
             self._exchange.pipeline.stage(plan, arrays)
         return prepared
@@ -76,7 +76,7 @@ class PushPull:
             targets, result = arrays, key if value is None else value
         else:
             targets, result = self._operands.targets(plan, key, given_to_fill(key, value, out), True)
-        prepared = self.pushpull_arrays(plan, pushed, targets, result, priority)
+        prepared = self.update("pushpull", plan, pushed, priority, targets, result)
         if pushed is not None:
             self._exchange.pipeline.stage(plan, pushed)
         return prepared
@@ -110,42 +110,37 @@ class PushPull:
 
     # --- Call and run
 
-    def _update_call(
-        self, verb: str, plan: Plan, priority: Any, contribution: Contribution
-    ) -> tuple[Call, Steps, Confirm | None]:
-        known = plan.update_calls.get((verb, contribution))
-        # The hot path: training repeats a call, and nothing about it has changed. It saves a call into Comparison.
-        if known is not None and priority == 0:
-            call, steps, confirm, revision = known
-            if steps is not None and confirm is None and revision == self._exchange.updater.revision:
-                return call, steps, None
-        return self._comparison.update_call(verb, plan, priority, contribution)
-
-    def push_arrays(
-        self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
+    def update(
+        self,
+        verb: str,
+        plan: Plan,
+        sources: Arrays | None,
+        priority: Any = 0,
+        targets: Arrays = (),
+        result: Any = None,
+        contribution: Contribution = Contribution.WHOLE,
     ) -> PreparedCall:
-        """Prepare a push of checked arrays; None stands for the buffers."""
+        """Prepare a ``push`` or a ``pushpull`` of checked arrays; None stands for the buffers."""
         if sources is None:
             contribution = Contribution.BUFFERS
-        call, steps, confirm = self._update_call("push", plan, priority, contribution)
-        return call, partial(self._exchange.pipeline.push, plan, sources, steps, confirm)
+        known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline
+        if (
+            known
+            and known.steps
+            and not known.confirm
+            and known.revision == self._exchange.updater.revision
+            and priority == 0
+        ):
+            # The hot path: training repeats a call, and nothing about it has changed. It saves a call into Comparison.
+            call, steps, confirm = known.call, known.steps, known.confirm
+        else:
+            call, steps, confirm = self._comparison.update_call(verb, plan, priority, contribution)
+        if verb == "push":
+            return call, partial(pipeline.push, plan, sources, steps, confirm)
+        run = partial(pipeline.pushpull, plan, sources, steps, targets, confirm, result)
+        return call, run if type(result) not in Filled else lambda: answer(run())
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
         call = self._comparison.plan_call("pull", plan, priority)
-        return call, run if type(result) not in Filled else lambda: answer(run())
-
-    def pushpull_arrays(
-        self,
-        plan: Plan,
-        sources: Arrays | None,
-        targets: Arrays,
-        result: Any = None,
-        priority: Any = 0,
-        contribution: Contribution = Contribution.WHOLE,
-    ) -> PreparedCall:
-        if sources is None:
-            contribution = Contribution.BUFFERS
-        call, steps, confirm = self._update_call("pushpull", plan, priority, contribution)
-        run = partial(self._exchange.pipeline.pushpull, plan, sources, steps, targets, confirm, result)
         return call, run if type(result) not in Filled else lambda: answer(run())
