@@ -41,7 +41,6 @@ if typing.TYPE_CHECKING:
     from .store.capture import CapturedStep
     from .store.kvstore import KVStore
     from .store.plugins import KVStoreBase
-    from .store.scope import Scope
     from .train.loss_scaling import LossScaler, clip_global_norm
     from .train.parameter import Parameter
     from .train.trainer import Trainer
@@ -68,7 +67,6 @@ __all__ = [
     "Restored",
     "RowSparse",
     "SaveWork",
-    "Scope",
     "StaleGradient",
     "Stalled",
     "Trainer",
@@ -97,7 +95,6 @@ _PLACES = {
     "Restored": "keep.commits",
     "RowSparse": "memory.row_sparse",
     "SaveWork": "checkpoint",
-    "Scope": "store.scope",
     "Trainer": "train.trainer",
     "Work": "cluster.background",
     "checked": "checking.opening",

@@ -22,13 +22,13 @@ from ..arrays.arrays import (
     target,
 )
 from ..cluster.calls import Call, PreparedCall
-from ..cluster.tracebacks import hidden_from_pytest
+from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..collectives.collectives import Collectives, Pair
 from ..collectives.operations import Op
 from ..engine.keys import Form, parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import label
-from ..errors import KeyNotInitialized, Unsupported, ValueMismatch
+from ..errors import KeyNotInitialized, Unsupported, ValueMismatch, a_kind
 from ..memory.device import DeviceMemory
 from ..memory.host import HostMemory
 from ..options import naming_arguments
@@ -38,7 +38,7 @@ from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer, widened
 from .kvstore import KVStore, let_gpus_queue
-from .plugins import KVStoreBase, Wrapped
+from .plugins import KVStoreBase, RankedStore
 
 __tracebackhide__ = hidden_from_pytest
 
@@ -66,7 +66,7 @@ them. Collective."""
 
 
 @naming_arguments
-class AllReduce(Wrapped):
+class AllReduce(RankedStore):
     """A store that keeps no values: ``create("horovod")``, ``"byteps"`` or ``"allreduce"``.
 
     :meth:`pushpull` sums over ranks, and :meth:`broadcast` copies the root's array to all; neither needs an ``init``,
@@ -94,7 +94,7 @@ class AllReduce(Wrapped):
         """Use :func:`mpikv.create`. Collective. The store belongs to this one. Without ``open_gpus`` there are no sums
         on GPUs.
         """
-        super().__init__(store)
+        self._store, self._group, self._type, self._root = store, store._group, store._type, store._root
         self._host = Collectives(store._transport, store._config.deterministic)
         store.before_free.append(self._host.close)
         self._gpus: Collectives | None = None
@@ -105,6 +105,11 @@ class AllReduce(Wrapped):
         self._on_gpus: set[Key] = set()
         # By verb and names the last call that took no copies, and references to the arrays to send and to fill.
         self._known: dict[tuple[str, tuple[Key, ...]], tuple[Call, list[_Reference]]] = {}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = not name.startswith("_") and hasattr(KVStore, name)
+        where = f"; the store that mpikv.create('dist_sync') makes has {name!r}" if known else ""
+        raise AttributeError(f"{a_kind(self)} has no {name!r}{where}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
@@ -157,6 +162,25 @@ class AllReduce(Wrapped):
             self._known.clear()
 
         return text_call("delete", "\n".join(map(repr, names)), label(names)), run
+
+    def barrier(self) -> None:
+        """As :meth:`mpikv.KVStore.barrier`. Collective."""
+        self._store.barrier()
+
+    _barrier = barrier
+
+    def check_equal(self, text: str, verb: str = "check_equal") -> None:
+        """As :meth:`mpikv.KVStore.check_equal`. Collective."""
+        self._store.check_equal(text, verb)
+
+    def any_rank(self, flag: bool) -> bool:
+        """As :meth:`mpikv.KVStore.any_rank`. Collective."""
+        return self._store.any_rank(flag)
+
+    @hiding_frames
+    def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
+        """As :meth:`mpikv.KVStore.raise_on_all_ranks`. Collective."""
+        self._store.raise_on_all_ranks(error, verb)
 
     def close(self) -> None:
         """End the store. Collective, idempotent."""

@@ -35,7 +35,6 @@ from ..verbs.arguments import in_form
 from ..verbs.control import ControlVerbs, check_head
 from .door import Door, State, show_keys
 from .plugins import RankedStore
-from .scope import Scope
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoints, SaveWork
@@ -1114,18 +1113,6 @@ class KVStore(RankedStore):
         how many steps are made again, and ``why`` names the rank that died.
         """
         return self._restored
-
-    def scope(self, name: str) -> Scope:
-        """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
-
-        Example:
-            >>> import mpikv, numpy as np
-            >>> kv = mpikv.create()
-            >>> kv.scope("generator").init("w", np.zeros(2))
-            >>> "generator/w" in kv
-            True
-        """
-        return Scope(self, name)
 
     def group(self, ranks: Sequence[int]) -> KVStore | None:
         """Make a store of some of the ranks, with the options of this one. Both can be used, by turns.

@@ -1,6 +1,4 @@
-"""The surface of every store, the base of stores made of another store, and the registry where :func:`mpikv.create`
-finds stores of other packages.
-"""
+"""The surface of every store, and the registry where :func:`mpikv.create` finds stores of other packages."""
 
 from __future__ import annotations
 
@@ -8,8 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from ..cluster.tracebacks import hiding_frames
-from ..errors import ConfigError, Unsupported, a_kind
+from ..errors import ConfigError, Unsupported
 from ..protocols import Key
 
 if TYPE_CHECKING:
@@ -212,58 +209,6 @@ class RankedStore(KVStoreBase):
     def is_root(self) -> bool:
         """Whether this rank is the root: its values count at ``init``, ``set`` and ``broadcast``."""
         return self._group.rank == self._root
-
-
-class Wrapped(RankedStore):
-    """A store that is made of a :class:`mpikv.KVStore`."""
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._group, self._type, self._root = store._group, store._type, store._root
-
-    def __getattr__(self, name: str) -> NoReturn:
-        known = not name.startswith("_") and hasattr(type(self._store), name)
-        where = f"; {self._where(name)}" if known else ""
-        raise AttributeError(f"{a_kind(self)} has no {name!r}{where}", name=name, obj=self)
-
-    def _where(self, name: str) -> str:
-        """Say where something is that this store has not, and the one that it is made of has."""
-        return f"the store that mpikv.create('dist_sync') makes has {name!r}"
-
-    @property
-    def _assigns(self) -> bool:
-        """Whether a push replaces the value by the sum, as without an updater. Local."""
-        return bool(self._store._assigns)
-
-    @property
-    def _in_rounds(self) -> bool:
-        """Whether an update is made by the sum over ranks. Local."""
-        return bool(self._store._in_rounds)
-
-    @property
-    def _joining(self) -> bool:
-        """Whether the store is in a block of ``join``. Local."""
-        return bool(self._store._joining)
-
-    def barrier(self) -> None:
-        """As :meth:`mpikv.KVStore.barrier`. Collective."""
-        self._store.barrier()
-
-    _barrier = barrier
-
-    def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """As :meth:`mpikv.KVStore.check_equal`. Collective."""
-        self._store.check_equal(text, verb)
-
-    def any_rank(self, flag: bool) -> bool:
-        """As :meth:`mpikv.KVStore.any_rank`. Collective."""
-        return bool(self._store.any_rank(flag))
-
-    @hiding_frames
-    def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """As :meth:`mpikv.KVStore.raise_on_all_ranks`. Collective."""
-        self._store.raise_on_all_ranks(error, verb)
-        raise error  # never reached: the call has raised it
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:

@@ -150,7 +150,7 @@ class LossScaler:
         it may become an inf, too; an optimizer receives it in float32.
 
         Args:
-            kv: the store, or a scope of it.
+            kv: the store.
             gradients: an array, a list of arrays, or a dict, nested or not.
 
         Returns:

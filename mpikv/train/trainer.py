@@ -61,7 +61,7 @@ class Trainer:
         optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
         optimizer_params: for a name, its arguments.
         kvstore: the name of a store, made and owned by the Trainer; or a store without other users (no other Trainer,
-            no ``set_optimizer``). ``kv.scope(name)`` makes several stores of one.
+            no ``set_optimizer``). Trainers with ``update_on_kvstore=False`` and names of their own may share one.
         compression_params: the argument of the store's ``set_gradient_compression``.
         update_on_kvstore: True: the store updates each weight once, at its owner. False: the store only sums, and each
             rank updates all weights; the program may change gradients in between. None: the variable
@@ -448,11 +448,11 @@ class Trainer:
         """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps` for restarts and ``path``.
 
         It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
-        step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on the scopes of a store, call their
+        step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on a store, call their
         :meth:`start`, pass them to the store's ``keep``, and use the store's ``steps``. Collective.
 
         Raises:
-            Unsupported: the store has no ``steps``, as a scope.
+            Unsupported: the store has no ``steps``, as one without values.
             Exception: as :meth:`start`, and ``keep`` and ``steps`` of the store.
 
         Example:
@@ -469,7 +469,7 @@ class Trainer:
         store = self._kvstore
         if not hasattr(store, "steps"):
             raise Unsupported(
-                f"{store!r} has no steps(); pass the Trainer to keep() of the whole store, and use its steps()"
+                f"the store {store.type!r} has no steps(); use 'dist_sync', or give the Trainer to a store's keep()"
             )
         store.keep(trainer=self, **kept)
         steps: Iterator[int] = store.steps(total, path=path, save_every=save_every)
@@ -561,11 +561,11 @@ class Trainer:
             self._check_resumable(present if is_free else None, known)
         elif known:
             raise KeyAlreadyInitialized(
-                f"the store has a value of {min(known)!r} already; give each Trainer a store, or a scope, of its own; "
+                f"the store has a value of {min(known)!r} already; give each Trainer a store, or names, of its own; "
                 "to continue from a store that was loaded, pass resume=True"
             )
         elif not store._assigns and not (present is self._optimizer and is_free):
-            raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+            raise ConfigError("the store has an updater already; give each Trainer a store of its own")
         return bool(on_store)
 
     def _check_resumable(self, present: Any, known: Container[str]) -> None:

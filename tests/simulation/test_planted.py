@@ -50,8 +50,8 @@ def one_half(patch: pytest.MonkeyPatch) -> None:
     """The staging area has two halves, but one of them is used for all exchanges."""
     meet = ShmTransport._meet
 
-    def same(self: ShmTransport) -> int:
-        half = meet(self)
+    def same(self: ShmTransport, send: Any = None) -> int:
+        half = meet(self, send)
         self.slot = half
         return half
 
@@ -59,13 +59,15 @@ def one_half(patch: pytest.MonkeyPatch) -> None:
 
 
 def flag_before_data(patch: pytest.MonkeyPatch) -> None:
-    def exchange(self: ShmTransport, send: Any) -> int:
-        half = self._meet()
-        if send.base is not self._halves.base:
+    meet = ShmTransport._meet
+
+    def late(self: ShmTransport, send: Any = None) -> int:
+        half = meet(self)
+        if send is not None and send.base is not self._halves.base:
             np.copyto(self._halves[half, self.rank][: send.nbytes], send.view(np.uint8))
         return half
 
-    patch.setattr(ShmTransport, "_exchange", exchange)
+    patch.setattr(ShmTransport, "_meet", late)
 
 
 def one_token_word(patch: pytest.MonkeyPatch) -> None:

@@ -193,21 +193,19 @@ def test_a_trainer_goes_on(tmp_path: Path, on_store: bool, where: str) -> None:
 
 def test_several_trainers_share_a_loop(tmp_path: Path) -> None:
     def both(kv: Any, steps: int) -> Any:
-        weights = {name: {"w": np.full(2, 1.0 + len(name))} for name in ("g", "disc")}
-        trainers = {name: mpikv.Trainer(one, "adam", kvstore=kv.scope(name)) for name, one in weights.items()}
-        with pytest.raises(
-            mpikv.Unsupported, match=r"has no steps\(\); pass the Trainer to keep\(\) of the whole store"
-        ):
-            trainers["g"].steps(3)
+        weights = {name: {f"{name}/w": np.full(2, 1.0 + len(name))} for name in ("g", "disc")}
+        trainers = {
+            name: mpikv.Trainer(one, "adam", kvstore=kv, update_on_kvstore=False) for name, one in weights.items()
+        }
+        trainers["g"].start()
         trainers["disc"].start()
         kv.keep(**trainers)
         for _ in kv.steps(steps):
             for name, trainer in trainers.items():
-                trainer.set_grads({"w": weights[name]["w"].copy()})
+                trainer.set_grads({key: weight.copy() for key, weight in weights[name].items()})
                 trainer.step(1)
-        return [one["w"].tolist() for one in weights.values()]
+        return [weight.tolist() for one in weights.values() for weight in one.values()]
 
-    # Stores of one updater sum only, for Trainers on their scopes.
     wanted = start(2, lambda kv: both(kv, 5))
     start(2, lambda kv: both(kv, 3), tmp_path)
     assert start(2, lambda kv: both(kv, 5), tmp_path) == wanted

@@ -199,7 +199,6 @@ def step(trainer, kv, batch_size, gradient=1.0):
         ("dist_sync", True, "object"),
         ("dist_sync", False, "keyword"),
         ("dist_sync", False, "option"),
-        ("scope", None, "keyword"),
         ("horovod", None, "option"),
     ],
 )
@@ -210,9 +209,8 @@ def test_a_trainer(comm, on_store, how, kind):
         options["average"] = True
     if how == "object":
         optimizer, options = optimizers.SGD(learning_rate=0.5, average=True), None
-    with made(comm, name="dist_sync" if kind == "scope" else kind) as kv:
-        store = kv.scope("net") if kind == "scope" else kv
-        trainer = mpikv.Trainer(params, optimizer, options, kvstore=store, update_on_kvstore=on_store, **more)
+    with made(comm, name=kind) as kv:
+        trainer = mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, **more)
         step(trainer, kv, batch_size=2, gradient=1.0 + kv.rank)
         assert (params["w"] == -0.5 * (1 + kv.size) / 2 / 2).all()
         assert "average=True" in repr(trainer)

@@ -541,14 +541,13 @@ def test_calls_that_nobody_waits_for(comm):
         assert kv.pull("s").sum() == VALUE.sum() - 8 * kv.size
 
 
-def test_scopes_and_dicts(comm):
+def test_nested_dicts(comm):
     with mpikv.create(comm=comm) as kv:
-        scope = kv.scope("net")
-        scope.init({"words": RowSparse([1], np.ones((1, 2)), (6, 2))})
-        scope.push({"words": RowSparse([1, 2], np.ones((2, 2)), (6, 2))})
-        assert scope.row_sparse_pull("words", row_ids=[2]).values.tolist() == [[kv.size] * 2]
-        rows = {"words": RowSparse([4], np.ones((1, 2)), (6, 2))}
-        assert scope.pushpull(rows)["words"].values.tolist() == [[kv.size] * 2]
+        kv.init({"net": {"words": RowSparse([1], np.ones((1, 2)), (6, 2))}})
+        kv.push({"net": {"words": RowSparse([1, 2], np.ones((2, 2)), (6, 2))}})
+        assert kv.row_sparse_pull("net/words", row_ids=[2]).values.tolist() == [[kv.size] * 2]
+        rows = {"net": {"words": RowSparse([4], np.ones((1, 2)), (6, 2))}}
+        assert kv.pushpull(rows)["net"]["words"].values.tolist() == [[kv.size] * 2]
 
 
 def test_pushes_of_all_rows_and_of_few(comm):

@@ -27,7 +27,6 @@ STORES = {
     "root": {"name": "dist_sync", "placement": "root"},
     "mpi": {"name": "dist_sync", "transport": "mpi"},
     "messages": {"name": "dist_sync", "bucket_bytes": 4096},
-    "scope": {"name": "dist_sync"},
     "horovod": {"name": "horovod"},
     "async": {"name": "dist_async", "staleness": 0},
 }
@@ -191,11 +190,11 @@ class Leaf:
 class Program:
     """Random calls on a store and on a dict of numpy arrays."""
 
-    def __init__(self, kv, store, seed, outer):
-        self.kv, self.store, self.outer = kv, store, outer
-        self.rank, self.size, self.root = outer.rank, outer.size, 0
+    def __init__(self, kv, store, seed):
+        self.kv, self.store = kv, store
+        self.rank, self.size, self.root = kv.rank, kv.size, 0
         # The same on all ranks, and this rank's own: how it passes what all of them agree on.
-        self.plan, self.own = np.random.default_rng(seed), np.random.default_rng([seed, outer.rank])
+        self.plan, self.own = np.random.default_rng(seed), np.random.default_rng([seed, kv.rank])
         self.seed, self.values, self.replaced = seed, {}, 0
 
     # --- What is drawn
@@ -511,7 +510,7 @@ def test_random_structures_in_and_out(comm, store):
         with mpikv.create(comm=comm, **options) as outer:
             if store == "async":
                 outer.set_updater(lambda key, received, stored: received)
-            program = Program(outer.scope("part") if store == "scope" else outer, store, seed, outer)
+            program = Program(outer, store, seed)
             program.run()
             replaced += program.replaced
     assert replaced > 0

@@ -280,10 +280,11 @@ def test_a_store_that_only_sums_is_no_checkpoint(trainer_on, folder):
     kv.save(folder / "checkpoint")
 
 
-def test_a_scope_that_only_sums(comm, folder):
+def test_a_store_with_values_and_sums(comm, folder):
     kv = mpikv.create(comm=comm, timeout=5)
     with kv:
-        trainer = mpikv.Trainer({"w": np.ones(2)}, "sgd", {"momentum": 0.5}, kvstore=kv.scope("critic"))
+        params = {"critic": {"w": np.ones(2)}}
+        trainer = mpikv.Trainer(params, "sgd", {"momentum": 0.5}, kvstore=kv, update_on_kvstore=False)
         kv.init("critics", np.ones(1))
         kv.save(folder / "before")
         trainer.start()

@@ -311,7 +311,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("trainer-sums-are-no-checkpoint", "`kv.save` of a store that only sums for a Trainer raises"),
         _row("trainer-set-data", "weights that are set by hand reach every rank and the store"),
         _row("trainer-overflow-vote", "a gradient that overflowed on one rank skips the update on all"),
-        _row("trainer-several-on-one-store", "a store, or a scope of one, for each Trainer; one for two raises"),
+        _row(
+            "trainer-several-on-one-store",
+            "a store for each Trainer, or one that only sums for names of their own; one for two raises",
+        ),
     ),
     "Asynchronous": (
         _row("async-names", "`dist_async`, `dist_async_device` and `dist_device_async` apply pushes on the host"),

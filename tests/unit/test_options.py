@@ -92,7 +92,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "create": (lambda kv: mpikv.create(time_out=5), "'time_out' .*did you mean 'timeout'"),  # type: ignore[call-arg]
     "push": (lambda kv: kv.push("w", np.ones(2), average=True), "'average' .*Trainer has it, and so has set_optimizer"),
     "init": (lambda kv: kv.init("w", np.ones(2), overwrit=True), "'overwrit' .*did you mean 'overwrite'"),
-    "scope": (lambda kv: kv.scope("a").pull("w", outs=None), "'outs' .*did you mean 'out'"),
     "dist_async": (lambda kv: mpikv.create("dist_async").pull("w", outs=None), "did you mean 'out'"),
     "horovod": (lambda kv: mpikv.create("horovod").pushpull("w", outs=None), "did you mean 'out'"),
     "Trainer": (lambda kv: mpikv.Trainer({}, "sgd", kv_store=kv), "did you mean 'kvstore'"),  # type: ignore[call-arg]

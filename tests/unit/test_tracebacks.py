@@ -85,8 +85,6 @@ MISTAKES = [
     (FileNotFoundError, 1, lambda kv: kv.load("/nowhere/at/all")),
     (mpikv.ValueMismatch, 1, lambda kv: kv.push("w", np.ones(4), wait=False).wait()),
     (mpikv.ValueMismatch, 1, unseen),
-    (mpikv.KeyNotInitialized, 2, lambda kv: kv.scope("s").push("w", np.ones(3))),
-    (TypeError, 2, lambda kv: kv.scope("s").push(3, np.ones(3))),
     (mpikv.Unsupported, 2, lambda kv: mpikv.create("horovod").push("w", np.ones(3))),
     (mpikv.ConfigError, 2, on_arrival),
     (TypeError, 0, lambda kv: mpikv.Trainer([np.ones(3)], "sgd")),

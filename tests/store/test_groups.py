@@ -1,4 +1,4 @@
-"""Scopes, groups of ranks, and what ranks tell each other besides values."""
+"""Groups of ranks, several Trainers on a store, and what ranks tell each other besides values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, KeyNotInitialized, PeerFailed, RankMismatch, Unsupported
+from mpikv import ConfigError, PeerFailed, RankMismatch
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -17,82 +17,25 @@ def kv(comm):
         yield kv
 
 
-def test_scopes_have_keys_of_their_own(kv):
-    one, other = kv.scope("one"), kv.scope("other")
-    one.init(["a", "b"], [np.zeros(2), np.zeros(3)])
-    other.init("a", np.ones(4))
-    kv.init("a", np.full(5, 7.0))
-    one.push("a", np.ones(2))
-    np.testing.assert_array_equal(one.pull("a"), np.full(2, kv.size))
-    np.testing.assert_array_equal(other.pull("a"), np.ones(4))
-    np.testing.assert_array_equal(kv.pull("a"), np.full(5, 7.0))
-    assert kv.keys() == ("one/a", "one/b", "other/a", "a")
-    assert (one.keys(), len(one), list(other), "a" in one, "b" in other) == (("a", "b"), 2, ["a"], True, False)
-    assert one.version("a") == kv.version("one/a") == 1
-    one.delete(["a", "b"])
-    assert kv.keys() == ("other/a", "a")
-
-
-def test_a_scope_in_a_scope(kv):
-    inner = kv.scope("a").scope("b")
-    inner.init("w", np.zeros(1))
-    assert kv.keys() == ("a/b/w",)
-    assert kv.scope("a/b").keys() == ("w",)
-    assert (inner.rank, inner.size, inner.num_workers, inner.is_root, inner.type) == (
-        kv.rank, kv.size, kv.size, kv.is_root, "local")  # fmt: skip
-    inner.barrier()
-
-
-def test_what_a_scope_has_not(kv):
-    scope = kv.scope("net")
-    assert scope.is_capable("optimizer") is False
-    with pytest.raises(ConfigError, match="unknown capability"):
-        scope.is_capable("speed")
-    with pytest.raises(Unsupported, match="one updater"):
-        scope.set_optimizer("sgd")
-    for name in ("", 3, "/a", "a/"):
-        with pytest.raises(ConfigError, match="name of a scope"):
-            kv.scope(name)
-    with pytest.raises(KeyNotInitialized, match="net/w"):
-        scope.pull("w")
-    with pytest.raises(AttributeError, match="a Scope has no 'save'; the store of this scope has 'save'"):
-        scope.save("path")
-    with pytest.raises(AttributeError, match=r"a Scope has no 'saves'$"):
-        _ = scope.saves
-
-
-def test_a_bad_key_on_one_rank(kv):
-    scope = kv.scope("net")
-    scope.init("w", np.zeros(1))
-    for bad in (3, ["w", 3], None):
-        with pytest.raises(TypeError if kv.is_root else PeerFailed, match="is a str"):
-            scope.pull(bad if kv.is_root else "w")
-    scope.pull("w")
-
-
 @pytest.mark.feature("trainer-several-on-one-store")
-def test_trainers_in_scopes(kv):
-    """Two networks of the same names on one store, by turns."""
-    nets = [{"w": np.ones(2)}, {"w": np.ones(3)}]
-    trainers = [
-        mpikv.Trainer(net, "adam", {"learning_rate": 0.5}, kvstore=kv.scope(name))
-        for net, name in zip(nets, ("generator", "critic"), strict=True)
-    ]
+def test_trainers_on_one_store(kv):
+    """Two networks on one store, by turns."""
+    nets = [{"generator": {"w": np.ones(2)}}, {"critic": {"w": np.ones(3)}}]
+    trainers = [mpikv.Trainer(net, "adam", {"learning_rate": 0.5}, kvstore=kv, update_on_kvstore=False) for net in nets]
     alone = np.ones(2)
     with mpikv.create(comm=kv.comm) as other:
         reference = mpikv.Trainer({"w": alone}, "adam", {"learning_rate": 0.5}, kvstore=other)
         for step in range(3):
-            for trainer, net in zip(trainers, nets, strict=True):
-                trainer.set_grads({"w": np.full_like(net["w"], step + 1.0)})
+            for trainer, size, name in zip(trainers, (2, 3), ("generator", "critic"), strict=True):
+                trainer.set_grads({name: {"w": np.full(size, step + 1.0)}})
                 trainer.step(kv.size)
             reference.set_grads({"w": np.full(2, step + 1.0)})
             reference.step(kv.size)
-    np.testing.assert_array_equal(nets[0]["w"], alone)
-    assert trainers[0].update_on_kvstore is False
+    np.testing.assert_array_equal(nets[0]["generator"]["w"], alone)
     with pytest.raises(mpikv.KeyAlreadyInitialized):
-        mpikv.Trainer(nets[0], "sgd", kvstore=kv.scope("critic")).start()
+        mpikv.Trainer(nets[0], "sgd", kvstore=kv).start()
     kv.set_optimizer("sgd")
-    trainers[0].set_grads({"w": np.ones(2)})
+    trainers[0].set_grads({"generator": {"w": np.ones(2)}})
     with pytest.raises(ConfigError, match="the store was given an updater"):
         trainers[0].step(1)
 
