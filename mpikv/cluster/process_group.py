@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +152,14 @@ class ProcessGroup:
         """
         if self.comm is None:
             return [text]
-        mine = np.frombuffer(text.encode(), np.uint8)
         with self.translated("exchanging texts"):
-            sizes = self._join(np.array([mine.nbytes]), [8] * self.size).view(np.int64).tolist()
-            joined = self._join(mine, sizes)
-        return [joined[end - size : end].tobytes().decode() for size, end in zip(sizes, accumulate(sizes), strict=True)]
+            return gather_texts(text, self.rank, self.size, self._all_gather)
 
-    def _join(self, mine: Array, sizes: Sequence[int]) -> Array:
-        """Return the bytes of all ranks in rank order, joined. Collective."""
-        starts = [0, *accumulate(sizes)]
-        joined = np.empty(starts[-1], np.uint8)
-        joined[starts[self.rank] : starts[self.rank + 1]] = mine.view(np.uint8)
-        parts = [joined, (sizes, starts[:-1]), self.mpi.BYTE]
+    def _all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """Fill each rank's part of an array. Collective."""
+        nbytes = [count * buffer.itemsize for count in counts]
+        parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
         self._complete(self._control.Iallgatherv(self.mpi.IN_PLACE, parts))
-        return joined
 
     def _complete(self, request: Any) -> None:
         wait_or_abandon(request, self._control, range(self.size), self._timeout)
@@ -260,6 +254,20 @@ class ProcessGroup:
         while any(self.receive_notice(tag) for tag in _TAGS):
             pass
         return bool(self._counts[self.rank] == 0)
+
+
+def gather_texts(text: str, rank: int, size: int, all_gather: Callable[[Array, Sequence[int]], None]) -> list[str]:
+    """Return the texts of all ranks, in rank order, whatever their lengths. Collective, as ``all_gather`` is: it fills
+    an array, of so many elements from each rank, in place.
+    """
+    sizes, mine = np.zeros(size, np.int64), np.frombuffer(text.encode(), np.uint8)
+    sizes[rank] = mine.size
+    all_gather(sizes, (1,) * size)
+    starts = [0, *accumulate(sizes.tolist())]
+    joined = np.empty(starts[-1], np.uint8)
+    joined[starts[rank] : starts[rank + 1]] = mine
+    all_gather(joined, sizes.tolist())
+    return [joined[begin:end].tobytes().decode() for begin, end in pairwise(starts)]
 
 
 def boot_id() -> str:

@@ -290,14 +290,10 @@ def _keys(keys: Sequence[Any]) -> Sequence[Key]:
 
 
 def _key(key: Any) -> Key:
-    if type(key) is str or type(key) is int:
-        return key
     # Converted: two ranks may pass an int and numpy's, and must compare and print the same key.
-    if isinstance(key, np.integer):
-        return int(key)
     if isinstance(key, str):
         return str(key)
-    if isinstance(key, int) and not isinstance(key, bool):
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return int(key)
     raise TypeError(f"a key is an int or a str, not {a_kind(key)}: {key!r}")
 

@@ -78,14 +78,11 @@ class Root(Owners):
         return super().shard(start, stop, cell, (start,) * (self._root + 1) + (stop,) * (others + 1))
 
 
-class Replicated:
+class Replicated(Sharded):
     """Every rank owns everything and makes every update."""
 
     name = "replicated"
     everywhere = True
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         return Shard((stop - start,) * self._transport.size, 0, stop - start)

@@ -237,8 +237,7 @@ class Values:
         """Return whether an array lies in the memory of values. Local."""
         if isinstance(self._memory, DeviceMemory):
             # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
-            address = self._memory.gpu.address
-            return array.size > 0 and self._arena.holds_any(np.array([address(array)], np.uint64), address)
+            return array.size > 0 and not self.lie_apart(self._memory.gpu, [array])
         # An array that owns its memory has no base: most arrays need no search.
         return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 

@@ -11,12 +11,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
 
-from ..cluster.process_group import boot_id
+from ..cluster.process_group import boot_id, gather_texts
 from ..cluster.runtime import present
 from ..cluster.shared_memory import allocate_shared
 from ..cluster.waiting import Waiting
@@ -95,15 +94,7 @@ class HostGroup:
             return [word.decode() for word in self._words.allgather(text.encode())]
         if self._texts is None:
             raise Closed("this group of ranks is closed, and shares nothing more")
-        sizes = np.zeros(self.size, np.int64)
-        mine = np.frombuffer(text.encode(), np.uint8)
-        sizes[self.rank] = mine.size
-        self._texts.all_gather(sizes, (1,) * self.size)
-        starts = [0, *accumulate(sizes.tolist())]
-        joined = np.empty(starts[-1], np.uint8)
-        joined[starts[self.rank] : starts[self.rank + 1]] = mine
-        self._texts.all_gather(joined, sizes.tolist())
-        return [joined[begin:end].tobytes().decode() for begin, end in pairwise(starts)]
+        return gather_texts(text, self.rank, self.size, self._texts.all_gather)
 
     gather = exchange
 

@@ -60,8 +60,7 @@ class Watchdog:
         """Watch work that follows all earlier work on the same stream."""
         # In this order: see _may_end.
         self._works.append(work)
-        if not self._alive:
-            self._start()
+        self.wake()
 
     def wake(self) -> None:
         """Have finished memory released again: there is some since the thread's last look."""
