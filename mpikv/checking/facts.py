@@ -132,6 +132,13 @@ def _plain_kinds() -> dict[int, np.dtype[Any]]:
     return {one.handle: kinds[one.handle] for one in own if one.size == one.extent == kinds[one.handle].itemsize}
 
 
+def _alike(send: Any, receive: Any) -> Fact:
+    """Return the fact of two messages that must be alike."""
+    if type(send) is type(receive) is np.ndarray and send.dtype is receive.dtype and send.size == receive.size > 0:
+        return send.dtype, send.size  # as below, in half of the time
+    return _pair(_block(send), _block(receive))
+
+
 def _pair(send: Fact, receive: Fact) -> Fact:
     """Return the fact of two parts that must be alike; None stands for a part that the rank does not have."""
     if send is None or receive is None or send == receive:
@@ -168,11 +175,6 @@ def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
     return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"
 
 
-def _reduce_scatter(comm: Any, sendbuf: Any, recvbuf: Any, recvcounts: Any = None, op: Any = MPI.SUM) -> Facts:
-    # Not the counts: without them mpi4py takes those of the buffers.
-    return op_of(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)
-
-
 def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
     blocks = comm.size if sendbuf is MPI.IN_PLACE else 1
     return op_of(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
@@ -205,12 +207,14 @@ BUFFERS: dict[str, Callable[..., Facts]] = {
     "Alltoall": lambda c, sendbuf, recvbuf: (_pair(_block(sendbuf, c.size), _block(recvbuf, c.size)),),
     "Reduce": lambda c, sendbuf, recvbuf, op=MPI.SUM, root=0: (
         op_of(op), root, _pair(_block(sendbuf), _block(recvbuf) if c.rank == root else None)),
-    "Reduce_scatter": _reduce_scatter,
+    # Not the counts: without them mpi4py takes those of the buffers.
+    "Reduce_scatter": lambda c, sendbuf, recvbuf, recvcounts=None, op=MPI.SUM: (
+        op_of(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)),
     "Reduce_scatter_block": _reduce_scatter_block,
     **dict.fromkeys(("Barrier", "Alltoallv", "Alltoallw"), nothing),
     **dict.fromkeys(
         ("Allreduce", "Scan", "Exscan"),
-        lambda c, sendbuf, recvbuf, op=MPI.SUM: (op_of(op), _pair(_block(sendbuf), _block(recvbuf)))),
+        lambda c, sendbuf, recvbuf, op=MPI.SUM: (op_of(op), _alike(sendbuf, recvbuf))),
 }  # fmt: skip
 """The facts of each collective of buffers. Each has a nonblocking form of the same arguments."""
 
