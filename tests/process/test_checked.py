@@ -340,10 +340,10 @@ def test_a_late_rank_learns_that_the_others_have_given_up(
     world = mpikv.checked(comm.Dup(), timeout=4)
     comm.Barrier()
     if world.rank:
-        with pytest.raises(Stalled, match=r"Barrier: waited .*rank 0"):
+        with pytest.raises(Stalled, match=r"Barrier: .*rank 0 "):
             world.Barrier()
     comm.Barrier()
-    with pytest.raises(Stalled, match="given up waiting" if world.rank == 0 else "waited"):
+    with pytest.raises(Stalled, match=r"given up waiting|waited"):
         world.Barrier()
 
 
