@@ -525,9 +525,8 @@ class Planner:
         else:
             cut_updates = partial(self._updates, block, start, shard, pieces, total)
         sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers)
-        alone = self.transport.size == 1 and not self.transport.memory.is_host
-        if alone and total.dtype == dtype and not self.updater.assigns:
-            sends = (total,)  # the updater reads it there: packing there saves a copy
+        if self.transport.size == 1 and not self.transport.memory.is_host and total.dtype == dtype:
+            sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
         may_be_direct = self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
         buffers = () if block.buffers is None else block.buffers

@@ -92,12 +92,18 @@ def named(done: list[Done], work: str) -> list[Done]:
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["large", "small"])
-def test_one_rank_copies_once_before_an_update(comm: Any, sizes: Sequence[int]) -> None:
-    job = Job(comm, sizes=sizes)
-    with noted(job.gpu) as done:
-        job.kv.push(job.keys, job.sources)
-    assert len(named(done, "copy")) == len(named(done, "update")) > 5
-    job.end()
+def test_one_rank_copies_once_before_an_update_or_in_place_of_it(comm: Any, sizes: Sequence[int]) -> None:
+    copies = []
+    for updater in (True, False):
+        job = Job(comm, updater=updater, sizes=sizes)
+        with noted(job.gpu) as done:
+            job.kv.push(job.keys, job.sources)
+        messages = len(named(done, "update"))
+        copies.append(len(named(done, "copy")))
+        assert (job.kv.pull(job.keys[-1]).get() == (-1 if updater else 1)).all()
+        job.end()
+    assert copies == [messages, messages]
+    assert messages > 5
 
 
 @SEVERAL
