@@ -31,10 +31,12 @@ except Exception as error:
         ("stream.synchronize()", "cudaStreamSynchronize:1=700", "TransportError what was queued on cuda:1 failed: "),
         ("event.done", "cudaEventQuery:1=700", "TransportError what was queued on cuda:1 failed: "),
         (
-            "gpu.copy([first], [last])",
+            "gpu.copy([first[:1], first[1:]], [last[:1], last[1:]])",
             "cuLaunchKernel:1=700",
             "TransportError the CUDA kernel copy_bytes could not be launched",
         ),
+        # Of one array, by CUDA itself; each upload is one, too.
+        ("gpu.copy([first], [last])", "cudaMemcpyAsync:3=700", "TransportError CUDA failed on cuda:1, in 'copy': "),
         ("mark.seconds_to(mark)", "cudaEventElapsedTime:1=700", "TransportError what was queued on cuda:1 failed: "),
         (
             "stream.begin_capture()",
