@@ -64,7 +64,8 @@ _KINDS = (
 )
 _KIND_OF = {name: kind for kind in _KINDS for name in kind.names}
 _NAMES = (*_KIND_OF, "teststore")
-# On GPUs each message costs launches, and need not fit a cache.
+# On GPUs each message costs launches, and need not fit a cache. On one rank, which needs less memory for messages, they
+# are twice as large.
 _BUCKET_OF_GPUS = 64 << 20
 # Sums in callers' arrays need messages for few dtypes alone, and the memory for these is eight times a message.
 _BUCKET_OF_SUMS = 16 << 20
@@ -147,8 +148,8 @@ def create(
         verify_calls: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default): the hosts of ranks decide.
             On GPUs data travel by NCCL in any case, and the ranks agree by this transport.
-        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
-            elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB, on one GPU alone 128 MiB; of ``p3``,
+            four for each of the elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in
@@ -290,7 +291,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
     # Neither the call nor a variable has asked for a size.
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
-        settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
+        settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS << (group.size == 1))
     try:
         board, waits = StatusBoard(group, settings.report), None
         if request.kind.storeless and all(cupy for *_, cupy in of_ranks):

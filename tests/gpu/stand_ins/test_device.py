@@ -232,7 +232,7 @@ def test_stores_by_name(comm: Any, name: str, gpus: Any) -> None:
         kv.init("w", np.zeros(3))
         kv.set_optimizer("sgd", learning_rate=1.0)
         np.testing.assert_array_equal(on_host(kv.pushpull("w", np.ones(3), np.empty(3))), np.full(3, -kv.size))
-        assert kv._config.bucket_bytes == 64 << 20
+        assert kv._config.bucket_bytes == (128 if kv.size == 1 else 64) << 20
 
 
 @pytest.mark.ranks(2, 3)
