@@ -58,30 +58,25 @@ class Table:
         self.rule = rule_of(optimizer)
         self._address = pointer(self._memory)
         self.rows: Sequence[Any] = [Row(self.rule, self._address, row) for row in range(count)]
-        # Rows of keys, and their numbers, for each launch of the last write: equal ones need no launch.
-        self._last_written: list[tuple[list[int], list[tuple[float, ...]]]] = []
+        # Of each launch of the last write the first row, the rows of keys, and numbers: equal ones need no launch.
+        self._last_written: list[tuple[int, list[int], list[tuple[float, ...]]]] = []
         self._arguments = np.zeros(1, argument("steps.cu", "Numbers"))
-        kernel("steps.cu", "write_numbers")
+        self._launch = kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:
         return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:
-        batches, low = [], 0
+        batches, low, given = [], 0, self._arguments[0]
         while low < len(steps):
             rows, different = rows_of(steps[low : low + KEYS], ROWS)
-            batches.append((rows, [call_of(self._optimizer, step)[1] for step in different]))
+            batches.append((low, rows, [call_of(self._optimizer, step)[1] for step in different]))
             low += len(rows)
-        if batches != self._last_written:
-            self._last_written = batches
-            self._queue()
-
-    def _queue(self) -> None:
-        run, given, low = kernel("steps.cu", "write_numbers"), self._arguments[0], 0
-        table = given["numbers"].reshape(ROWS, NUMBERS)
-        for rows, numbers in self._last_written:
+        if batches == self._last_written:
+            return
+        self._last_written = batches
+        for low, rows, numbers in batches:
             given["target"], given["count"] = self._address + low * _WIDTH, len(rows)
             given["row"][: len(rows)] = rows
-            table[: len(numbers), : len(numbers[0])] = numbers
-            run((-(-len(rows) * NUMBERS // THREADS),), (THREADS,), (self._arguments,))
-            low += len(rows)
+            given["numbers"].reshape(ROWS, NUMBERS)[: len(numbers), : len(numbers[0])] = numbers
+            self._launch((-(-len(rows) * NUMBERS // THREADS),), (THREADS,), (self._arguments,))
