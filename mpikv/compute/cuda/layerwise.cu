@@ -31,22 +31,30 @@ INNER Elements<Rule, Kind> elements_of(const Layers& given, int number, long lon
                                 [&](int s) { return given.state[s * LAYERS + number]; }, low, row_of(given, number));
 }
 
-template <template <class> class Rule, class Kind> __global__ void norms(const GRID_CONSTANT Layers given) {
+// How many blocks a multiprocessor has room for, which limits the registers of a thread: memory is busy only while many
+// are at work.
+template <class Kind> struct Resident { enum { blocks = sizeof(typename Kind::computed) == 8 ? 2 : 5 }; };
+
+template <template <class> class Rule, class Kind> __global__ void LAUNCH_BOUNDS(BLOCK_THREADS, Resident<Kind>::blocks)
+norms(const GRID_CONSTANT Layers given) {
+    typedef typename Kind::computed T;
     const long long cell = blockIdx.x / PIECES;
     const int number = range_of(given.end, given.count, cell);
     const long long begin = (cell - first_cell(given, number)) * CELL;
     const Elements<Rule, Kind> all = elements_of<Rule, Kind>(given, number, begin);
-    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](int i, int count, Two* found) {
+    const auto visit = [&](int i, int count, Pair<T>* found) {
         const Places places = group_of(i, count, all.aligned);
         Taken<Rule, Kind> taken(all, places);
         taken.update(all);
         for (int k = 0; k < GROUP; k++) {
-            const double weight = taken.weight.number[k], gradient = taken.gradient.number[k];
-            const Two squares = {weight * weight, gradient * gradient};
-            found[k] = squares;
+            found[k].first = taken.weight.number[k];
+            found[k].second = taken.gradient.number[k];
         }
         taken.keep_states(all, places);
-        if (Rule<typename Kind::computed>::directs) write(taken.gradient, all.total, places);
+        if (Rule<T>::directs) write(taken.gradient, all.total, places);
+    };
+    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](const Node& piece, int depth, Two* leaf) {
+        add_up_squares<T>(piece, depth, leaf, visit);
     });
 }
 
@@ -82,7 +90,8 @@ template <template <class> class Rule> __global__ void rates(const GRID_CONSTANT
 }
 
 // `place` is that of the rate among the rule's numbers.
-template <template <class> class Rule, class Kind, int place> __global__ void descent(const GRID_CONSTANT Layers given) {
+template <template <class> class Rule, class Kind, int place>
+__global__ void LAUNCH_BOUNDS(BLOCK_THREADS, Resident<Kind>::blocks) descent(const GRID_CONSTANT Layers given) {
     const long long parts = CELL / PART;
     const int number = range_of(given.end, given.count, blockIdx.x / parts);
     const long long low = (blockIdx.x - first_cell(given, number) * parts) * PART;

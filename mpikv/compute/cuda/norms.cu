@@ -23,7 +23,7 @@ template <class From, class To> __global__ void measure(const GRID_CONSTANT Arra
     const long long begin = (cell - (number ? given.end[number - 1] : 0)) * CELL;
     const typename From::stored* array = (const typename From::stored*)given.array[number] + begin;
     const bool aligned = is_aligned(array);
-    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](int i, int count, Two* found) {
+    const auto visit = [&](int i, int count, Two* found) {
         const Group<typename From::stored> group = read(array, group_of(i, count, aligned));
         for (int k = 0; k < GROUP; k++) {
             const typename To::computed rounded = To::widen(To::narrow(From::widen(group.number[k])));
@@ -31,6 +31,9 @@ template <class From, class To> __global__ void measure(const GRID_CONSTANT Arra
             const Two two = {wide * wide, is_finite(rounded) ? 0.0 : 1.0};
             found[k] = two;
         }
+    };
+    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](const Node& piece, int depth, Two* leaf) {
+        add_up_leaves(piece, depth, leaf, visit);
     });
 }
 

@@ -2,8 +2,7 @@
 //
 // numpy halves what it adds up until at most LEAF elements are left, of which every eighth goes to one of eight sums.
 // It does so in float64 for cells of CELL elements, one after the other (mpikv/optimizers/parts.py). A block of a GPU has
-// what is left of a cell after HALVINGS, a piece, so that many are at work for few cells. Two threads have a leaf, each
-// four of its sums: then a group of numbers is a thread's.
+// what is left of a cell after HALVINGS, a piece, so that many are at work for few cells.
 
 enum { CELL = 1 << 16, HALVINGS = 2, PIECES = 1 << HALVINGS, LEAF = 128, LANES = 8, LEAVES = 1 << 8, BLOCK_THREADS = 256 };
 
@@ -75,53 +74,88 @@ INNER Two operator+(Two left, Two right) {
     return sum;
 }
 
-// What the threads of a block tell each other: of two sums that are made at once.
-struct Board {
-    Two leaf[LEAVES];
-    Two lanes[BLOCK_THREADS];
-    Two rest[LANES];
-};
-
-// Put both sums of the elements of a piece in the board's first leaf. `visit(i, count, found)` finds what there is to add
-// of `count` elements from the `i`th of the cell on, which are four but at its end. Every element is visited once. Nothing
-// that is added is negative.
-template <class Visit> INNER void add_up(int size, int piece, Board& board, const Visit& visit) {
-    const Node all = part_of(size, HALVINGS, piece);
-    const int depth = depth_of(all.size), leaves = 1 << depth;
+// Put the sums of a piece's leaves in a row. `visit(i, count, found)` finds what there is to add of `count` elements from
+// the `i`th of the cell on, which are four but at its end. Every element is visited once. Nothing that is added is
+// negative. Two threads have a leaf, each four of its sums: then a group of numbers is a thread's.
+template <class Visit> INNER void add_up_leaves(const Node& piece, int depth, Two* sums, const Visit& visit) {
+    SHARED Two lanes[BLOCK_THREADS], rest_of_last[LANES];
+    const int leaves = 1 << depth;
     for (int first = 0; first < leaves; first += BLOCK_THREADS * GROUP / LANES) {
         all_threads([&](unsigned int thread) {
             const int number = first + (int)thread * GROUP / LANES, lane = (int)thread * GROUP % LANES;
             if (number >= leaves) return;
-            const Node leaf = part_of(all.size, depth, number);
-            const int begin = all.begin + leaf.begin, rest = leaf.size % LANES, whole = leaf.size - rest;
+            const Node leaf = part_of(piece.size, depth, number);
+            const int begin = piece.begin + leaf.begin, rest = leaf.size % LANES, whole = leaf.size - rest;
             Two sum[GROUP] = {}, found[GROUP];
             for (int i = lane; i < whole; i += LANES) {
                 visit(begin + i, GROUP, found);
                 for (int k = 0; k < GROUP; k++) sum[k] = sum[k] + found[k];
             }
-            board.lanes[thread] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+            lanes[thread] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
             if (lane >= rest) return;
             // Of the last leaf: what is on the left of a half is a multiple of LANES.
             const int count = rest - lane < GROUP ? rest - lane : GROUP;
             visit(begin + whole + lane, count, found);
-            for (int k = 0; k < count; k++) board.rest[lane + k] = found[k];
+            for (int k = 0; k < count; k++) rest_of_last[lane + k] = found[k];
         });
         all_threads([&](unsigned int thread) {
             const int number = first + (int)thread;
             if (thread >= BLOCK_THREADS * GROUP / LANES || number >= leaves) return;
-            Two sum = board.lanes[2 * thread] + board.lanes[2 * thread + 1];
-            const int rest = part_of(all.size, depth, number).size % LANES;
-            for (int i = 0; i < rest; i++) sum = sum + board.rest[i];
-            board.leaf[number] = sum;
+            Two sum = lanes[2 * thread] + lanes[2 * thread + 1];
+            const int rest = part_of(piece.size, depth, number).size % LANES;
+            for (int i = 0; i < rest; i++) sum = sum + rest_of_last[i];
+            sums[number] = sum;
         });
     }
-    for (int halvings = depth - 1; halvings >= 0; halvings--) {
-        const int apart = 1 << (depth - halvings - 1);
+}
+
+template <class T> struct Pair { T first, second; };
+
+INNER Two squares_of(double first, double second) {
+    const Two squares = {first * first, second * second};
+    return squares;
+}
+
+// The same with the squares of two numbers of each element, where more than these is read and written: here threads side
+// by side visit neighbours, as memory likes it. The numbers wait in shared memory for the threads that add them up, of
+// which each has one sum of a leaf.
+template <class T, class Visit> INNER void add_up_squares(const Node& piece, int depth, Two* sums, const Visit& visit) {
+    // Leaves at a time, and how far apart the numbers of a group wait: so far that threads side by side use other banks.
+    enum { ROUND = LEAF / sizeof(T), APART = ROUND * LEAF / GROUP + 2 };
+    SHARED Pair<T> waiting[GROUP * APART];
+    SHARED Two lanes[ROUND * LANES];
+    const int leaves = 1 << depth;
+    for (int first = 0; first < leaves; first += ROUND) {
+        const int behind = first + ROUND < leaves ? first + ROUND : leaves;
+        const Node last = part_of(piece.size, depth, behind - 1);
+        const int begin = part_of(piece.size, depth, first).begin, end = last.begin + last.size;
+        const auto number_at = [&](int i) -> Pair<T>& { return waiting[(i - begin) % GROUP * APART + (i - begin) / GROUP]; };
+        const auto squares_at = [&](int i) { return squares_of(number_at(i).first, number_at(i).second); };
         all_threads([&](unsigned int thread) {
-            const int number = (int)thread;
-            if (number >= 1 << halvings || part_of(all.size, halvings, number).size <= LEAF) return;
-            Two& sum = board.leaf[2 * apart * number];
-            sum = sum + board.leaf[2 * apart * number + apart];
+            for (int i = begin + GROUP * (int)thread; i < end; i += GROUP * BLOCK_THREADS) {
+                const int count = end - i < GROUP ? end - i : (int)GROUP;
+                Pair<T> found[GROUP];
+                visit(piece.begin + i, count, found);
+                for (int k = 0; k < count; k++) number_at(i + k) = found[k];
+            }
+        });
+        all_threads([&](unsigned int thread) {
+            const int number = first + (int)thread / LANES;
+            if (number >= behind) return;
+            const Node leaf = part_of(piece.size, depth, number);
+            const int whole = leaf.size - leaf.size % LANES;
+            Two sum = {0, 0};
+            for (int i = (int)thread % LANES; i < whole; i += LANES) sum = sum + squares_at(leaf.begin + i);
+            lanes[thread] = sum;
+        });
+        all_threads([&](unsigned int thread) {
+            const int number = first + (int)thread;
+            if (number >= behind) return;
+            const Node leaf = part_of(piece.size, depth, number);
+            const Two* lane = lanes + LANES * thread;
+            Two sum = ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+            for (int i = leaf.size - leaf.size % LANES; i < leaf.size; i++) sum = sum + squares_at(leaf.begin + i);
+            sums[number] = sum;
         });
     }
 }
@@ -132,14 +166,26 @@ INNER int cell_size(long long begin, long long size) {
     return left < CELL ? (int)left : (int)CELL;
 }
 
-// Add up the piece of this block, and put its sums where they belong. `number` counts the cells of all arrays.
-template <class Visit> INNER void add_up_piece(int size, double* sums, const Visit& visit) {
-    SHARED Board board;
-    add_up(size, (int)(blockIdx.x % PIECES), board, visit);
+// Add up the piece of this block, and put its sums where they belong. `add(piece, depth, leaf)` puts the sums of its leaves
+// in a row.
+template <class Add> INNER void add_up_piece(int size, double* sums, const Add& add) {
+    SHARED Two leaf[LEAVES];
+    const Node piece = part_of(size, HALVINGS, (int)(blockIdx.x % PIECES));
+    const int depth = depth_of(piece.size);
+    add(piece, depth, leaf);
+    for (int halvings = depth - 1; halvings >= 0; halvings--) {
+        const int apart = 1 << (depth - halvings - 1);
+        all_threads([&](unsigned int thread) {
+            const int number = (int)thread;
+            if (number >= 1 << halvings || part_of(piece.size, halvings, number).size <= LEAF) return;
+            Two& sum = leaf[2 * apart * number];
+            sum = sum + leaf[2 * apart * number + apart];
+        });
+    }
     all_threads([&](unsigned int thread) {
         if (thread) return;
-        sums[2 * (long long)blockIdx.x] = board.leaf[0].first;
-        sums[2 * (long long)blockIdx.x + 1] = board.leaf[0].second;
+        sums[2 * (long long)blockIdx.x] = leaf[0].first;
+        sums[2 * (long long)blockIdx.x + 1] = leaf[0].second;
     });
 }
 
