@@ -35,9 +35,9 @@ from .chunks import Parts, Piece, Window, cut_array, read_arrays, write_arrays
 from .compatibility import check_dumpable, describe_updater, find_states, find_values, slot_names, warn_of_other_mean
 from .extents import list_extents
 from .files import Draft, Reader, Source
-from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
+from .header import CHUNK, RESIDUALS, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
 from .program import Program, add_program, pack_state
-from .residuals import add_residuals, list_residuals, make_room, place_residuals, restores_residuals
+from .residuals import pack_residuals, plan_residuals
 from .saving import Copies, SaveWork, Span
 
 
@@ -105,14 +105,13 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        extras, alone = list[Span](), header
-        # Their number is known only inside of the call: other ranks may have pushed longer lists.
-        if residuals and (more := add_residuals(self._exchange, header)) is not header:
-            header, extras = more, self._agreement.run_together(call, list_residuals, self._exchange, more)
+        if residuals and self._exchange.compression is not None:
+            left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
+            packed = {**packed, RESIDUALS: left}
         header, program = add_program(self._transport, header, packed)
-        if header is not alone:  # alike on all ranks: a rank without residuals has no extras
+        if packed:
             self._agreement.run_together(call, check_writable, header)
-        spans = chain(self._list_values(header, self._divide), extras)
+        spans = self._list_values(header, self._divide)
         is_root, work = self._transport.rank == self._root, None
         if wait:
             pieces = chain(_cut_spans(spans, self._memory.to_host), program)
@@ -213,15 +212,14 @@ class Checkpoints:
         with closing(Reader(source)) as reader:
             self._agreement.run_together(call, reader.open)
             program = Program(source.header, self._transport.rank, self._transport.size)
-            (self._load_new if is_new else self._load_known)(call, reader, updater, program)
+            state: dict[str, Any] = (self._load_new if is_new else self._load_known)(call, reader, updater, program)
         # Last: counts say that the values are loaded, so they must not change if the load failed.
         self._settle_counts(source.header)
         if self._transport.rank == self._root:
             warn_of_other_mean(source.header.updater, updater, self._transport.size)
-        state: dict[str, Any] = self._agreement.run_together(call, program.decode, self._transport.rank == self._root)
         return state
 
-    def _load_new(self, call: Call, reader: Reader, updater: Updater, program: Program) -> None:
+    def _load_new(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
         """Load into a store without keys. Collective. If the file is damaged, the store has no keys again."""
         exchange, header = self._exchange, reader.source.header
         before = exchange.updater
@@ -231,23 +229,31 @@ class Checkpoints:
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
             sparse = {key for key, kind in header.pairs if kind.row_sparse}
             exchange.values.add_keys(header.keys, [likes[number] for number in header.kind_of], sparse)
-            self._read(call, reader, program, checks=True)
+            self._read(call, reader, program)
+            state: dict[str, Any]
+            state, restore = self._agreement.run_together(call, self._decode, reader.source.header, program)
+            restore()
+            return state
         except BaseException:
             # The memory may hold a part of the file, and the caller may try another one.
             exchange.values.delete([key for key in header.keys if key in exchange.values.table])
             exchange.adopt(before)
             raise
 
-    def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> None:
+    def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
         """Load over existing keys, after all ranks have verified the whole file. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
+        self._agreement.run_together(call, program.read, reader)
         # Residuals may find no memory on one rank: that must come before the first value changes.
-        self._agreement.run_together(call, make_room, self._exchange, reader.source.header)
+        state: dict[str, Any]
+        state, restore = self._agreement.run_together(call, self._decode, reader.source.header, program)
         self._exchange.adopt(updater, overwrites=True)
         # From here on a failure ends the store: some values are the file's, others are not. The exception must not
         # count as settled, although all ranks know of it; else the store would go on.
         try:
-            self._read(call, reader, program, checks=False)
+            self._read(call, reader)
+            restore()
+            return state
         except TransportError:
             raise
         except Exception as error:
@@ -265,15 +271,22 @@ class Checkpoints:
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
 
-    def _read(self, call: Call, reader: Reader, program: Program, checks: bool) -> None:
-        """Overwrite this rank's values, state and residuals from the file; then share the values. Collective.
+    def _decode(self, header: Header, program: Program) -> tuple[dict[str, Any], Callable[[], object]]:
+        """Return the program's state, and a function that puts residuals into their place. Local."""
+        state = program.decode(self._transport.rank == self._root)
+        restore = plan_residuals(self._exchange, header, state.pop(RESIDUALS, None)) if header.values else bool
+        return state, restore
 
-        With ``checks``, compare checksums; without, only check that the file is the one verified before.
+    def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
+        """Overwrite this rank's values and state from the file; then share the values. Collective.
+
+        With a program's state, read that, too, and compare checksums; without, only check that the file is the one
+        verified before.
         """
-        self._run_parts(call, self._read_parts(reader, program, checks))
+        self._run_parts(call, self._read_parts(reader, program))
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
-    def _read_parts(self, reader: Reader, program: Program, checks: bool) -> Parts:
+    def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -283,13 +296,10 @@ class Checkpoints:
             copies.append((array, np.empty(array.shape, array.dtype)))
             return copies[-1][1]
 
-        if header.values:
-            # The store's residuals belong to pushes before this load.
-            self._exchange.values.drop_residuals(keeps_memory=restores_residuals(self._exchange, header))
-        own, shared = place_residuals(self._exchange, header, on_host)
+        own, shared = ([], []) if program is None else (program.own, program.shared)
         values = _cut_spans(self._list_values(header, self._exchange.values.planner.owned), on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
-        yield from read_arrays(reader, [*own, *program.own], [*shared, *program.shared], checks)
+        yield from read_arrays(reader, own, shared, checks=program is not None)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import name_of
 from ..engine.arena import Block
 from ..engine.keys import Entry
-from .header import VALUE, Header
+from .header import Header
 
 
 class Extent(NamedTuple):
@@ -55,6 +54,4 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:
         columns = of[firsts], low[firsts], high[lasts], begins[firsts]
         for number, *extent in zip(*(each.tolist() for each in columns), strict=True):
             block = blocks[number]
-            array = block.values if column.slot == VALUE else block.state.get(column.slot)
-            if array is not None and column.dtype == name_of(array.dtype):
-                yield Extent(block, column.slot, *extent)
+            yield Extent(block, column.slot, *extent)

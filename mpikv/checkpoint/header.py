@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from json.encoder import encode_basestring_ascii as _escape
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -35,9 +34,10 @@ LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 VALUE = ""
 """The slot of the value itself; other slots are names of states."""
+RESIDUALS = "mpikv.residuals"
+"""The name of what compressed pushes have left out; a program cannot give it to a state of its own."""
 
-# The second one has a program's state; files without it keep the first, which each version of mpikv reads.
-_VERSIONS = (4, 5)
+_VERSION = 6
 _ALIGNMENT = 64
 # The beginning of every header written by this module.
 _BEGIN = '{"__metadata__":'
@@ -67,7 +67,7 @@ class Column(NamedTuple):
     """The arrays of one slot and dtype, one behind the other in the order of their keys."""
 
     slot: str
-    """The name of a state, :data:`VALUE`, ``residual/RANK/POSITION``, or ``codec/NAME`` for the state of a codec."""
+    """The name of a state, or :data:`VALUE`."""
     dtype: str
     """numpy's name."""
     shapes: Mapping[int, tuple[int, ...]]
@@ -80,15 +80,7 @@ class Column(NamedTuple):
     @property
     def name(self) -> str:
         """The beginning of each array's name; the key follows."""
-        return f"{self.slot if '/' in self.slot else f'state/{self.slot}' if self.slot else 'value'}/"
-
-
-class CodecArray(NamedTuple):
-    """An array of a codec's state for a value."""
-
-    dtype: str
-    """numpy's name."""
-    shape: tuple[int, ...]
+        return f"state/{self.slot}/" if self.slot else "value/"
 
 
 class Kind(NamedTuple):
@@ -105,10 +97,6 @@ class Kind(NamedTuple):
     """The optimizer's state arrays: names, and numpy's names of their dtypes."""
     row_sparse: bool = False
     """Whether the key is row-sparse; the file holds all its rows."""
-    positions: int = 0
-    """Number of residuals per rank: one for each position in the pushed lists."""
-    codec: Mapping[str, CodecArray] = MappingProxyType({})
-    """The codec's state between pushes, by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +111,6 @@ class Header:
     """Whether the file holds the values, too, or the optimizer's state alone."""
     updater: Mapping[str, Any]
     """The result of :func:`~mpikv.checkpoint.compatibility.describe_updater`."""
-    compression: str | None = None
-    """The settings of the codec of the residuals; None if the file has none."""
-    ranks: int = 0
-    """Number of ranks with residuals in the file."""
     program: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """For each name in the program's state its bytes: one number, or one for each rank."""
 
@@ -138,9 +122,8 @@ class Header:
     @cached_property
     def text(self) -> str:
         """The description in the metadata: JSON of all fields."""
-        tree = {"version": _VERSIONS[bool(self.program)], "values": self.values, "updater": self.updater}
-        tree |= {"compression": self.compression, "ranks": self.ranks, "keys": self.keys, "kind_of": self.kind_of}
-        tree |= {"program": self.program} if self.program else {}
+        tree = {"version": _VERSION, "values": self.values, "updater": self.updater, "program": self.program}
+        tree |= {"keys": self.keys, "kind_of": self.kind_of}
         return json.dumps(tree | {"kinds": [one._asdict() for one in self.kinds]}, default=dict)
 
     @cached_property
@@ -161,9 +144,8 @@ class Header:
         """The arrays in file order: largest elements first, so that every array is aligned."""
         shapes: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
         for number, kind in enumerate(self.kinds):
-            for slots, _, dtype, shape in self._list_arrays(kind):
-                for slot in slots:
-                    shapes.setdefault((slot, dtype), {})[number] = shape
+            for column in self._slots(kind).items():
+                shapes.setdefault(column, {})[number] = kind.shape
         kind_of, begin, columns = np.array(self.kind_of, np.int64), 0, list[Column]()
         for (slot, dtype), shape_of in sorted(shapes.items(), key=lambda column: -_STORED[column[0][1]][1]):
             # -1 where a kind has no array in this column: an empty array has 0 bytes, and a place.
@@ -185,32 +167,14 @@ class Header:
             end = int(edges[name][-1])
         return edges
 
-    def _list_arrays(self, kind: Kind) -> Iterator[tuple[Iterable[str], int, str, tuple[int, ...]]]:
-        """Yield the arrays of a kind: slots, their number, and the dtype name and shape of each."""
-        for slot, dtype in (({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)).items():
-            yield (slot,), 1, dtype, kind.shape
-        # Without residuals a forged header may claim any number of ranks.
-        ranks = range(self.ranks if kind.positions else 0)
-        slots = (f"residual/{rank}/{position}" for rank in ranks for position in range(kind.positions))
-        yield slots, self.ranks * kind.positions, "float32", kind.shape
-        for name, (dtype, shape) in kind.codec.items():
-            yield (f"codec/{name}",), 1, dtype, shape
-
-    # A forged header may claim any counts. So these properties multiply, and never loop over arrays or ranks.
-
-    @property
-    def count(self) -> int:
-        """Number of arrays."""
-        of_kind = [sum(number for _, number, _, _ in self._list_arrays(kind)) for kind in self.kinds]
-        return sum(of_kind[kind] for kind in self.kind_of) + sum(map(len, self.program.values()))
+    def _slots(self, kind: Kind) -> dict[str, str]:
+        """Return the slots of a kind with the names of their dtypes."""
+        return ({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        of_kind = [
-            sum(number * _nbytes(dtype, shape) for _, number, dtype, shape in self._list_arrays(kind))
-            for kind in self.kinds
-        ]
+        """Bytes of all arrays. Not from their places, since a forged header may claim any shapes."""
+        of_kind = [sum(_nbytes(dtype, kind.shape) for dtype in self._slots(kind).values()) for kind in self.kinds]
         return sum(of_kind[kind] for kind in self.kind_of) + sum(map(sum, self.program.values()))
 
     @property
@@ -364,18 +328,15 @@ def _check_places(header: Header, text: str, end: int) -> None:
     """Raise CheckpointError unless the arrays of a file lie at the places of its description. ``end`` is the offset
     after the metadata, if they come first.
     """
-    # A forged header may claim any counts: compare the products before anything loops over them.
-    too_many, too_large = header.count > len(text), header.nbytes > _LARGEST
+    # Before the places, which would overflow.
+    if header.nbytes > _LARGEST:
+        raise CheckpointError(f"its arrays need {brief(header.nbytes, 40)} bytes")
     # The text differs, e.g. after another program rewrote the file; the parsed trees may still be equal.
-    if not (too_many or too_large) and text[end:].rstrip(" ") == header.end:
+    if text[end:].rstrip(" ") == header.end:
         return
     tree = _parse_tree(text)
     # What is left are the arrays, one entry each.
     del tree["__metadata__"]
-    if (header.ranks or too_many) and len(tree) != header.count:
-        raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(header.count, 40)}")
-    if too_large:
-        raise CheckpointError(f"its arrays need {brief(header.nbytes, 40)} bytes")
     if tree != (expected := header.places):
         name = next((name for name in (*tree, *expected) if tree.get(name) != expected.get(name)), "")
         found, described = brief(tree.get(name)), brief(expected.get(name))
@@ -421,9 +382,9 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
 
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:
-    if tree["version"] not in list(_VERSIONS):
+    if tree["version"] != _VERSION:
         raise CheckpointError(
-            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads versions {_VERSIONS}"
+            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
         )
     keys: tuple[Key, ...] = tuple(_check_type(tree["keys"], list))
     # The types of all at once: a check per key would take longer than parsing.
@@ -434,17 +395,8 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
     kinds, kind_of = _parse_kinds(_check_type(tree["kinds"], list), _check_type(tree["kind_of"], list), keys)
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
-    compression: str | None = _check_type(tree["compression"], (str, type(None)))
-    program = {name: _parse_shape(sizes) for name, sizes in _check_type(tree.get("program", {}), dict).items()}
-    header = Header(keys, kinds, kind_of, values, updater, compression, _check_count(tree["ranks"]), program)
-    # Arrays exist for each claim; they are counted per kind, before anything loops up to the claimed numbers.
-    arrays = sum(one.positions > 0 or bool(one.codec) for _, one in header.pairs)
-    if len({compression is not None, header.ranks > 0, arrays > 0}) > 1:
-        raise CheckpointError(
-            f"it contradicts itself about residuals: compression {brief(repr(compression), 40)}, {header.ranks} ranks, "
-            f"{arrays} keys with residuals"
-        )
-    return header
+    program = {name: _parse_shape(sizes) for name, sizes in _check_type(tree["program"], dict).items()}
+    return Header(keys, kinds, kind_of, values, updater, program)
 
 
 def _parse_kinds(
@@ -480,7 +432,8 @@ def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
     fault = ""
     if unknown := [name for name in dtypes if name not in _STORED]:
         fault = f"has an unknown dtype {brief(repr(unknown[0]), 40)}"
-    if _is_too_large(shape):
+    # numpy could not hold such an array, zeros not counted.
+    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
         fault = f"has an impossible shape {brief([*shape])}"
     if any("/" in slot or not slot for slot in state):
         fault = f"has an invalid state name among {brief([*state])}"
@@ -490,29 +443,11 @@ def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
         fault = "is row-sparse, but a single number"
     if fault:
         raise CheckpointError(f"key {brief(repr(key), 40)} {fault}")
-    positions = _check_count(tree["positions"])
-    codec = {name: _parse_codec_array(name, one) for name, one in _check_type(tree["codec"], dict).items()}
-    return Kind(dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
-
-
-def _parse_codec_array(name: str, tree: Any) -> CodecArray:
-    if len(_check_type(tree, list)) != 2:
-        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} with an invalid description {brief(repr(tree), 40)}")
-    dtype, shape = _check_type(tree[0], str), _parse_shape(tree[1])
-    if dtype not in _STORED or dtype.startswith("complex") or "/" in name or not name:
-        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of dtype {brief(repr(dtype), 40)}")
-    if _is_too_large(shape):
-        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of an impossible shape {brief([*shape])}")
-    return CodecArray(dtype, shape)
+    return Kind(dtypes[0], shape, updates, earlier, state, row_sparse)
 
 
 def _parse_shape(value: Any) -> tuple[int, ...]:
     return tuple(map(_check_count, _check_type(value, list)))
-
-
-def _is_too_large(shape: tuple[int, ...]) -> bool:
-    """Return whether numpy could not hold the shape of such an array, zeros not counted."""
-    return len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16
 
 
 def _check_count(value: Any) -> int:

@@ -20,7 +20,7 @@ from ..errors import a_kind
 from ..protocols import Array, Transport
 from .chunks import Piece, cut_array
 from .files import Reader, Source
-from .header import Header
+from .header import RESIDUALS, Header
 from .trees import pack, unpack
 
 
@@ -30,8 +30,8 @@ def pack_state(state: Any) -> dict[str, Array]:
     Raises:
         TypeError: it is no dict of names, or no file can hold it.
     """
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise TypeError(f'state is {a_kind(state)}, and not a dict of names, as state={{"epoch": 3}}')
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) and name != RESIDUALS for name in state):
+        raise TypeError(f'state is {a_kind(state)}, and not a dict of names of its own, as state={{"epoch": 3}}')
     return {name: pack(state[name], f"state[{name!r}]") for name in sorted(state)}
 
 
@@ -78,6 +78,11 @@ class Program:
                 # Unused, but the checksums need all bytes.
                 for begin, blob in list(zip(edges.tolist(), blobs, strict=False))[rank::size]:
                     self.own += cut_array(begin, blob)
+
+    def read(self, reader: Reader) -> None:
+        """Read the state alone, from a file whose checksums were compared. Local."""
+        for piece in (*self.own, *self.shared):
+            reader.read([piece.memory], piece.offset)
 
     def decode(self, tells: bool) -> dict[str, Any]:
         """Return the state from the read bytes. ``tells``: warn of lost parts."""

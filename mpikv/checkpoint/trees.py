@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,14 @@ def unpack(memory: Array, name: str) -> Any:
         array: Array = memory[begin:at].copy().view(dtype).reshape(shape)
         return array
 
-    try:
+    with reading(name):
         return decode(json.loads(memory[8:at].tobytes()), take)
-    # A forged file may hold any bytes.
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise CheckpointError for what cannot be read of a state: a forged file may hold any bytes."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"the state {brief(repr(name), 40)} of the checkpoint cannot be read: {error}") from None

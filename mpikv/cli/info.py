@@ -16,6 +16,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import Kind, Source, inspect
+from ..checkpoint.header import RESIDUALS
 from ..cluster.connecting import connect
 from ..cluster.environment import Launch, advise_start, launch_of, visible_gpus
 from ..cluster.mpi_library import name_rivals
@@ -80,8 +81,8 @@ def _describe_checkpoint(source: Source) -> Report:
         "bytes": source.start + header.nbytes,
         "values": header.values,
         "updater": header.updater,
-        "residuals": {"compression": header.compression, "ranks": header.ranks},
-        "program": list(header.program),
+        "residuals": {"ranks": len(header.program.get(RESIDUALS, ()))},
+        "program": [name for name in header.program if name != RESIDUALS],
         "keys": [_describe_key(key, kind) for key, kind in header.pairs],
     }
 
@@ -107,7 +108,7 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
     elif report["updater"]["kind"] == "function":
         rows.append(("", "the function itself is not in the file"))
     if (ranks := report["residuals"]["ranks"]) > 0:
-        rows.append(("residuals", f"of {ranks} ranks, from pushes compressed by {report['residuals']['compression']}"))
+        rows.append(("residuals", f"of {ranks} ranks"))
     if report["program"]:
         rows.append(("state", ", ".join(map(repr, report["program"]))))
     rows.append(("keys", str(len(keys))))

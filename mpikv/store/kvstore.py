@@ -881,7 +881,7 @@ class KVStore(RankedStore):
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
             residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
-                per rank. Of no effect without compression.
+                per rank, and is copied. Of no effect without compression.
             wait: False returns a :class:`SaveWork` when each rank has copied what it owns, and a thread writes the copy
                 while the caller goes on. Later calls are not in the file. It takes its place when all ranks call
                 :meth:`SaveWork.wait`, which raises what the writing has raised; the next save or load, of the

@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -203,32 +204,39 @@ def compressed(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
-        (change("ranks", to=10**15), "3 arrays and its description says 1000000000000002"),
-        (change("ranks", to=2), "3 arrays and its description says 4"),
-        (change("ranks", to=0), "contradicts itself about residuals: compression 'lowrank"),
-        (change("ranks", to=-1), "-1 is not a length"),
-        (change("ranks", to=True), "a value of the wrong type"),
-        (change("compression", to=1), "a value of the wrong type"),
-        (change("compression", to=None), "residuals: compression None, 1 ranks, 1 keys with residuals"),
-        (change("kinds", 0, "positions", to=10**15), "3 arrays and its description says 1000000000000002"),
-        (change("kinds", 0, "positions", to="1"), "a value of the wrong type"),
-        (change("kinds", 0, "codec", to={}), "3 arrays and its description says 2"),
-        (change("kinds", 0, "codec", to={"end": ["float32", [4, 1]]}), "array 'codec/start/w' is"),
-        (change("kinds", 0, "codec", "start", to=["float32", [4, 2]]), "array 'codec/start/w'"),
-        (change("kinds", 0, "codec", "start", to=["float31", [4, 1]]), "of dtype 'float31'"),
-        (change("kinds", 0, "codec", "start", to=["complex64", [4, 1]]), "of dtype 'complex64'"),
-        (
-            change("kinds", 0, "codec", "start", to=["float32", [1 << 40, 1 << 40]]),
-            "keeps 'start' of an impossible shape",
-        ),
-        (change("kinds", 0, "codec", "start", to=["float32"]), "with an invalid description ['float32']"),
-        (change("kinds", 0, "codec", to={"a/b": ["float32", [4, 1]]}), "keeps 'a/b'"),
+        (change("program", "mpikv.residuals", to=[10**15]), "array 'program/0/mpikv.residuals' is"),
+        (change("program", "mpikv.residuals", to=[1 << 62] * 2), f"its arrays need {(1 << 63) + 80} bytes"),
+        (change("program", "mpikv.residuals", to=[-1]), "-1 is not a length"),
+        (change("program", "mpikv.residuals", to=True), "a value of the wrong type"),
+        (change("program", "mpikv.residuals", to=[True]), "a value of the wrong type"),
+        (change("program", to={}), "array 'program/0/mpikv.residuals' is"),
+        (change("program", to={"a": [5]}), "array 'program/0/mpikv.residuals' is"),
     ],
 )
 def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None], text: str) -> None:
     header, described, arrays = parts(compressed)
     spoil(header, described)
     assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (b'["float32", [20]]', b'["float32", [19]]', "they are of other lengths than the values"),
+        (b'"left"', b'"gone"', "'left'"),
+        (b'["codec"', b'{"codec"', "cannot be read"),
+    ],
+)
+def test_residuals_that_do_not_fit(compressed: Path, tmp_path: Path, before: bytes, after: bytes, text: str) -> None:
+    header, described, arrays = parts(compressed)
+    assert before in arrays
+    path = forge(tmp_path / "forged", header, described, arrays.replace(before, after))
+    with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
+        for _ in range(2):  # into a store without keys, and over a value
+            with pytest.raises(mpikv.CheckpointError, match=re.escape(text)):
+                kv.load(path)
+            kv.init("w", np.zeros((5, 4), np.float32), overwrite=True)
+        assert not kv.pull("w").any()
 
 
 def factor(**arguments: Any) -> Callable[[Tree, Tree], None]:
@@ -273,7 +281,7 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (no_array, "array 'value/w' is None and its description says"),
         (no_key, "lacks 'shape'"),
         (twice, "not all different"),
-        (change("version", to=3), "version 3 of the format; this mpikv reads versions (4, 5)"),
+        (change("version", to=3), "version 3 of the format; this mpikv reads version 6"),
         (change("program", to=None), "a value of the wrong type"),
         (change("program", to={"epoch": 3}), "a value of the wrong type"),
         (change("program", to={"epoch": [-1]}), "-1 is not a length"),
