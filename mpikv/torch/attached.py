@@ -23,11 +23,10 @@ from .closures import MeanLoss
 from .comparison import outline, settings_of
 from .failures import raising_on_all
 from .generators import RandomState
-from .joining import copy_from
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .tensors import tensors_of
-from .weights import Weights, fill_from_root
+from .weights import Weights, copy_from, fill_from_root
 
 _known: WeakSet[Any] = WeakSet()
 """The attached optimizers, and the unattached ones already warned of."""

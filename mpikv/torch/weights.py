@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same weights: a rank may have loaded or changed its own.
+"""Copies of weights between ranks, and checks that all have the same: a rank may have loaded or changed its own.
 
 Most passes compare and send nothing. Each rank notices changes outside of a step by the version counters and addresses
 of its tensors; the census of the next pass tells the others. Some changes leave no such mark. Comparisons in passes 1,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
+from pickle import dumps, loads
 from typing import Any
 from zlib import crc32
 
@@ -39,6 +40,31 @@ def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
         if rows:
             kv.broadcast(rows)
             kv.delete(list(rows))
+
+
+def copy_from(
+    kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]
+) -> None:
+    """Copy tensors and optimizer states from one rank to all. Collective.
+
+    The caller must report an error of one rank to the others, e.g. by ``raising_on_all``: user code runs here, and no
+    rank waits outside of a call of the store.
+    """
+    # By .data, past autograd's version counter: a live graph has saved the buffers, and would refuse to run backward.
+    tensors, optimizers = [*(one.data for one in buffers), *parameters], list(optimizers)
+    packed = b""
+    if kv.rank == leader:
+        packed = dumps(([one.detach() for one in tensors], [one.state_dict() for one in optimizers]))
+    kv.barrier()
+    packed = kv.comm.bcast(packed, leader)
+    if kv.rank != leader:
+        copies, states = loads(packed)
+        with torch.no_grad():
+            for one, other in zip(tensors, copies, strict=True):
+                one.copy_(other)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    kv.barrier()
 
 
 class Weights:
