@@ -23,6 +23,9 @@ Lists: TypeAlias = "Sequence[Sequence[Array]]"
 Take: TypeAlias = "Callable[[Sequence[Array]], Sequence[Array]]"
 """Returns the rows of the numbers of each value, in memory of their own."""
 
+_Take: TypeAlias = "Callable[[int], Array]"
+"""Returns so many bytes of a message, the next ones."""
+
 
 class Kind(NamedTuple):
     """How the rows of a value look as bytes."""
@@ -60,17 +63,21 @@ class Packed:
         ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
         """
-        received, _ = self._alltoallv.send([_pack(part) for part in map(_paired, numbers, rows())], label)
-        return [_unpack(part, kinds) for part in received]
+        received, _ = self._alltoallv.send(list(map(_pack, numbers, rows())), label)
+        selected = []
+        for take in map(_taker, received):
+            ids = _read_numbers(take, len(kinds))
+            selected.append(list(zip(ids, _read_rows(take, ids, kinds), strict=True)))
+        return selected
 
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         """Return the rows ``wanted[r]`` of each value from each rank r; ``take`` returns this rank's. Collective."""
-        asked, _ = self._alltoallv.send([_pack(_numbers(part)) for part in wanted], ("ask", label))
+        asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
         # since the asking rank knows their order.
-        answers = [_aligned(take(_numbers_in(part, kinds))) for part in asked]
+        answers = [_aligned(take(_read_numbers(_taker(part), len(kinds)))) for part in asked]
         received, _ = self._alltoallv.send(answers, ("answer", label))
         return _answers(received, wanted, kinds, self._rank)
 
@@ -92,7 +99,8 @@ class Split:
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
         ready(received)
         sent = [_aligned(part) for part in self._of_others(rows())]
-        return _join(received, self._rows.carry(sent, table), kinds)
+        pairs = zip(received, self._rows.carry(sent, table), strict=True)
+        return [list(zip(ids, _read_rows(_taker(part), ids, kinds), strict=True)) for ids, part in pairs]
 
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
@@ -108,9 +116,9 @@ class Split:
         and a table of bytes of rows: one line per sender, one column per receiver, or one for all.
         """
         parts = self._of_others(numbers)
-        sizes = [_nbytes(part, kinds) for part in parts]
-        received, table = self._numbers.send([_pack(_numbers(part)) for part in parts], label, sizes)
-        return [_numbers_in(part, kinds) for part in received], table
+        sizes = [sum(ids.size * kind.nbytes for ids, kind in zip(part, kinds, strict=False)) for part in parts]
+        received, table = self._numbers.send(list(map(_pack, parts)), label, sizes)
+        return [_read_numbers(_taker(part), len(kinds)) for part in received], table
 
     def _of_others(self, parts: Lists) -> Lists:
         """Return the parts without this rank's own, which stays here; a single part is for all."""
@@ -128,44 +136,15 @@ def row_messages(transport: Transport) -> RowMessages:
 # --- Rows as bytes
 
 
-def _numbers(every: Sequence[Array]) -> list[Selected]:
-    # Rows without elements: the same form of message, and no bytes.
-    return [(ids, np.empty((ids.size, 0))) for ids in every]
-
-
-def _paired(numbers: Sequence[Array], rows: Sequence[Array]) -> list[Selected]:
-    return list(zip(numbers, rows, strict=True))
-
-
-def _numbers_in(packed: Array, kinds: Sequence[Kind]) -> list[Array]:
-    """Return the numbers of a message without rows."""
-    return [ids for ids, _ in _unpack(packed, [Kind(0, np.dtype(np.float64))] * len(kinds))]
-
-
-def _nbytes(every: Sequence[Array], kinds: Sequence[Kind]) -> int:
-    """Return the bytes of the rows with these numbers, for all values."""
-    return sum(ids.size * kind.nbytes for ids, kind in zip(every, kinds, strict=False))
-
-
-def _pack(selected: Sequence[Selected]) -> Part:
-    """Flatten rows of several values: first the row count of each, then the numbers and the rows of each."""
-    lengths = np.array([ids.size for ids, _ in selected], np.int64)
+def _pack(every: Sequence[Array], rows: Sequence[Array] = ()) -> Part:
+    """Flatten the numbers of several values, after how many there are of each, and rows of these numbers."""
+    lengths = np.array([ids.size for ids in every], np.int64)
     # Most parts of a sparse push are empty: they take no byte of the message.
     if not lengths.any():
         return ()
-    return [lengths, *(np.ascontiguousarray(array).reshape(-1) for pair in selected for array in pair)]
-
-
-def _unpack(packed: Array, kinds: Sequence[Kind]) -> list[Selected]:
-    """Reverse :func:`_pack`; an empty message means no rows of any value."""
-    if not packed.size:
-        return [(np.empty(0, np.int64), np.empty((0, kind.width), kind.dtype)) for kind in kinds]
-    take = _taker(packed)
-    lengths = take(8 * len(kinds)).view(np.int64).tolist()
-    return [
-        (take(8 * count).view(np.int64), _rows_of(take, count, kind))
-        for count, kind in zip(lengths, kinds, strict=True)
-    ]
+    # On the host: a caller's rows may have gaps between them.
+    whole = np.ascontiguousarray
+    return [lengths, *map(whole, every), *_aligned(list(map(whole, rows)))]
 
 
 def _aligned(rows: Sequence[Array]) -> Part:
@@ -173,33 +152,27 @@ def _aligned(rows: Sequence[Array]) -> Part:
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 
-def _split(packed: Array, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
-    """Split a message of :func:`_aligned` into the rows of each value, of these numbers."""
-    take = _taker(packed)
+def _read_numbers(take: _Take, values: int) -> list[Array]:
+    """Return the numbers of each of some values; an empty message has none."""
+    lengths = take(8 * values).view(np.int64).tolist() or [0] * values
+    return [take(8 * count).view(np.int64) for count in lengths]
+
+
+def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
+    """Return the rows of each value, of these numbers."""
     # As _aligned has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
-    rows = {item: _rows_of(take, numbers[item].size, kinds[item]) for item in order}
-    return [rows[item] for item in range(len(numbers))]
+    rows = {item: take(numbers[item].size * kinds[item].nbytes).view(kinds[item].dtype) for item in order}
+    return [rows[item].reshape(ids.size, kinds[item].width) for item, ids in enumerate(numbers)]
 
 
 def _answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind], rank: int) -> list[list[Array]]:
-    """Split each other rank's message into the rows wanted of it; this rank's holds nothing."""
+    """Return from each other rank's message the rows wanted of it; this rank's holds nothing."""
     pairs = enumerate(zip(received, wanted, strict=True))
-    return [[] if sender == rank else _split(part, numbers, kinds) for sender, (part, numbers) in pairs]
+    return [[] if sender == rank else _read_rows(_taker(part), numbers, kinds) for sender, (part, numbers) in pairs]
 
 
-def _join(numbers_received: Lists, rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
-    """Join the numbers received from each rank with their rows."""
-    return [
-        _paired(numbers, _split(values, numbers, kinds)) for numbers, values in zip(numbers_received, rows, strict=True)
-    ]
-
-
-def _rows_of(take: Callable[[int], Array], count: int, kind: Kind) -> Array:
-    return take(count * kind.nbytes).view(kind.dtype).reshape(count, kind.width)
-
-
-def _taker(packed: Array) -> Callable[[int], Array]:
+def _taker(packed: Array) -> _Take:
     """Return a function that returns the next ``count`` bytes."""
     at = 0
 
