@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
@@ -224,7 +224,7 @@ class Optimizer:
         ranks = self._ranks or 1 if self.average else 1
         # The factors are missing while the first options are set.
         factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
-        opaque = self.lr_scheduler is not None and _is_own(self.lr_scheduler)
+        opaque = self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != "mpikv.schedules"
         # Past __setattr__: derived attributes are no options, and must not count as a change.
         object.__setattr__(self, "rescale", self.rescale_grad / ranks)
         object.__setattr__(self, "by_key", bool(factors) or type(self).step is not Optimizer.step)
@@ -494,19 +494,7 @@ class Optimizer:
         # Copies take the options alone: read-only mappings cannot be pickled and scratch must not be shared.
         options = {name: getattr(self, name) for name in self.options()}
         options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
-        return _copy, (type(self), options)
-
-
-def _is_own(scheduler: object) -> bool:
-    """Return whether a scheduler is of the user's making."""
-    # Imported here: few programs use schedules.
-    from .. import schedules
-
-    return type(scheduler).__module__ != schedules.__name__
+        return partial(type(self), **options), ()
 
 
 _signature = cache(signature)
-
-
-def _copy(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer:
-    return kind(**options)
