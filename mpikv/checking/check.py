@@ -208,8 +208,8 @@ class Check(Standing):
     def close(self) -> None:
         """Release all. Collective; the ranks have agreed on it."""
         self._tell_left()
-        if self.gpus is not None:
-            self.gpus.close()
+        if self.gpus is not None and self.gpus.mover is not None:
+            self.gpus.mover.close()
         for request in self._started.values():
             request.check = None  # MPI's from now on: it completes what a freed communicator has begun
         owned("checks").remove(self)

@@ -27,15 +27,7 @@ _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BX
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
 _MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError)
 _EMPTY = "no elements"
-HOST = {
-    np.ndarray,
-    memoryview,
-    bytes,
-    bytearray,
-    int,
-    MPI.Op,
-    *map(type, (None, MPI.BOTTOM, MPI.IN_PLACE, MPI.Status())),
-}
+HOST = {*map(type, (np.empty(0), memoryview(b""), b"", bytearray(), 0, None, MPI.SUM, MPI.IN_PLACE, MPI.Status()))}
 """Types of arguments that are no array of a GPU, without a look at them."""
 
 
@@ -119,9 +111,7 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
             kind = _plain_kinds()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
         return kind, count, displacements, getattr(buffer, "nbytes", 0) // kind.itemsize
     except _MISTAKES as error:
-        raise Unknown(
-            "a message of a derived datatype, or of none"
-        ) from error  # a mistake mpi4py names itself, on this rank
+        raise Unknown("a derived datatype, or no buffer") from error  # a mistake mpi4py names itself, on this rank
 
 
 @cache
@@ -184,9 +174,7 @@ def on_gpus(messages: Iterable[Any]) -> list[Any]:
     """Return the arrays of messages that lie on a GPU, where MPI cannot read them."""
     first = [one for each in messages for one in (each[:1] if isinstance(each, (list, tuple)) else (each,))]
     # PyTorch's arrays of the host have the attribute, too.
-    there = [
-        one for one in first if (lies_elsewhere(one) if is_array(one) else hasattr(one, "__cuda_array_interface__"))
-    ]
+    there = [x for x in first if (lies_elsewhere(x) if is_array(x) else hasattr(x, "__cuda_array_interface__"))]
     return [] if there and reads_gpus() else there
 
 

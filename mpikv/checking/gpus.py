@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from ..arrays.arrays import is_array, name_of
-from ..cluster.mpi_library import name_library
 from ..collectives.collectives import check_sizes
 from ..compute.cuda.gpu import find_cupy, find_nccl, gpu_of
 from ..compute.cuda.sharing import share_gpus
@@ -22,7 +21,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array
 from ..transports.nccl import ALL_WIRES
 from .check import Check
-from .facts import BUFFERS, MPI, Facts, Unknown, call_of, counts_of, on_gpus, op_of, text_of, unpack
+from .facts import BUFFERS, MPI, Facts, call_of, counts_of, describe_call, on_gpus, op_of, text_of, unpack
 
 _OPS = ("sum", "prod", "min", "max")
 _ADVICE = "copy the array to the host, as by cupy.asnumpy"
@@ -36,22 +35,19 @@ class Gpus:
 
     def __init__(self, check: Check, value: Any) -> None:
         """``value`` lies on the GPU. Local."""
-        self._check, self._rank, self.size = check, check.group.rank, check.group.size
-        self._mover: Any = None
+        self._check, self._rank, self._size = check, check.group.rank, check.group.size
         if check.config.gpu_sharing:
             share_gpus(self._rank)
-        self._nccl = find_nccl() if self.size > 1 else None
+        self._nccl = find_nccl() if self._size > 1 else None
         self._memory = DeviceMemory(gpu_of(_array(value)))
-        self.order = self._memory.order
+        self.order, self.mover = self._memory.order, cast(Any, None)
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
         """Return the parts of a message, flat: as many, of the counts that it names, if it does. Local."""
         buffer = message[0] if isinstance(message, (list, tuple)) else message
         if not on_gpus((buffer,)):
-            raise TypeError(
-                f"one buffer lies on a GPU, and a {type(buffer).__name__} does not; pass cupy.asarray of it"
-            )
+            raise TypeError(f"one buffer lies on a GPU, and a {type(buffer).__name__} does not; pass cupy.asarray(it)")
         (kind, counts, starts, whole), array = unpack(message, vector), take(_array(buffer))
         array = array if array.flags.c_contiguous else array.T  # in the order of the memory, as MPI's
         if not array.flags.c_contiguous:
@@ -67,87 +63,74 @@ class Gpus:
 
     # --- How a call becomes a step. Local; the names of arguments are mpi4py's
 
-    def reduce(
-        self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int | None = None, scatters: bool = False
-    ) -> Step:
+    def reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: Any = None, scatters: bool = False) -> Step:
         """Return the step of a reduction to all ranks, to one, or of a block for each.
 
         Raises:
             Unsupported: NCCL has none of this kind.
         """
-        name, in_place = op_of(op), _is_in_place(sendbuf)
+        name, in_place = op_of(op), sendbuf is None or sendbuf is MPI.IN_PLACE
         outs = self._fill(recvbuf) if root in (None, self._rank) else None
-        send = outs[0] if in_place and outs is not None else self._read(sendbuf)[0]
-        out, wire = send[:0] if outs is None else outs[0], ALL_WIRES.get(send.dtype.name)
+        [send] = outs if in_place and outs is not None else self._read(sendbuf)
+        [out], wire, operation = outs or [send], ALL_WIRES.get(send.dtype.name), f"NCCL_{name.upper()}"
         # Of complex numbers NCCL adds the parts.
         if name not in _OPS or wire is None or not (wire.dtype == send.dtype.name or (wire.each, name) == (2, "sum")):
             raise Unsupported(f"NCCL has no {name} of {name_of(send.dtype)}; {_ADVICE}")
-        operation = f"NCCL_{name.upper()}"
         if root is None and not scatters:
             return lambda mover: mover.allreduce(send, out, operation)
-        counts = [send.size // self.size if scatters else send.size * (rank == root) for rank in range(self.size)]
-        out = out[: counts[self._rank]]
+        counts = [send.size // self._size if scatters else send.size * (rank == root) for rank in range(self._size)]
         # In place MPI has the result at the beginning, and NCCL where the rank's block was.
-        return lambda mover: mover.reduce_scatter(
-            send.copy() if scatters and in_place else send, out, counts, operation
-        )
+        copies, part = scatters and in_place, out[: counts[self._rank]]
+        return lambda mover: mover.reduce_scatter(send.copy() if copies else send, part, counts, operation)
 
     def broadcast(self, buf: Any, root: int = 0) -> Step:
         """Return the step of a broadcast."""
         [array] = (self._read if self._rank == root else self._fill)(buf)
         return lambda mover: mover.broadcast(array, root)
 
-    def deal(self, one: Any, every: Any, root: int | None = None, vector: bool = False, out: bool = False) -> Step:
-        """Return the step of a gather, or with ``out`` of a scatter: each rank has one block, and the root, or without
-        one each rank, those of all.
+    def gather(self, sendbuf: Any, recvbuf: Any, root: Any = 0, vector: bool = False, back: bool = False) -> Step:
+        """Return the step of a gather, or ``back`` of a scatter: each rank has one block, and the root, or if that is
+        None each rank, has those of all.
         """
-        read, fill = (self._fill, self._read) if out else (self._read, self._fill)
-        parts = fill(every, self.size, vector) if root in (None, self._rank) else None
-        own = parts[self._rank] if parts is not None and _is_in_place(one) else read(one)[0]
-        alone = [own if root in (None, rank) else own[:0] for rank in range(self.size)]
-        parts = [own[:0]] * self.size if parts is None else parts
-        return partial(self._exchange, parts, alone) if out else partial(self._exchange, alone, parts)
+        one, every, read, fill = sendbuf, recvbuf, self._read, self._fill
+        if back:
+            one, every, read, fill = every, one, fill, read
+        parts = fill(every, self._size, vector) if root in (None, self._rank) else None
+        own = parts[self._rank] if parts and (one is None or one is MPI.IN_PLACE) else read(one)[0]
+        alone = [own if root in (None, rank) else own[:0] for rank in range(self._size)]
+        sides = alone, parts or [own[:0]] * self._size
+        return partial(self._exchange, *(sides[::-1] if back else sides))
 
     def swap(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Step:
         """Return the step of a block from each rank to each."""
-        parts = self._fill(recvbuf, self.size, vector)
-        return partial(self._exchange, None if _is_in_place(sendbuf) else self._read(sendbuf, self.size, vector), parts)
+        in_place, parts = sendbuf is None or sendbuf is MPI.IN_PLACE, self._fill(recvbuf, self._size, vector)
+        return partial(self._exchange, None if in_place else self._read(sendbuf, self._size, vector), parts)
 
     # --- Collective
 
     def _exchange(self, sends: Sequence[Array] | None, receives: Sequence[Array], mover: Any) -> None:
         sends = sends or [part.copy() for part in receives]
-        table = np.array([[[part.nbytes for part in parts] for parts in (sends, receives)]] * self.size)
+        table = np.array([[[part.nbytes for part in parts] for parts in (sends, receives)]] * self._size)
         # Of other sizes NCCL would wait for ever, or write beyond an array.
-        mover.control.all_gather(table.reshape(-1), [2 * self.size] * self.size)
+        mover.control.all_gather(table.reshape(-1), [2 * self._size] * self._size)
         check_sizes(table[:, 0], table[:, 1].T)
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
         """Run a step after the work on the current stream, and wait for its end; ranks have agreed on it."""
         try:
-            if self._mover is None:
-                self._mover = self._check.join_gpus(self._memory, self._nccl)
-            self.order.run(step, self._mover)
+            self.mover = self.mover or self._check.join_gpus(self._memory, self._nccl)
+            self.order.run(step, self.mover)
             self.order.wait()
             self.order.check()  # aborted work ends, too
         except BaseException as error:
             self._check.end_unless_settled(verb, error)
             raise
 
-    def close(self) -> None:
-        """Give up NCCL. Collective."""
-        if self._mover is not None:
-            self._mover.close()
-
 
 def _array(value: Any) -> Any:
     """Return an array that DLPack knows. Local."""
     return value if is_array(value) else find_cupy("arrays of GPUs").asarray(value)
-
-
-def _is_in_place(message: Any) -> bool:
-    return message is None or message is MPI.IN_PLACE
 
 
 _STEPS: dict[str, Callable[..., Step]] = {
@@ -157,11 +140,9 @@ _STEPS: dict[str, Callable[..., Step]] = {
     "Bcast": Gpus.broadcast,
 }
 for _v in ("", "v"):
-    _STEPS[f"Gather{_v}"] = lambda gpus, sendbuf, recvbuf, root=0, v=_v: gpus.deal(sendbuf, recvbuf, root, bool(v))
-    _STEPS[f"Scatter{_v}"] = lambda gpus, sendbuf, recvbuf, root=0, v=_v: gpus.deal(
-        recvbuf, sendbuf, root, bool(v), True
-    )
-    _STEPS[f"Allgather{_v}"] = lambda gpus, sendbuf, recvbuf, v=_v: gpus.deal(sendbuf, recvbuf, vector=bool(v))
+    _STEPS[f"Gather{_v}"] = partial(Gpus.gather, vector=bool(_v))
+    _STEPS[f"Scatter{_v}"] = partial(Gpus.gather, vector=bool(_v), back=True)
+    _STEPS[f"Allgather{_v}"] = partial(Gpus.gather, vector=bool(_v), root=None)
     _STEPS[f"Alltoall{_v}"] = partial(Gpus.swap, vector=bool(_v))
 
 
@@ -169,33 +150,28 @@ def call(comm: Any, verb: str, value: Any, *given: Any, **named: Any) -> None:
     """Make a call of a checked communicator, of whose arrays ``value`` lies on a GPU. Collective, if the call is."""
     check = comm.check
     try:
-        found, step = _prepare(comm, verb, value, *given, **named)
+        if verb not in _STEPS:
+            what = f"{_ADVICE}, or use what NCCL does: {', '.join(_STEPS)}"
+            raise Unsupported(f"{verb}: an array lies on a GPU, and the MPI library is not CUDA-aware; {what}")
+        gpus = check.gpus = check.gpus or Gpus(check, value)
+        gpus.order.begin()
+        step = _STEPS[verb](gpus, *given, **named)
+        made = describe_call(verb, partial(_find, verb), comm, given, named)
     except Exception as problem:
         if verb in BUFFERS:
             check.begin(call_of(verb, None), problem)
         raise  # at once, where the ranks do not compare the call
-    check.begin(call_of(verb, found))
+    check.begin(made)
     try:
-        check.gpus.run(verb, step)
+        gpus.run(verb, step)
     finally:
         check.leave()
 
 
-def _prepare(comm: Any, verb: str, value: Any, *given: Any, **named: Any) -> tuple[Facts | None, Step]:
-    """Return what the ranks compare of a call, and its step, or say why this rank cannot make it. Local."""
-    if verb not in _STEPS:
-        library = name_library(MPI.Get_library_version())
-        why = f"an array lies on a GPU, and {library}, which is not CUDA-aware, cannot read it there"
-        raise Unsupported(f"{verb}: {why}; {_ADVICE}, or use what NCCL does: {', '.join(_STEPS)}")
-    gpus = comm.check.gpus = comm.check.gpus or Gpus(comm.check, value)
-    gpus.order.begin()
-    step = _STEPS[verb](gpus, *given, **named)
-    try:
-        found = (*BUFFERS[verb](comm, *given, **named), "on GPUs")
-    except Unknown:
-        return None, step  # without elements it meets any call
-    # What may be the same on all ranks.
-    for fact in found:
-        if str(fact).startswith("sends ") or (isinstance(fact, int) and not 0 <= fact < gpus.size):
+def _find(verb: str, comm: Any, *given: Any, **named: Any) -> Facts:
+    """Return the facts of a call. Raise ValueError at a mistake that all ranks may make."""
+    facts = *BUFFERS[verb](comm, *given, **named), "on GPUs"
+    for fact in facts:
+        if str(fact).startswith("sends ") or (isinstance(fact, int) and not 0 <= fact < comm.size):
             raise ValueError(f"wrong arguments: {text_of(fact)}")
-    return found, step
+    return facts

@@ -41,7 +41,7 @@ class LocalTransport(Unshared):
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.allreduce(send, recv)
 
-    def allreduce(self, send: Array, recv: Array, operation: str = "") -> Sequence[Array]:
+    def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
         if self.memory.is_host:
             # "safe": half precision into float32, never the reverse.
             np.copyto(recv, send, casting="safe")
@@ -49,7 +49,7 @@ class LocalTransport(Unshared):
             self.memory.copy((recv,), (send,))
         return (recv,)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], operation: str = "") -> Sequence[Array]:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
         return self.allreduce(send, recv)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
@@ -59,9 +59,8 @@ class LocalTransport(Unshared):
         """Fill the one array with the other."""
         self.memory.copy(receives, sends)
 
-    def all_gather(self, buffer: Array, counts: Sequence[int], own: Array | None = None) -> None:
-        if own is not None:  # else the only part is in place
-            self.memory.copy((buffer,), (own,))
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        pass  # the only part is in place
 
     def broadcast(self, buffer: Array, root: int) -> None:
         pass  # the root has it

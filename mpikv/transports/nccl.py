@@ -251,13 +251,13 @@ class NcclTransport(Unshared):
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
 
-    def allreduce(self, send: Array, recv: Array, operation: str = "") -> Sequence[Array]:
-        """Reduce every rank's array, on every rank. ``operation`` is NCCL's name of another one than the sum."""
+    def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
+        """Reduce every rank's array, on every rank. ``op`` is NCCL's name of another one than the sum."""
         if self._gathers:
             return self._terms(send, None)
 
         def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
-            self._call(comm.allReduce, source, into, count, *self._sort(wire, operation))
+            self._call(comm.allReduce, source, into, count, *self._sort(wire, op))
 
         return self._sum("allreduce", send, recv, start)
 
@@ -279,27 +279,25 @@ class NcclTransport(Unshared):
 
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], operation: str = "") -> Sequence[Array]:
-        """Reduce the ranks' arrays; each rank gets its part. ``operation`` as in :meth:`allreduce`."""
-        return self._scatter("reduce_scatter", send, recv, counts, operation)
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
+        """Reduce the ranks' arrays; each rank gets its part. ``op`` as in :meth:`allreduce`."""
+        return self._scatter("reduce_scatter", send, recv, counts, op)
 
-    def _scatter(
-        self, name: str, send: Array, recv: Array, counts: Sequence[int], operation: str = ""
-    ) -> Sequence[Array]:
+    def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
         """Reduce the ranks' arrays; each rank gets its part. Collective."""
         if self._gathers:
             return self._terms(send, counts)
 
         def start(comm: Any, wire: Wire, source: int, into: int, _: int) -> None:
             if len(set(counts)) == 1:
-                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire, operation))
+                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire, op))
                 return
             # NCCL's own reduceScatter needs equal parts; reduces to several roots in one group run side by side.
             with self._grouped():
                 for rank, count in enumerate(counts):
                     if count:
                         mine = into if rank == self.rank else 0
-                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire, operation), rank)
+                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire, op), rank)
                     source += count * wire.each * wire.kind.itemsize
 
         return self._sum(name, send, recv, start)
@@ -336,8 +334,8 @@ class NcclTransport(Unshared):
         self.slot = 1 - self.slot
         return (recv,)
 
-    def _sort(self, wire: Wire, operation: str = "") -> tuple[int, int]:
-        return getattr(self._nccl, wire.constant), getattr(self._nccl, operation or wire.operation)
+    def _sort(self, wire: Wire, op: str = "") -> tuple[int, int]:
+        return getattr(self._nccl, wire.constant), getattr(self._nccl, op or wire.operation)
 
     # --- Bytes
 
@@ -373,17 +371,13 @@ class NcclTransport(Unshared):
 
         self._queue(f"exchange of {sum(send.nbytes for send in sends)} bytes", run)
 
-    def all_gather(self, buffer: Array, counts: Sequence[int], own: Array | None = None) -> None:
-        """See :class:`~mpikv.protocols.Transport`. ``own`` is this rank's part if that is not in place, where ranks
-        have as many elements each.
-        """
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes = [count * buffer.itemsize for count in counts]
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
         def run(comm: Any) -> None:
             if len(set(nbytes)) == 1:
-                mine = address + self.rank * nbytes[0] if own is None else self._gpu.address(own)
-                self._call(comm.allGather, mine, address, nbytes[0], byte)
+                self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
                 return
             place = address
             with self._grouped():
