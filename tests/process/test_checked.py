@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from support.launching import why_no_mpi
 from support.pages import blocks
 
 import mpikv
-from mpikv import RankMismatch, Stalled
+from mpikv import RankMismatch, Stalled, TransportUnavailable, Unsupported
 
 pytestmark = pytest.mark.deadline(120)
 SOME = pytest.mark.ranks(2, 3, 4)
@@ -500,3 +501,50 @@ def test_a_failed_test_of_a_parallel_suite_ends_it(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "ValueError: Test" in done.stdout
     assert "rank 0 ended with status 1" in done.stderr or "has reached the end of its program" in done.stderr
+
+
+class OnGpu:
+    """An array that says it lies on a GPU."""
+
+    dtype, nbytes = np.dtype(float), 8
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (256, False), "version": 3}  # noqa: RUF012
+
+
+@SOME
+def test_mpi_does_not_read_a_gpu(world: Any) -> None:
+    """Its address would be one of the host, and the job would end by a segmentation fault."""
+    buffer, last = OnGpu(), world.size - 1
+    for call in (
+        lambda: world.Send(buffer, last),
+        lambda: world.Irecv([buffer, mpi().DOUBLE], source=last),
+        lambda: world.Sendrecv(VALUES, last, recvbuf=buffer),
+        lambda: world.Ibcast(buffer),
+        lambda: world.Scan(buffer, buffer),
+        lambda: world.Allgather_init(buffer, buffer),
+    ):
+        with pytest.raises(Unsupported, match=r"lies on a GPU.*cupy\.asnumpy"):
+            call()
+    assert world.allreduce(1) == world.size
+
+
+@SOME
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="tests/gpu/real has CuPy")
+def test_a_call_on_gpus_needs_cupy(world: Any) -> None:
+    with pytest.raises(TransportUnavailable, match=r"Allreduce: .*pip install 'mpikv\[cuda13\]'"):
+        world.Allreduce(OnGpu(), OnGpu())
+    assert world.allreduce(1) == world.size
+
+
+@SOME
+def test_a_call_on_the_host_looks_for_no_gpu(world: Any) -> None:
+    called = set[str]()
+    sys.setprofile(lambda frame, event, _: called.add(frame.f_code.co_name) if event == "call" else None)
+    try:
+        world.Allreduce(VALUES, TOTAL, op=mpi().MAX)
+        world.Bcast(bytearray(8))
+        world.Sendrecv(VALUES, world.rank, recvbuf=TOTAL, source=world.rank)
+        world.Iallreduce(VALUES, TOTAL).Wait()
+    finally:
+        sys.setprofile(None)
+    assert "begin" in called
+    assert not called & {"on_gpus", "reads_gpus", "_run_on_gpus"}
