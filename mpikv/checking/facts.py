@@ -7,6 +7,7 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -117,9 +118,13 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
 @cache
 def _plain_kinds() -> dict[int, np.dtype[Any]]:
     """Return the kinds of MPI's own datatypes without gaps, by their handles. Asking MPI for one takes microseconds."""
-    own = [one for one in vars(MPI).values() if isinstance(one, MPI.Datatype) and one != MPI.DATATYPE_NULL]
-    kinds = {one.handle: np.dtype(one.typestr) for one in own if one.is_predefined}
-    return {one.handle: kinds[one.handle] for one in own if one.size == one.extent == kinds[one.handle].itemsize}
+    kinds = dict[int, np.dtype[Any]]()
+    for one in vars(MPI).values():
+        if isinstance(one, MPI.Datatype) and one != MPI.DATATYPE_NULL:
+            with suppress(MPI.Exception):  # a library may not have all, as Open MPI 4 without Fortran's
+                if one.is_predefined and one.size == one.extent == (kind := np.dtype(one.typestr)).itemsize:
+                    kinds[one.handle] = kind
+    return kinds
 
 
 def _alike(send: Any, receive: Any) -> Fact:

@@ -430,6 +430,22 @@ comm.recv(source=comm.rank)
     assert "rank 1 never waited for Irecv(from rank 0, tag 5) at" in done.stderr
 
 
+def test_a_library_may_lack_a_datatype(tmp_path: Path) -> None:
+    """As Open MPI 4 without Fortran: MPI has an error for what one asks of it."""
+    program = """
+import numpy as np
+from mpi4py import MPI
+class Lacking(MPI.Datatype):
+    @property
+    def is_predefined(self):
+        raise MPI.Exception(MPI.ERR_TYPE)
+MPI.LACKING = Lacking(MPI.INT)
+MPI.COMM_WORLD.Bcast([np.ones(1), MPI.DOUBLE])
+"""
+    done = run(tmp_path, program, 2)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_exit_from_none_names_no_cause(tmp_path: Path) -> None:
     program = """
 try:
