@@ -299,24 +299,24 @@ class Pipeline:
         # A transport whose library adds returns the total itself.
         summed = not updates or addends[0] is bucket.total
         for update in updates:
-            low, high, total = update.low, update.high, update.total
-            first, last = addends[0], addends[-1]
-            if high - low < first.size:
-                first, last = first[low:high], last[low:high]
-            if update.add_and_run is not None:
-                if len(addends) > 2:
-                    add(addends[:-1], low, high, total)
-                    first = total
-                update.add_and_run(first, last, steps.each[update.item])
-            elif not summed and len(addends) == 2 and first.dtype == total.dtype:
-                np.add(first, last, total)
-            elif not summed:
-                self._add(addends, low, high, total)
+            if not summed:
+                first, last, low, high = addends[0], addends[-1], update.low, update.high
+                if high - low < first.size:
+                    first, last = first[low:high], last[low:high]
+                if update.add_and_run is not None:
+                    if len(addends) > 2:
+                        add(addends[:-1], low, high, update.total)
+                        first = update.total
+                    update.add_and_run(first, last, steps.each[update.item])
+                elif len(addends) == 2 and first.dtype == update.total.dtype:
+                    np.add(first, last, update.total)
+                else:
+                    self._add(addends, low, high, update.total)
             if update.run is not None:
                 items = update.items
                 update.run(steps.each[update.item] if items is None else [steps.each[item] for item in items])
             for out in outs:
-                out[low:high] = update.value
+                out[update.low : update.high] = update.value
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Run an updater on whole values of this rank; with ``confirm``, on copies until no rank failed. Collective.

@@ -116,11 +116,11 @@ class Operands:
         first = given[0] if type(given) in _LISTS and given else given
         if type(first) is not kind:
             return None  # perhaps rows, which need no buckets
-        # A GPU's arrays are all writable, and its operands ask for the places of all at once.
-        writable = filled and self._memory.is_host
         # A push of several buckets changes some values before it reads all sources: sources over the memory of values
         # need a copy then.
-        apart = self._memory.is_host and (filled or len(plan.buckets) > 1)
+        writable, apart = filled, filled or len(plan.buckets) > 1
+        if kind is not np.ndarray:  # a GPU's arrays are all writable, and its operands ask for all places at once
+            writable = apart = False
         if first is given:
             if (
                 type(key) not in _KEY_TYPES

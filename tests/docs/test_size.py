@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 21_352,
+    "lines of code in the core": 21_353,
     "lines of code in tests, scripts and commands": 46_219,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
