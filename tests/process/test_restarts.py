@@ -178,7 +178,8 @@ def test_another_number_of_ranks_goes_on_from_the_disk(run: Start, tmp_path: Pat
     # Both a commit and a save of this step.
     wait(run("step == 5 and os.kill(os.getpid(), signal.SIGTERM)", "-n", "3", *keep, given=given), status=75)
     output, _ = wait(run("pass", *keep, given=given))
-    assert re.search(r"done Restored\(step=([6-9]), attempt=0, again=0, why=''\) ", output)
+    (step,) = re.findall(r"done Restored\(step=(\d+), attempt=0, again=0, why=''\) ", output)
+    assert int(step) > 5
     assert not list((tmp_path / "keep").iterdir())
 
 
