@@ -49,6 +49,14 @@ def test_integers(cupy: Any, dtype: str) -> None:
         assert row.view(f"u{kind.itemsize}").tolist() == expected
 
 
+@pytest.mark.parametrize("flags", [(), ("--prec-div=false", "--prec-sqrt=false")])
+def test_approximate_operations_are_wrong_in_the_last_place(cupy: Any, flags: tuple[str, ...]) -> None:
+    source = 'extern "C" __global__ void both(float* x) { x[0] = x[0] / x[1]; x[2] = sqrtf(x[2]); }'
+    array = cupy.array([6, 3, 4], np.float32)
+    cupy.RawKernel(source, "both", flags)((1,), (1,), (array,))
+    assert [value == 2 for value in array.tolist()] == [not flags, False, not flags]
+
+
 @pytest.mark.parametrize("size", [1, 31, 1000, 70_001])
 def test_sums_that_threads_share(cupy: Any, size: int) -> None:
     array = np.random.default_rng(size).integers(-100, 100, size)

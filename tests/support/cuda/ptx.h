@@ -60,6 +60,8 @@ static inline u16 bits_bf16(f32 value) {
     return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 static inline f32 flushed(f32 value) { return fabsf(value) < 0x1p-126f ? copysignf(0, value) : value; }
+// An approximate operation may be wrong in the last place. Here it always is.
+static inline f32 nearly(f32 value) { return value - value == 0 ? nextafterf(value, 0) : value; }
 
 // PTX clamps numbers that are too large. Of a NaN it makes 0, or the lowest number where one of the two has 64 bits.
 static inline s64 to_s(f64 value, int bits, int wide) {

@@ -181,6 +181,8 @@ class Entry:
         if "ftz" in parts and kind == "f32":
             given = [f"flushed({each})" for each in given]
         value = self._value(name, parts, kind, given, real, a)
+        if name in ("div", "sqrt") and {"approx", "full"} & set(parts) and kind == "f32":
+            value = f"nearly({value})"
         if "sat" in parts and real:
             value = f"fmin{'f' * (kind == 'f32')}(fmax{'f' * (kind == 'f32')}({value}, 0), 1)"
         return self.write(a[0], kind, f"flushed({value})" if "ftz" in parts and kind == "f32" else value)
