@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .trees import ROOT, Outcome, Tree, in_trees, python_of
+from .trees import ROOT, Outcome, Tree, in_trees
 
 FOLDER, REAL, BESIDE = "tests/gpu/stand_ins", "tests/gpu/real", "tests/gpu"
-BUILT = ROOT / "build" / "emulated-cuda"
 PAGE = ROOT / "docs" / "reference" / "gpu-faults.md"
 LIMIT = 600.0
 """Seconds for a test, on a busy machine."""
@@ -96,11 +95,8 @@ def folder_of(test: str, library: str) -> str:
 
 def attempt(tree: Tree, test: str, library: str) -> Outcome:
     """Return how a session with a test ends."""
-    emulated = library == "emulated"
     names = [word if word.startswith("-") else f"{folder_of(word, library)}/{word}" for word in test.split()]
-    beneath = [str(python_of("cuda")), "tests/support/cuda"] if emulated else []
-    python, more = python_of("cuda" if emulated else library), {"EMULATED_CUDA_BUILT": str(BUILT)} if emulated else {}
-    return tree.run(python, ["-x", "--tb=short", *names], LIMIT, more, beneath)
+    return tree.run_on(library, ["-x", "--tb=short", *names], LIMIT)
 
 
 def table(found: Mapping[str, str]) -> str:

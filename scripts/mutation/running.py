@@ -11,7 +11,7 @@ from typing import Any
 
 from .drawing import Mutant
 from .measured import FAST, Measured, Test, batches, by_function
-from .trees import Outcome, Tree, in_trees, python_of
+from .trees import Outcome, Tree, in_trees
 
 START = 90.0
 """Seconds that a session gets beside ten times what its tests take without a mutant."""
@@ -35,7 +35,7 @@ PROCESSES = {
 }
 """The tests of processes that use an area."""
 STAND_INS = {
-    "transports": ("tests/gpu/stand_ins/test_nccl_store.py",),
+    "transports": ("tests/gpu/stand_ins/test_nccl.py", "tests/gpu/stand_ins/test_nccl_store.py"),
     "engine": ("tests/gpu/stand_ins/test_gpu_memory.py", "tests/gpu/stand_ins/test_device.py"),
     "keys": ("tests/gpu/stand_ins/test_device.py",),
     "rows": ("tests/gpu/stand_ins/test_device_rows.py", "tests/gpu/stand_ins/test_gpu_memory.py"),
@@ -44,6 +44,12 @@ STAND_INS = {
     "asynchronous": ("tests/gpu/stand_ins/test_gpu_compression.py",),
 }
 """The tests on stand-ins for GPUs that use an area."""
+EMULATED = {
+    "transports": ("tests/gpu/real/test_stores.py", "tests/gpu/real/test_sums.py"),
+    "engine": ("tests/gpu/real/test_order.py", "tests/gpu/real/test_replay.py"),
+    "rows": ("tests/gpu/real/test_rows.py",),
+}
+"""The tests on the emulated GPU that use an area."""
 
 Notice = Callable[[Tree, Mutant], dict[str, Any]]
 
@@ -67,16 +73,19 @@ def by_fast(measured: Measured, most: float) -> Notice:
 
 
 def by_all(measured: Measured) -> Notice:
-    """Return what runs tests on stand-ins for GPUs, the same functions on real ranks, and tests that need processes,
-    until one fails.
+    """Return what runs tests for GPUs, on stand-ins and on the emulated one, the same functions on real ranks, and
+    tests that need processes, until one fails.
     """
 
     def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
-        stand_ins = [Test(name, MINUTES) for name in STAND_INS.get(mutant.area, ())]
+        stand_ins, emulated = (
+            [Test(name, MINUTES) for name in tests.get(mutant.area, ())] for tests in (STAND_INS, EMULATED)
+        )
         functions = by_function(measured.tests(mutant))
         files = [Test(name, MINUTES) for name in sorted({test.file for test in functions if "/store/" in test.file})]
         processes = [Test(name, MINUTES) for name in PROCESSES.get(mutant.area, ())]
         failed = session(tree, "mpich", ["--ranks=1,2,4"], stand_ins).failed
+        failed = failed or session(tree, "emulated", ["--ranks=2,3"], emulated).failed
         for library, ranks in (("mpich", "--ranks=1,2,4"), ("openmpi", "--ranks=3")):
             failed = failed or session(tree, library, ["-m", "processes", ranks], files).failed
             failed = failed or session(tree, library, [ranks], [*processes, *functions]).failed
@@ -102,7 +111,7 @@ def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Te
     chosen = tree.folder.with_name("chosen")
     chosen.write_text("\n".join(test.name for test in tests))
     limit = START + 10 * sum(test.seconds for test in tests)
-    return tree.run(python_of(library), ["-x", "--tb=no", *options, f"@{chosen}"], limit, {})
+    return tree.run_on(library, ["-x", "--tb=no", *options, f"@{chosen}"], limit)
 
 
 def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, jobs: int) -> None:

@@ -19,6 +19,8 @@ from typing import Protocol, TypeVar
 Item = TypeVar("Item")
 
 ROOT = Path(__file__).parents[2]
+BUILT = ROOT / "build" / "emulated-cuda"
+"""What the emulated GPU compiles, for all copies."""
 END = 20.0
 """Seconds that a session gets to end its jobs when its time is up."""
 
@@ -53,6 +55,13 @@ class Tree:
             target = self.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
+
+    def run_on(self, library: str, arguments: Sequence[str], limit: float) -> Outcome:
+        """Run pytest in the copy, in the environment for an MPI library, or with CuPy on the ``emulated`` GPU."""
+        if library != "emulated":
+            return self.run(python_of(library), arguments, limit, {})
+        python, built = python_of("cuda"), {"EMULATED_CUDA_BUILT": str(BUILT)}
+        return self.run(python, arguments, limit, built, [str(python), "tests/support/cuda"])
 
     def run(
         self, python: Path, arguments: Sequence[str], limit: float, more: Mapping[str, str], beneath: Sequence[str] = ()
