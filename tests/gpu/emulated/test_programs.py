@@ -19,7 +19,7 @@ from support.pages import ROOT, blocks, read_tutorial
 
 from mpikv.cli.launchers import clean
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = pytest.mark.deadline(300)
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # before what follows: the benchmark is in no package
@@ -45,7 +45,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script), *arguments]
         environ = {**clean(os.environ), "TMPDIR": str(tmp_path)}
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
-        return subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        return subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
 
     with cleaned(tmp_path):
         yield job

@@ -310,10 +310,11 @@ def test_outputs_that_are_sources_of_other_keys_are_filled_when_these_were_read(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.deadline(120)
 def test_two_stores_may_be_waited_for_in_any_order(cupy):
     """A GPU begins NCCL's work of both in the order of the calls, or each could wait for the other on another rank."""
-    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     with mpikv.create("nccl") as one, mpikv.create("nccl") as other:
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
         for kv in (one, other):
             kv.init("w", cupy.zeros(1000, "f4"))
         for number in range(1, 4):

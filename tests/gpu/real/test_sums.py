@@ -11,13 +11,13 @@ import pytest
 import mpikv
 from mpikv.errors import PeerFailed, RankMismatch, Unsupported, ValueMismatch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(120)]
 SEVERAL = pytest.mark.ranks(2, 3)
 
 
 @pytest.fixture
 def kv(cupy: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    with mpikv.create("horovod", timeout=20, **getattr(request, "param", {})) as store:
+    with mpikv.create("horovod", **getattr(request, "param", {})) as store:
         cupy.cuda.Device(store.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         yield store
 
