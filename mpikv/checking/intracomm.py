@@ -27,6 +27,8 @@ from .facts import BUFFERS, HOST, OBJECTS, Facts, call_of, describe_call, nothin
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
 _Request: Any = MPI.Request
+# MPI's own, by the name under which pickle looks for it: other objects are pickled as copies of it.
+COMM_WORLD = MPI.COMM_WORLD
 
 _Run: TypeAlias = Callable[..., Any]
 """Makes a checked call."""

@@ -415,9 +415,12 @@ def test_a_planted_mistake_ends_the_job_by_name(tmp_path: Path, mistake: str, si
 
 def test_what_is_left_is_told_at_the_end(tmp_path: Path) -> None:
     program = """
+import pickle
 import numpy as np
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
+assert pickle.loads(pickle.dumps(comm)) is comm
+assert pickle.loads(pickle.dumps(MPI.Intracomm(comm))) == comm
 part = comm.Split(0)
 comm.Irecv(np.ones(1), 0, 5)
 print(type(comm) == MPI.Intracomm, isinstance(comm.isend(1, comm.rank), MPI.Request))
