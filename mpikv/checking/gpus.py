@@ -47,7 +47,7 @@ class Gpus:
         """Return the parts of a message, flat: as many, of the counts that it names, if it does. Local."""
         buffer = message[0] if isinstance(message, (list, tuple)) else message
         if not on_gpus((buffer,)):
-            raise TypeError(f"one buffer lies on a GPU, and a {type(buffer).__name__} does not; pass cupy.asarray(it)")
+            raise TypeError(f"one buffer lies on a GPU, and {type(buffer).__name__} does not; pass cupy.asarray(it)")
         (kind, counts, starts, whole), array = unpack(message, vector), take(_array(buffer))
         array = array if array.flags.c_contiguous else array.T  # in the order of the memory, as MPI's
         if not array.flags.c_contiguous:
