@@ -16,7 +16,7 @@ from support.gpus import nccl_of, order_of, store_on
 import mpikv
 from mpikv import RowSparse, optimizers, schedules
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
-from mpikv.store.kvstore import KVStore
+from mpikv.store.kvstore import KVStore, open_stores
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.store import on_host
 
@@ -626,7 +626,11 @@ def places_of(frame: Any) -> Iterator[str]:
 @pytest.mark.parametrize("updater", ["momentum", "adam"])
 def test_a_launch_takes_few_python_calls(comm: Any, updater: str) -> None:
     """However many keys there are, and though numbers of a rule change at each call."""
-    found = []
+    gc.collect()
+    found, others = (
+        [],
+        len(open_stores()),
+    )  # a call looks at every open store, also at one that an earlier test has left
     for count in (3, 100):
         gpu = FakeGpu(number_of(comm))
         with store_on(gpu, comm) as kv:
@@ -638,7 +642,7 @@ def test_a_launch_takes_few_python_calls(comm: Any, updater: str) -> None:
             assert step.captured
             found.append(min(calls, key=len))
     extra = [name for name in max(found, key=len) if name not in min(found, key=len)]
-    assert len(found[0]) == len(found[1]) <= MOST_CALLS, extra
+    assert len(found[0]) == len(found[1]) <= MOST_CALLS + others, (extra, found[0])
 
 
 @pytest.mark.ranks(1, 2, 3)
