@@ -627,10 +627,8 @@ def places_of(frame: Any) -> Iterator[str]:
 def test_a_launch_takes_few_python_calls(comm: Any, updater: str) -> None:
     """However many keys there are, and though numbers of a rule change at each call."""
     gc.collect()
-    found, others = (
-        [],
-        len(open_stores()),
-    )  # a call looks at every open store, also at one that an earlier test has left
+    # A call looks at every open store, also at one that an earlier test has left.
+    others, found = len(open_stores()), []
     for count in (3, 100):
         gpu = FakeGpu(number_of(comm))
         with store_on(gpu, comm) as kv:
