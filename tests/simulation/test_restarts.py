@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import random
@@ -296,7 +297,9 @@ def start(folder: Path, program: Callable[[Any], Any], ranks: int = 2, faults: S
             except (mpikv.MPIKVError, MemoryError, TypeError, ArithmeticError, AssertionError) as error:
                 return f"{type(error).__name__}: {error}"
 
-    return run_ranks(cluster(ranks, faults=faults), caught, folder)
+    results = run_ranks(cluster(ranks, faults=faults), caught, folder)
+    gc.collect()  # as the end of a process would: the loop that an error has left keeps its files, and their locks
+    return results
 
 
 def loops(
