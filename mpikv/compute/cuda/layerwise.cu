@@ -33,7 +33,7 @@ INNER Elements<Rule, Kind> elements_of(const Layers& given, int number, long lon
 
 // How many blocks a multiprocessor has room for, which limits the registers of a thread: memory is busy only while many
 // are at work.
-template <class Kind> struct Resident { enum { blocks = sizeof(typename Kind::computed) == 8 ? 2 : 5 }; };
+template <class Kind> struct Resident { enum { blocks = sizeof(typename Kind::computed) == 8 ? 2 : 4 }; };
 
 template <template <class> class Rule, class Kind> __global__ void LAUNCH_BOUNDS(BLOCK_THREADS, Resident<Kind>::blocks)
 norms(const GRID_CONSTANT Layers given) {
@@ -90,8 +90,7 @@ template <template <class> class Rule> __global__ void rates(const GRID_CONSTANT
 }
 
 // `place` is that of the rate among the rule's numbers.
-template <template <class> class Rule, class Kind, int place>
-__global__ void LAUNCH_BOUNDS(BLOCK_THREADS, Resident<Kind>::blocks) descent(const GRID_CONSTANT Layers given) {
+template <template <class> class Rule, class Kind, int place> __global__ void descent(const GRID_CONSTANT Layers given) {
     const long long parts = CELL / PART;
     const int number = range_of(given.end, given.count, blockIdx.x / parts);
     const long long low = (blockIdx.x - first_cell(given, number) * parts) * PART;
