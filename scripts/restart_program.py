@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "disk fills": fill_disk,
     "mpikv run killed": lambda: (end(signal.SIGKILL, find_command()), time.sleep(60)),
     "exception": fail,
-    "mistake": lambda: len(1),  # type: ignore[arg-type]
+    "mistake": lambda: len(1),  # type: ignore[arg-type]  # the mistake
 }
 ALWAYS = ("exception", "mistake")
 
@@ -92,11 +93,10 @@ def measure(loop: str, steps: int) -> None:
     if loop == "resnet50":
         params: Any = {str(key): np.zeros(shape, np.float32) for key, shape in enumerate(resnet50())}
         given = {key: np.full_like(value, 1e-3) for key, value in params.items()}
-        step_of: Callable[[], Any] = lambda: given  # noqa: E731
+        step_of: Callable[[], Any] = partial(dict, given)
     else:
         params, images = initial("float64", 0), np.random.default_rng(kv.rank).random((64 // kv.size, 64))
-        labels = np.arange(len(images)) % 10
-        step_of = lambda: gradients(params, images, labels, 64)  # noqa: E731
+        step_of = partial(gradients, params, images, np.arange(len(images)) % 10, 64)
     kv.init(params)
     kv.set_optimizer("sgd", learning_rate=0.01, momentum=0.9)
     warm, began = steps // 5, math.nan

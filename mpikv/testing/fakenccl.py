@@ -236,7 +236,7 @@ class FakeCommunicator:
         send = (sendbuff, count) if root == self._rank else None
         self._call("broadcast", stream, (datatype, count, root), send, (recvbuff, count))
 
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802, CuPy's name
         self._call("allGather", stream, (datatype, count), (sendbuf, count), (recvbuf, count * self._size))
 
     def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:

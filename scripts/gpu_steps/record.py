@@ -188,7 +188,7 @@ def page(machine: str, records: dict[str, Record], summary: str) -> str:
         lines.append(f"| {' | '.join(map(str, cells))} |")
     for name, record in records.items():
         if record.get("numbers"):
-            lines += ["", f"## {name}", "", STEPS[name].what, "", "| what | value |", "|---|---|"]
+            lines += ["", f"## {name}", "", STEPS[name].what, "", "| figure | value |", "|---|---|"]
             lines += [f"| {what} | {shown(value)} |" for what, value in record["numbers"].items()]
         if record["status"] == "fail":
             lines += ["", f"## {name} failed", "", f"`scripts/gpu_check --steps {name}` runs it again. It printed:", ""]

@@ -359,7 +359,7 @@ def test_launches_of_layers(count: int, different: int, launched: int) -> None:
 
 def test_what_is_in_a_table_is_not_written_again() -> None:
     adam, memory = optimizers.Adam(), SimpleNamespace(zeros=lambda nbytes: placed(nbytes, np.uint8))
-    table = CudaKernels().table(adam, memory, 3, [])  # type: ignore[arg-type]
+    table = CudaKernels().table(adam, memory, 3, [])  # type: ignore[arg-type]  # of a Memory it takes zeros alone
     for counts, launched in (([1], 1), ([1], 0), ([2], 1), ([2, 2, 3], 1), ([2, 2, 3], 0), ([2, 3, 3], 1), ([2], 1)):
         steps = [adam.step("a", count) for count in counts]
         assert len(run(lambda steps=steps: table.write(steps))) == launched

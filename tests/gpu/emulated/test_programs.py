@@ -23,7 +23,7 @@ pytestmark = pytest.mark.deadline(300)
 
 SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # before what follows: the benchmark is in no package
-from benchmark.gpu_cases import COLLECTIVES  # noqa: E402
+from benchmark.gpu_cases import COLLECTIVES  # noqa: E402, the path comes first
 
 BENCH = (
     "from benchmark.program import main\nsys.exit(main(['--device', 'gpu', '--quick', '--rounds', '1', *sys.argv[1:]]))"

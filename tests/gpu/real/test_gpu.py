@@ -280,7 +280,7 @@ def test_a_capture_by_torch_is_known(gpu: CupyGpu, monkeypatch: pytest.MonkeyPat
 def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(gpu: CupyGpu) -> None:
     """In a cycle that is collected one may find it after its own finalizer: the wait would be for another point."""
     stream, event = gpu.stream(), gpu.stream().record()
-    event.__del__()  # type: ignore[attr-defined]
+    event.__del__()  # type: ignore[attr-defined]  # CuPy's own
     with pytest.raises(AttributeError):
         stream.wait(event)
     with pytest.raises(AttributeError):
