@@ -9,8 +9,6 @@ A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to st
 In ``jax.jit`` a callback on the host exchanges the arrays.
 """
 
-from __future__ import annotations
-
 from ..errors import TransportUnavailable
 
 try:

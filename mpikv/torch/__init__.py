@@ -11,8 +11,6 @@ A script with ``torch.distributed`` needs one other word, ``init_process_group("
 Tensors lie on the host.
 """
 
-from __future__ import annotations
-
 from ..errors import TransportUnavailable
 
 try:

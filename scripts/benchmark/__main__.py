@@ -1,7 +1,5 @@
 """Runs the benchmark:  python scripts/benchmark --only resnet50"""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """All steps, by their names, in the order of their worth: right sums, the aims, the tests, ends, more figures."""
 
-from __future__ import annotations
-
 from . import costs, ends, kernels, machine, order, programs, stores
 from .step import Step
 

@@ -1,7 +1,5 @@
 """Memory that ranks may not read is not lent to them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Compiled kernels on disk: several ranks compile at once, and the next job loads what they have kept."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ Random programs, against a dict of arrays in one process: 2 sequences of 8 calls
 torch is installed, its tensors are among the arrays.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Commands to the root's controllers, and the count of ranks that have ended."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Sums of a fixed order have the same bits, however they are made. The oracle adds in one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Random programs of all verbs, and of mistakes, beside what one process would have; memory that is used twice."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Groups of ranks, several Trainers on a store, and what ranks tell each other besides values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Half precision on every transport: sums in float32 that are rounded once, masters, and torch's bfloat16."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 The oracle is Python's own integers, which never do.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """MXNet's names, its environment variables, and rows of its contract that no other test is about."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

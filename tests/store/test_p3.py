@@ -1,7 +1,5 @@
 """The store p3: the values of dist_sync, in messages as large as MXNet's slices; urgent calls come first."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from functools import partial

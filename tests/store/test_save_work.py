@@ -1,7 +1,5 @@
 """A save that training does not wait for has what the store held at the call, and loses neither file nor error."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

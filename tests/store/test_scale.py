@@ -1,7 +1,5 @@
 """Many keys, large values, many stores, and nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,7 +1,5 @@
 """States of a Trainer in a file: training goes on as if it had never stopped, wherever the weights are updated."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import hypothesis

@@ -1,7 +1,5 @@
 """Where values lie in memory."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Arrays of any library as numpy arrays, and the rules of dtypes."""
 
-from __future__ import annotations
-
 import operator
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Calls that wait for their turns."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpikv.cluster.background import Pending, Work, urgency

@@ -1,7 +1,5 @@
 """The order in which early requests are served, and the asynchronous client, without MPI."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

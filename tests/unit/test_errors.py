@@ -1,7 +1,5 @@
 """The tree of errors, and how they read."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

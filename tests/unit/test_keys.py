@@ -1,7 +1,5 @@
 """The forms in which a call names keys and brings arrays."""
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The faults that scripts/mutants draws and lists can be planted, and it tells what became of them."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The tables were written from MXNet's documentation, not from the code here, which is held against them.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from mpikv import ConfigError, optimizers, schedules

@@ -1,7 +1,5 @@
 """How lists of keys are cut into messages."""
 
-from __future__ import annotations
-
 import gc
 from itertools import pairwise
 from weakref import ref

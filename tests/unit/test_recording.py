@@ -1,7 +1,5 @@
 """Rules as recorded operations: what is refused, and random ones, whose bits are numpy's in loops and in C++."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

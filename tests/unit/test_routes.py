@@ -1,7 +1,5 @@
 """Between any hosts every element takes one way, and a host sends no more than it must."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

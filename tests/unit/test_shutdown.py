@@ -1,7 +1,5 @@
 """How an asynchronous store takes its leave of the other ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from mpikv.async_store.async_kvstore import AsyncKVStore

@@ -2,8 +2,6 @@
 ``scripts_on_ranks.py FILE SCRIPT...``.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -1,7 +1,5 @@
 """The exchange of DDP beside which ``scripts/bench`` measures makes the same updates as the store."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shares of a dataset: all elements, each on one rank, and an error where ranks would share other data."""
 
-from __future__ import annotations
-
 import pytest
 
 import mpikv

@@ -1,7 +1,5 @@
 """Rows on real GPUs: what moves them beside numpy, and a store of them beside one on the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
