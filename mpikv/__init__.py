@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from . import codecs, optimizers, schedules
     from .async_store.async_kvstore import AsyncKVStore
     from .checking.opening import checked
-    from .checkpoint import SaveWork
+    from .checkpoint.saving import SaveWork
     from .cluster.background import Work
     from .creation import create
     from .errors import (
@@ -94,7 +94,7 @@ _PLACES = {
     "Parameter": "train.parameter",
     "Restored": "keep.commits",
     "RowSparse": "memory.row_sparse",
-    "SaveWork": "checkpoint",
+    "SaveWork": "checkpoint.saving",
     "Trainer": "train.trainer",
     "Work": "cluster.background",
     "checked": "checking.opening",

@@ -39,8 +39,6 @@ class Config:
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
     warn_after: float = number(5.0, "[0.001, 1e9]")
     """Seconds after which a waiting rank logs the late ranks and their lines of code; above 0."""
-    verify_calls: bool = flag(True)
-    """Whether each call compares the ranks' calls before data move. False is for measurements only."""
     deterministic: bool = flag(False)
     """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
     the number of ranks, if that is a power of two and all push lists of equally many arrays."""

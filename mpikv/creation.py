@@ -25,7 +25,7 @@ from .errors import ConfigError, Stalled, TransportUnavailable, Unsupported, kno
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside
-from .options import check_whole, naming_argument
+from .options import check_whole
 from .protocols import Gpu, GpuKernels, Transport
 from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
@@ -104,7 +104,6 @@ class _Parts:
     """The waits of the transport, where ranks may later wait for GPUs."""
 
 
-@naming_argument
 @hiding_frames
 def create(
     name: str = "local",
@@ -114,7 +113,6 @@ def create(
     root: int = 0,
     timeout: float | None = None,
     warn_after: float | None = None,
-    verify_calls: bool | None = None,
     transport: str | None = None,
     bucket_bytes: int | None = None,
     deterministic: bool | None = None,
@@ -145,7 +143,6 @@ def create(
         root: the rank that stores its values at ``init`` and runs Python updaters.
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
         warn_after: seconds until a waiting rank logs the ranks that it waits for. Default 5.
-        verify_calls: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default): the hosts of ranks decide.
             On GPUs data travel by NCCL in any case, and the ranks agree by this transport.
         bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB, on one GPU alone 128 MiB; of ``p3``,
@@ -166,7 +163,7 @@ def create(
         check_finite: 50 looks for NaN and infinity in what each rank brings to every 50th push, before it is summed.
             That rank raises ``NotFinite`` with the key and the element, the others ``PeerFailed``. Default 0: never.
         compression: the codec of pushes, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
-        staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
+        staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 1. Default None, any
             number.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
@@ -263,7 +260,7 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
         from .async_store.async_kvstore import check_options
 
         check_options(settings, options)
-        request.staleness = None if staleness is None else check_whole("staleness", staleness)
+        request.staleness = None if staleness is None else check_whole("staleness", staleness, low=1)
     elif staleness is not None:
         raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} is synchronous")
     if request.codec is not None:

@@ -9,68 +9,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
-from functools import cache, partial, wraps
-from inspect import Parameter, signature
-from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError, brief, known_names, mark_shortened, text_of
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-Kind = TypeVar("Kind", bound="type[Any]")
-
-# Arguments that programs pass to the wrong call, and the calls that have them.
-_ELSEWHERE = {"average": "mpikv.Trainer has it, and so has set_optimizer, where a store keeps values"}
-
-
-def naming_arguments(kind: Kind) -> Kind:
-    """Make a class's constructor and public functions answer an unknown argument with the nearest known one. A
-    decorator.
-    """
-    for name, function in list(vars(kind).items()):
-        if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
-            setattr(kind, name, naming_argument(function))
-    return kind
-
-
-def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function answer an unknown argument with the nearest known one. A decorator."""
-    known = signature(function).parameters
-    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
-        return function
-
-    @wraps(function)
-    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        __tracebackhide__ = True  # from pytest: Python 3.10 leaves this entry, whatever is dropped below
-        try:
-            return function(*arguments, **options)
-        except BaseException as error:
-            unknown = [name for name in options if name not in known]
-            if isinstance(error, TypeError) and unknown:  # Python refused the call before the function's first line
-                raise unknown_argument(function, unknown) from None
-            # Drop this function's entry. Not by assignment: a caller's own exception may forbid that.
-            trace = error.__traceback__
-            BaseException.with_traceback(error, trace and trace.tb_next)
-            raise
-
-    return call
-
-
-def unknown_argument(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
-    """Return the error of a call with arguments that a function does not have.
-
-    A function called thousands of times a second takes ``**_other: NoReturn`` and raises this itself: a wrapper
-    around it would take longer.
-    """
-    known, name = signature(function).parameters, next(iter(names))
-    what = f"argument of {function.__qualname__.removesuffix('.__init__')}"
-    taken = [each.name for each in known.values() if each.kind is not Parameter.VAR_KEYWORD and each.name != "self"]
-    return mark_shortened(TypeError(known_names(what, name, taken, _ELSEWHERE.get(name, ""))))
+from .errors import ConfigError, brief, known_names, text_of
 
 
 def number(default: Any, interval: str) -> Any:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import ConfigError, no_attribute
-from .options import check_whole, choice, count, naming_arguments, number, settle_fields
+from .options import check_whole, choice, count, number, settle_fields
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
@@ -50,7 +50,6 @@ def beginning_with(scheduler: Any, base_lr: float) -> Any:
     return other
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class Schedule:
     """A constant rate after a warm-up; the base of the others, which define :meth:`~Schedule.decayed`.
@@ -92,7 +91,6 @@ class Schedule:
             raise ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is {fault}")
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class Factor(Schedule):
     """Multiply the rate by a factor after every ``step`` updates.
@@ -117,7 +115,6 @@ class Factor(Schedule):
         return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class MultiFactor(Schedule):
     """Multiply the rate by a factor after each of the given numbers of updates.
@@ -144,7 +141,6 @@ class MultiFactor(Schedule):
         return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class _Falling(Schedule):
     """Fall to ``final_lr`` along the curve of a subclass."""
@@ -170,7 +166,6 @@ class _Falling(Schedule):
         """Return the remaining share of the fall, in [0, 1], after ``done`` of ``every`` updates."""
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class Polynomial(_Falling):
     """Fall to ``final_lr`` along a power of the share of updates that remain.
@@ -188,7 +183,6 @@ class Polynomial(_Falling):
         return math.pow((every - done) / every, self.pwr)
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class Cosine(_Falling):
     """Fall to ``final_lr`` along half a period of the cosine.

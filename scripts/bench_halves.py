@@ -10,7 +10,6 @@ rounds, of that time divided by float32's of the same round; the range is that o
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 
@@ -30,53 +29,41 @@ def dtypes() -> dict[str, np.dtype[Any]]:
     return found | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
-def measure(kernels: str, transport: str, mebibytes: float, rounds: int) -> dict[str, list[float]]:
+def measure(kernels: str, mebibytes: float, rounds: int) -> dict[str, list[float]]:
     """Return, for each case, the time of each round divided by float32's."""
     comm = MPI.COMM_WORLD
     size = int(mebibytes * (1 << 20)) // 4
-    cases = {("float32", "bytes"): size}
-    for name in dtypes():
-        if name != "float32":
-            cases |= {(name, "bytes"): 2 * size, (name, "elements"): size}
-    kv = mpikv.create(transport=transport, kernels=kernels)
-    random = np.random.default_rng(comm.rank)
-    arrays = {case: random.standard_normal(count).astype(dtypes()[case[0]]) for case, count in cases.items()}
+    single, *halves = dtypes().items()
+    cases = {"float32, seconds": (size, single[1])}
+    for name, dtype in halves:
+        cases |= {f"{name} of the same bytes": (2 * size, dtype), f"{name} of the same elements": (size, dtype)}
+    kv = mpikv.create(kernels=kernels)
+    arrays = {case: np.ones(count, dtype) for case, (count, dtype) in cases.items()}
     outs = {case: np.empty_like(array) for case, array in arrays.items()}
-    keys = {case: " ".join(case) for case in cases}
-    kv.init({keys[case]: array for case, array in arrays.items()})
-    times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+    kv.init(arrays)
+    times: dict[str, list[float]] = {case: [] for case in cases}
     for turn in range(rounds + 1):
         for case in cases:
             comm.Barrier()
             started = time.perf_counter()
-            kv.push(keys[case], arrays[case])
-            kv.pull(keys[case], outs[case])
+            kv.push(case, arrays[case])
+            kv.pull(case, outs[case])
             took = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-            if turn:  # the first round warms up
-                times[case].append(took)
+            times[case] += [took] * (turn > 0)  # the first round warms up
     kv.close()
-    single = times.pop(("float32", "bytes"))
-    result = {
-        " of the same ".join(case): [each / other for each, other in zip(took, single, strict=True)]
-        for case, took in times.items()
-    }
-    return {"float32, seconds": single} | result
+    first, *others = times
+    return {first: times[first], **{case: np.divide(times[case], times[first]).tolist() for case in others}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=float, default=4, help="MiB of the float32 array (default 4)")
-    parser.add_argument("--rounds", type=int, default=101, help="default 101")
-    parser.add_argument("--transport", default="auto")
     parser.add_argument("--kernels", default="numpy")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--rounds", type=int, default=101, help="default 101")
     options = parser.parse_args()
-    found = measure(options.kernels, options.transport, options.mebibytes, options.rounds)
+    found = measure(options.kernels, options.mebibytes, options.rounds)
     quartiles = {name: np.percentile(took, (50, 25, 75)).tolist() for name, took in found.items()}
     if MPI.COMM_WORLD.rank:
-        return
-    if options.json:
-        print(json.dumps({"ranks": MPI.COMM_WORLD.size, **vars(options), "median and quartiles": quartiles}))
         return
     print(f"push and pull of {options.mebibytes:g} MiB, {MPI.COMM_WORLD.size} ranks, {options.rounds} rounds in turns")
     for name, (median, low, high) in quartiles.items():

@@ -1,17 +1,18 @@
-"""The trainings of ``scripts/restart_faults``: restart_program.py FAULT, or a loop to time and its steps."""
+"""The trainings of ``scripts/restart_faults``: restart_program.py FAULT, or LOOP STEPS BLOCKS FIRST."""
 
 import hashlib
-import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 from train_digits import gradients, initial
 
 import mpikv
@@ -33,6 +34,8 @@ def find_command() -> int:
 
 
 def take_memory() -> None:
+    # Without this the kernel may choose another process: it weighs what each one holds, and they hold nearly the same.
+    Path("/proc/self/oom_score_adj").write_text("1000")
     taken = []
     while True:
         taken.append(np.ones(1 << 28, np.uint8))
@@ -59,6 +62,8 @@ FAULTS: dict[str, Callable[[], object]] = {
     "out of memory": take_memory,
     "disk fills": fill_disk,
     "mpikv run killed": lambda: (end(signal.SIGKILL, find_command()), time.sleep(60)),
+    "SIGINT to mpikv run": lambda: (end(signal.SIGINT, find_command()), time.sleep(60)),
+    "SIGTERM to mpikv run": lambda: (end(signal.SIGTERM, find_command()), time.sleep(60)),
     "exception": fail,
     "mistake": lambda: len(1),  # type: ignore[arg-type]  # the mistake
 }
@@ -76,6 +81,7 @@ def train(fault: str) -> None:
     kv.keep(rng=rng)
     for step in kv.steps(STEPS, fill=params):
         if step == AT and kv.rank == 1 and fault in FAULTS and (fault in ALWAYS or not (mark / "fault").exists()):
+            time.sleep(int(os.environ["RESTART_DELAY"]))
             (mark / "fault").write_text(str(time.monotonic()))
             FAULTS[fault]()
         params = kv.pushpull({"w": params["w"] - rng.standard_normal(100_000, np.float32)}, out=params)
@@ -87,8 +93,8 @@ def train(fault: str) -> None:
         print("digest", hashlib.sha256(repr((digests, params["w"].tobytes())).encode()).hexdigest())
 
 
-def measure(loop: str, steps: int) -> None:
-    """Print the seconds of a step of a loop, after some to warm up."""
+def advance(loop: str) -> Iterator[None]:
+    """Make a step of a loop of an own store at each turn."""
     kv = mpikv.create()
     if loop == "resnet50":
         params: Any = {str(key): np.zeros(shape, np.float32) for key, shape in enumerate(resnet50())}
@@ -99,16 +105,30 @@ def measure(loop: str, steps: int) -> None:
         step_of = partial(gradients, params, images, np.arange(len(images)) % 10, 64)
     kv.init(params)
     kv.set_optimizer("sgd", learning_rate=0.01, momentum=0.9)
-    warm, began = steps // 5, math.nan
-    for step in kv.steps(warm + steps, fill=params):
-        if step == warm:
-            began = time.perf_counter()
+    for _ in kv.steps(10**9, fill=params):
         kv.pushpull(step_of(), out=params)
-    if kv.rank == 0:
-        print("seconds", (time.perf_counter() - began) / steps)
+        yield
+
+
+def measure(loop: str, block: int, blocks: int, first: str) -> None:
+    """Print the seconds of the blocks of steps with commits, and of as many without, made by turns in one job. The
+    store that is made ``first`` has commits, or is the plain one.
+    """
+    folder, stores, seconds = os.environ.pop("MPIKV_KEEP"), [advance(loop), advance(loop)], [0.0, 0.0]
+    for which in (0, 1) if first == "commits" else (1, 0):
+        os.environ |= {"MPIKV_KEEP": folder} if which == 0 else {}
+        next(stores[which])
+        os.environ.pop("MPIKV_KEEP", None)
+    for turn in range(-2, blocks):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            began = time.perf_counter()
+            list(islice(stores[which], block))
+            seconds[which] += (time.perf_counter() - began) * (turn >= 0)
+    if MPI.COMM_WORLD.rank == 0:
+        print("seconds", *seconds)
 
 
 if len(sys.argv) == 2:
     train(sys.argv[1])
 else:
-    measure(sys.argv[1], int(sys.argv[2]))
+    measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

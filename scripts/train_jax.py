@@ -83,13 +83,13 @@ def restore(path: Path, tree: Any) -> tuple[Any, int]:
         return jax.tree.unflatten(jax.tree.structure(tree), leaves), int(file["epoch"])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=60, help="images of all ranks, a multiple of their number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, help="a file NAME.npz to go on from, and to write after each epoch")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     jax.config.update("jax_enable_x64", True)  # rounding would depend on the number of ranks
 
     kv = mpikv.create("allreduce")

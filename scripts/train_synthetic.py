@@ -22,9 +22,10 @@ from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
-from benchmark.rules import EPSILON, RULES, Rule, floor
+from benchmark.rules import RULES, Rule, floor
 
 import mpikv
+from mpikv.cli.bench.rules import EPSILON
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Shape: TypeAlias = "tuple[int, ...]"

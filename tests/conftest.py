@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpus and why_no_gpu():
         for item in on_gpus:
             item.add_marker(pytest.mark.skip(reason=why_no_gpu()))
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], object]:
+    """Return a function that lets the import of a module fail, as where its package is not installed."""
+    return lambda name: monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.fixture

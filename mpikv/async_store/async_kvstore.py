@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -29,7 +29,6 @@ from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
 from ..errors import ConfigError, Stalled, Unsupported, settled
-from ..options import naming_arguments, unknown_argument
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -54,7 +53,6 @@ _INSTEAD = "'dist_sync' has it"
 _LACKING = ("buffer", "capture", "row_sparse_pull", "set_gradient_compression")
 
 
-@naming_arguments
 class AsyncKVStore(KVStore):
     """A store that applies each rank's push when it arrives: ``create("dist_async", staleness=4)``.
 
@@ -66,9 +64,7 @@ class AsyncKVStore(KVStore):
 
     With ``staleness=s`` no rank is more than ``s`` calls of push (or pushpull) ahead of another; a rank that would be
     waits in that call. So after ``c`` pushes a rank reads values with at least the first ``c - s`` pushes of every
-    rank. With 0 one update applies the sum of all ranks' pushes of a key, in rank order. The next pull or push of the
-    key waits for it. The result is that of ``dist_sync``, and ranks must push keys in one order as there. No rank waits
-    for one in a collective call, and all counts start there anew.
+    rank. No rank waits for one in a collective call, and all counts start there anew.
 
     All other methods are collective, as in :class:`mpikv.KVStore`. They drain outstanding requests first: earlier
     pushes of any rank are in the values. They also compare the settings of the optimizer; these settings count from
@@ -91,21 +87,21 @@ class AsyncKVStore(KVStore):
     _revision = 0
     _in_rounds = False
 
-    def __init__(self, *parts: Any, staleness: int | None = None, **options: Any) -> None:
+    def __init__(self, group: Any, *parts: Any, staleness: int | None = None, **options: Any) -> None:
         """Use :func:`mpikv.create`. Collective. Other options as for :class:`mpikv.KVStore`."""
-        super().__init__(*parts, **options)
-        group, config = self._group, self._config
+        # First, as it may fail: then the store is among the open ones. Collective: it duplicates the communicator.
+        self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
+        super().__init__(group, *parts, **options)
+        config = self._config
         self._bound = staleness
-        self._exchange.summed = self.size if staleness == 0 else 0
+        self._exchange.summed = 0
         # The lock guards owner and clocks: the endpoint's thread and this rank's calls both use them.
         self._lock, self._holder = present().lock(), 0
-        self._owner = KeyOwner(group.size, staleness == 0, self._answer)
+        self._owner = KeyOwner(self._answer)
         self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, self._board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
-        # Collective: the endpoint duplicates the communicator.
-        self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
         self._client = AsyncClient(group.rank, self._endpoint, self._act_here, self._waiting)
         self._freeze()
         self._begin()
@@ -127,7 +123,7 @@ class AsyncKVStore(KVStore):
     def statistics(self) -> dict[str, Any]:
         """Return measurements of the store. Local.
 
-        ``staleness``: the bound, and on the first rank, with a bound from 1, the largest lead of one rank over another
+        ``staleness``: the bound, and on the first rank, with a bound, the largest lead of one rank over another
         so far. ``updates``: how many updates this rank has made as an owner.
         """
         staleness = {"bound": self._bound, "largest": self._clocks.widest}
@@ -145,11 +141,11 @@ class AsyncKVStore(KVStore):
 
     # --- Verbs
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn) -> None:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
         """Send one value per key to its owner; the owner's updater changes the stored value: ``updater(key, value,
         stored)``.
 
-        Not collective. Returns when the value is on its way; with a staleness from 1, after the update. A later push of
+        Not collective. Returns when the value is on its way; with a staleness, after the update. A later push of
         the same key waits for the update. If the updater raises, the value keeps its content. This call raises the
         exception, or the next pull or push of the key, or the next collective call instead of its work. Each key of a
         list is updated by itself.
@@ -166,17 +162,10 @@ class AsyncKVStore(KVStore):
             PeerFailed: the updater raised, at the owner, in an earlier push.
             Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
         """
-        self._enter("push", wait, _other, self._run_push, key, value, priority)
+        self._enter("push", wait, self._run_push, key, value, priority)
 
     def pull(
-        self,
-        key: Any,
-        out: Any = None,
-        priority: Any = 0,
-        ignore_sparse: bool = True,
-        *,
-        wait: bool = True,
-        **_other: NoReturn,
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
     ) -> Any:
         """Read the value of a key, or of each key of a list, from its owner.
 
@@ -185,13 +174,11 @@ class AsyncKVStore(KVStore):
 
         Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
         """
-        return self._enter("pull", wait, _other, self._run_pull, key, out, priority)
+        return self._enter("pull", wait, self._run_pull, key, out, priority)
 
-    def pushpull(
-        self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn
-    ) -> Any:
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
-        return self._enter("pushpull", wait, _other, self._run_pushpull, key, value, out, priority)
+        return self._enter("pushpull", wait, self._run_pushpull, key, value, out, priority)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate for later pushes. Collective in this store: owners apply the pushes of all
@@ -278,8 +265,7 @@ class AsyncKVStore(KVStore):
             client.wait([self._pushes[key] for key in plan.keys])
             self._clock += 1
             client.ask(Kind.TICK, _KEEPER, number=self._clock)
-        if self._bound != 0:  # in rounds all ranks raise in the same call: the next one, in any order of arrival
-            client.raise_failures(plan.keys)
+        client.raise_failures(plan.keys)
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
@@ -291,15 +277,13 @@ class AsyncKVStore(KVStore):
 
     # --- The doors
 
-    def _enter(self, verb: str, wait: bool, others: Any, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a call that is not collective, and has no ``others`` among its arguments."""
-        if others:
-            raise unknown_argument(getattr(KVStore, verb), others)
+    def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
+        """Make a call that is not collective."""
         if not wait:
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
         def checked() -> Result:
-            with self._translated():
+            with self._asking():
                 self._client.receive()
                 result: Result = self._memory.order.run(run, *arguments)
                 return result
@@ -356,13 +340,10 @@ class AsyncKVStore(KVStore):
         """
 
         def run() -> None:
-            with self._translated():
+            with self._asking():
                 client = self._client
                 if self._bound is not None:
-                    # With a bound of 0 every owner waits for this rank's rounds; else only the keeper waits for its
-                    # clock.
-                    for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
-                        client.ask(Kind.LEAVE, rank)
+                    client.ask(Kind.LEAVE, _KEEPER)
                 client.wait_for_all()
                 client.raise_failures()
 
@@ -380,8 +361,20 @@ class AsyncKVStore(KVStore):
             raise Unsupported(f"{verb}: an updater cannot call the store")
         self._door.check_free(verb)
 
-    def _translated(self) -> Any:
-        return self._group.translated("asking other ranks") if self._group.comm else nullcontext()
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Ask other ranks inside of the block."""
+        if self._endpoint is None:
+            yield
+            return
+        with self._group.translated("asking other ranks"):
+            try:
+                yield
+            except BaseException:
+                with suppress(Exception):  # the first error says more
+                    self._endpoint.hand_over()
+                raise
+            self._endpoint.hand_over()
 
     # --- What this rank does as an owner
 
@@ -433,12 +426,10 @@ class AsyncKVStore(KVStore):
         elif kind == Kind.WAIT:
             self._clocks.wait(rank, ticket, number)
         elif kind == Kind.LEAVE:
-            self._owner.leave(rank)
             self._clocks.leave(rank)
             self._answer(rank, ticket, 0, None)
         else:
-            awaited = {*self._owner.awaited(rank), *self._clocks.awaited(rank)}
-            self._answer(rank, ticket, 0, np.array(sorted(awaited), NUMBERS))
+            self._answer(rank, ticket, 0, np.array(self._clocks.awaited(rank), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         if rank == self.rank:
@@ -500,7 +491,6 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
         "placement": config.placement != "auto",
         "kernels": config.kernels != "numpy",
         "deterministic": config.deterministic,
-        "verify_calls": not config.verify_calls,
         "check_finite": config.check_finite > 0,
         "compression": given["compression"] is not None,
     }

@@ -6,6 +6,7 @@ It works on a duplicate of the communicator, so its messages never meet those of
 from __future__ import annotations
 
 import os
+import reprlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,6 +41,13 @@ Describe = Callable[[], tuple[str, Sequence[int]]]
 """Returns an operation in words, and the ranks without which it does not end, as far as one knows."""
 
 
+def _tell_origin(group: ProcessGroup, made_by: str) -> str:
+    """Tell which communicator this is, and its ranks, which messages name by their numbers in it. Local."""
+    ranks = group.comm.group.Translate_ranks(None, group.mpi.COMM_WORLD.group) if group.size > 1 else [0]
+    those = f", whose ranks are {reprlib.repr(ranks)} of COMM_WORLD" if ranks != [*range(group.size)] else ""
+    return f" on the communicator of {made_by}{place_here()}{those}"
+
+
 class Check(Standing):
     """The checks of one communicator on this rank."""
 
@@ -47,15 +55,17 @@ class Check(Standing):
         """Collective. ``made_by`` is the call that made the communicator."""
         self.group, self.config = group, config
         # Of one that the program has made: several may be in use.
-        self._about = "" if made_by in ("Init", "checked") else f" on the communicator of {made_by}{place_here()}"
+        self._about = "" if made_by in ("Init", "checked") else _tell_origin(group, made_by)
         self._process, self._thread = os.getpid(), get_ident()
-        self._board = StatusBoard(group, config.report)
+        self._board = StatusBoard(group, config.report, self._about)
         waits = _heeding(group, Waiting(config.timeout, config.warn_after, self._board.warn))
         self._tickets = (SharedTickets if group.one_host else Tickets)(group, waits)
-        # An agreement asks for less than a whole transport.
-        super().__init__(Agreement(self._tickets, group, self._board, verifies=True), group)  # type: ignore[arg-type]
+        control: Any = self._tickets  # an agreement asks for less than a whole transport, as does that of GPUs
+        super().__init__(Agreement(control, group, self._board), group)
         self.leave = self._agreement.leave
         """Notes the end of a collective call."""
+        self.calls = dict[Any, Call]()
+        """Calls of buffers, by what they follow from."""
         self._pending = deque[tuple[int, Call, str]]()
         # Those that the program has dropped are in _dropped, by what it did not wait for.
         self._started = WeakValueDictionary[int, Any]()
@@ -63,7 +73,6 @@ class Check(Standing):
         self.refused: Call | None = None
         """A call that mpi4py has refused on this rank, and that all have begun: the others are in MPI."""
         self.gpus: Any = None
-        control: Any = self._tickets  # as above
         self.join_gpus = partial(open_gpu_transport, group, config, warn=self._board.warn, control=control)
         self._agreement.begin(call_of(made_by, ()))
         owned("checks").append(self)
@@ -89,6 +98,8 @@ class Check(Standing):
         try:
             if problem is not None:
                 self._agreement.refuse(call, problem)
+            # It is on its way to the other ranks while this one takes note of the call.
+            self._tickets.early = self._tickets.post(call.token)
             self._agreement.begin(call)
         except BaseException as error:
             self._fail(call.verb, error)
@@ -98,7 +109,7 @@ class Check(Standing):
         """Raise unless a call may be the refused one. Local."""
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
-            text = f"mpi4py refused {refused} on this rank; the other ranks are in it, and cannot meet {call}"
+            text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
             self.end(error := self._agreement.at_rank(call.verb, RankMismatch(text)))
             raise error
 
@@ -142,14 +153,13 @@ class Check(Standing):
         """Remember a request that the program has to wait for, and return it. Local. ``number`` is that of its
         comparison; a message has none.
         """
-        code = frame.f_code
         request.check, request.describe, request.number = self, describe, number
-        request.place = f" at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+        request.place = f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         self._started[id(request)] = request
         return request
 
     def drop(self, request: Any) -> None:
-        """Remember what the program has dropped before its end, without the buffer. Local."""
+        """Remember a request that the program has dropped before its end, without the buffer. Local."""
         self._dropped[f"{request.describe()[0]}{request.place}"] = None
 
     def complete(self, request: Any, is_done: Callable[[], object]) -> None:
@@ -163,26 +173,28 @@ class Check(Standing):
             self._compare_first()
         self.wait(is_done, request.describe, request)
 
-    def wait(self, is_done: Callable[[], object], describe: Describe, keep: Any = None) -> None:
-        """Wait for a message. ``keep`` is kept alive after a failure: MPI may still read and write its buffer.
+    def wait(self, is_done: Callable[[], Any], describe: Describe, keep: Any = None) -> Any:
+        """Wait for a message, and return what ``is_done`` then returns. ``keep`` is kept alive after a failure: MPI may
+        still read and write its buffer.
 
         Raises:
             Stalled: the deadline passed.
         """
         for _ in range(_LOOKS):
-            if is_done():
-                return
+            if done := is_done():
+                return done
         self.check_usable()
         (text, peers), board = describe(), self._board
-        last, is_main, failures = board.current, self._thread == get_ident(), list[Exception]()
+        last, is_main, failure = board.current, self._thread == get_ident(), None
 
         def is_done_now() -> bool:
+            nonlocal done, failure
             self.look()  # a rank that finds a difference needs the others' part
             try:
-                return bool(is_done())
+                done = is_done()
             except Exception as error:  # MPI's own, as of a message that is too long, is the program's affair
-                failures.append(error)
-                return True
+                failure = error
+            return bool(done) or failure is not None
 
         if is_main:
             board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
@@ -195,10 +207,13 @@ class Check(Standing):
         finally:
             if is_main:
                 board.write(board.number[0], last)
-        if failures:
-            raise failures[0]
+        if failure is not None:
+            raise failure
+        return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
+        if isinstance(error, RankMismatch) and self._about not in str(error):
+            error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
             self.end_unless_settled(f"{verb}{self._about}", error)
         hide_frames(error)
@@ -217,7 +232,7 @@ class Check(Standing):
         self.group.close()
 
     def _tell_left(self) -> None:
-        """Log what the program has started and not waited for. Local."""
+        """Log the requests that the program has started and not waited for. Local."""
         for request in [one for one in self._started.values() if one]:
             self.drop(request)
         for text in self._dropped:

@@ -6,9 +6,12 @@ its own from its buffers, as mpi4py does, so the same call has the same facts wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from ..arrays.arrays import is_array, lies_elsewhere, name_of
 from ..cluster.calls import ANY, Call
 from ..cluster.mpi_library import load_mpi, reads_gpus
+from ..compute.cuda.gpu import DRIVER
 from ..engine.plan import digest
 
 MPI: Any = load_mpi()
@@ -26,8 +30,10 @@ Facts: TypeAlias = tuple[Fact, ...]
 
 _NAMES = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MAXLOC", "MINLOC")
 _OPS = {getattr(MPI, name).handle: name.lower() for name in _NAMES}
-_MISTAKES = (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError)
 _EMPTY = "no elements"
+# How an argument tells all that facts follow from, by its type.
+_SAME: dict[type, Any] = dict.fromkeys((int, str, type(None), type(MPI.IN_PLACE)), lambda value: value)
+_TELLING: dict[type, Any] = {**_SAME, np.ndarray: attrgetter("dtype", "size"), MPI.Op: attrgetter("handle")}
 HOST = {*map(type, (np.empty(0), memoryview(b""), b"", bytearray(), 0, None, MPI.SUM, MPI.IN_PLACE, MPI.Status()))}
 """Types of arguments that are no array of a GPU, without a look at them."""
 
@@ -36,12 +42,23 @@ class Unknown(TypeError):
     """This rank cannot tell a fact: its message is of a derived datatype, empty where counts differ, or a mistake."""
 
 
-def describe_call(verb: str, facts: Callable[..., Facts], comm: Any, given: Sequence[Any], named: Any) -> Call:
-    """Return a call of a communicator with these arguments. Local."""
+def describe_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], named: Mapping[str, Any]) -> Call:
+    """Return a call with these arguments, the first of which is its communicator. Local."""
     try:
-        return call_of(verb, facts(comm, *given, **named))
+        return call_of(verb, facts(*given, **named))
     except Unknown:
         return call_of(verb, None)
+
+
+def key_of(verb: str, values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return what the facts of a call follow from on its communicator; None unless its buffers are numpy's. Local."""
+    key: list[Any] = [verb]
+    try:
+        for value in values:
+            key.append(_TELLING[type(value)](value))  # noqa: PERF401 - a comprehension is slower
+    except KeyError:
+        return None
+    return tuple(key)
 
 
 @lru_cache(4096)
@@ -67,13 +84,10 @@ def text_of(fact: Fact) -> str:
 
 def _block(message: Any, blocks: int = 1) -> Fact:
     """Return kind and number of the elements of a block of a message, in one of mpi4py's forms for buffers."""
-    if type(message) is np.ndarray:
-        kind, count = message.dtype, message.size // blocks
-    elif message is None or message is MPI.IN_PLACE:
+    if message is None or message is MPI.IN_PLACE:
         return None
-    else:
-        kind, named, _, whole = unpack(message, vector=False)
-        count = whole // blocks if named is None else int(named)
+    kind, named, _, whole = unpack(message, vector=False)
+    count = whole // blocks if named is None else int(named)
     return (kind, count) if count else _EMPTY  # of any kind: an empty list makes an array of float64
 
 
@@ -111,7 +125,7 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
         else:  # a derived one is not among them
             kind = _plain_kinds()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
         return kind, count, displacements, getattr(buffer, "nbytes", 0) // kind.itemsize
-    except _MISTAKES as error:
+    except (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError) as error:
         raise Unknown("a derived datatype, or no buffer") from error  # a mistake mpi4py names itself, on this rank
 
 
@@ -125,13 +139,6 @@ def _plain_kinds() -> dict[int, np.dtype[Any]]:
                 if one.is_predefined and one.size == one.extent == (kind := np.dtype(one.typestr)).itemsize:
                     kinds[one.handle] = kind
     return kinds
-
-
-def _alike(send: Any, receive: Any) -> Fact:
-    """Return the fact of two messages that must be alike."""
-    if type(send) is type(receive) is np.ndarray and send.dtype is receive.dtype and send.size == receive.size > 0:
-        return send.dtype, send.size  # as below, in half of the time
-    return _pair(_block(send), _block(receive))
 
 
 def _pair(send: Fact, receive: Fact) -> Fact:
@@ -175,12 +182,21 @@ def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.S
     return op_of(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
 
 
-def on_gpus(messages: Iterable[Any]) -> list[Any]:
+def on_gpus(messages: Sequence[Any]) -> list[Any]:
     """Return the arrays of messages that lie on a GPU, where MPI cannot read them."""
+    if HOST.issuperset(map(type, messages)):
+        return []
     first = [one for each in messages for one in (each[:1] if isinstance(each, (list, tuple)) else (each,))]
-    # PyTorch's arrays of the host have the attribute, too.
+    # PyTorch's arrays of the host have CUDA's interface, too.
     there = [x for x in first if (lies_elsewhere(x) if is_array(x) else hasattr(x, "__cuda_array_interface__"))]
-    return [] if there and reads_gpus() else there
+    return [] if there and (reads_gpus() or not (any(map(is_array, there)) or _has_driver())) else there
+
+
+def _has_driver() -> bool:
+    """Return whether CUDA's driver is loaded. A process without it has no memory of a GPU. Local."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL(DRIVER, os.RTLD_NOLOAD))
+    return False
 
 
 def nothing(*_: Any, **__: Any) -> Facts:
@@ -207,7 +223,7 @@ BUFFERS: dict[str, Callable[..., Facts]] = {
     **dict.fromkeys(("Barrier", "Alltoallv", "Alltoallw"), nothing),
     **dict.fromkeys(
         ("Allreduce", "Scan", "Exscan"),
-        lambda c, sendbuf, recvbuf, op=MPI.SUM: (op_of(op), _alike(sendbuf, recvbuf))),
+        lambda c, sendbuf, recvbuf, op=MPI.SUM: (op_of(op), _pair(_block(sendbuf), _block(recvbuf)))),
 }  # fmt: skip
 """The facts of each collective of buffers. Each has a nonblocking form of the same arguments."""
 

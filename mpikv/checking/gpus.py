@@ -146,17 +146,17 @@ for _v in ("", "v"):
     _STEPS[f"Alltoall{_v}"] = partial(Gpus.swap, vector=bool(_v))
 
 
-def call(comm: Any, verb: str, value: Any, *given: Any, **named: Any) -> None:
-    """Make a call of a checked communicator, of whose arrays ``value`` lies on a GPU. Collective, if the call is."""
+def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
+    """Make a call of a checked communicator, one of whose arrays lies on a GPU. Collective, if the call is."""
     check = comm.check
     try:
         if verb not in _STEPS:
             what = f"{_ADVICE}, or use what NCCL does: {', '.join(_STEPS)}"
             raise Unsupported(f"{verb}: an array lies on a GPU, and the MPI library is not CUDA-aware; {what}")
-        gpus = check.gpus = check.gpus or Gpus(check, value)
+        gpus = check.gpus = check.gpus or Gpus(check, on_gpus((*given, *named.values()))[0])
         gpus.order.begin()
         step = _STEPS[verb](gpus, *given, **named)
-        made = describe_call(verb, partial(_find, verb), comm, given, named)
+        made = describe_call(verb, partial(_find, verb), (comm, *given), named)
     except Exception as problem:
         if verb in BUFFERS:
             check.begin(call_of(verb, None), problem)

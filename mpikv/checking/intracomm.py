@@ -22,13 +22,15 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.tracebacks import place_here
 from ..config import Config
 from .check import Check, Describe, end_checks
-from .facts import BUFFERS, HOST, OBJECTS, Facts, call_of, describe_call, nothing, on_gpus
+from .facts import BUFFERS, OBJECTS, Facts, call_of, describe_call, key_of, nothing, on_gpus
 
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
 _Request: Any = MPI.Request
 # MPI's own, by the name under which pickle looks for it: other objects are pickled as copies of it.
 COMM_WORLD = MPI.COMM_WORLD
+# Calls that a communicator keeps.
+_MOST_CALLS = 4096
 
 _Run: TypeAlias = Callable[..., Any]
 """Makes a checked call."""
@@ -80,9 +82,8 @@ def _settle_any(requests: Sequence[Any]) -> None:
     checked = _with_checks(requests)
 
     def describe() -> tuple[str, Sequence[int]]:
-        described = [request.describe() for request in checked]
-        peers = sorted({peer for _, peers in described for peer in peers})
-        return f"any of {len(checked)} requests, the first {described[0][0]}", peers
+        those = [request.describe() for request in checked]
+        return f"any of {len(those)} requests, the first {those[0][0]}", sorted({p for _, each in those for p in each})
 
     # Others complete without the checks: then MPI waits.
     if checked and len(checked) == sum(map(bool, requests)):
@@ -134,23 +135,20 @@ def _add(names: str, make: Callable[[str, Any], _Run]) -> None:
         setattr(CheckedMethods, name, wraps(plain)(make(name, plain)))
 
 
-def _unless_free(make: Callable[..., _Run]) -> Callable[..., _Run]:
-    """Have what ``make`` makes run where there are checks, else MPI's method."""
+def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
+    """Have ``run`` make calls where there are checks, else MPI's method. It is given a name, and that method."""
 
-    def made(name: str, plain: Any, **options: Any) -> _Run:
-        run = make(name, plain, **options)
-
+    def make(name: str, plain: Any) -> _Run:
         def method(self: Any, *given: Any, **named: Any) -> Any:
             if self.check is None:
                 return plain(self, *given, **named)
-            values = (*given, *named.values())
-            if name[0].isupper() and not HOST.issuperset(map(type, values)) and (there := on_gpus(values)):
-                return _run_on_gpus(self, name, there[0], *given, **named)
-            return run(self, *given, **named)
+            if name[0].isupper() and on_gpus((*given, *named.values())):
+                return _run_on_gpus(name, self, *given, **named)
+            return run(name, plain, self, *given, **named)
 
         return method
 
-    return made
+    return make
 
 
 def _run_on_gpus(*given: Any, **named: Any) -> None:
@@ -164,18 +162,34 @@ def _nonblocking(name: str) -> str:
     return ("I" if name[0].isupper() else "i") + name.lower()
 
 
-def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing) -> _Run:
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        if (check := self.check) is None:
-            return plain(self, *given, **named)
-        # Objects are pickled, wherever their arrays lie.
-        values = (*given, *named.values())
-        if verb[0].isupper() and not HOST.issuperset(map(type, values)) and (there := on_gpus(values)):
-            return _run_on_gpus(self, verb, there[0], *given, **named)
-        call = describe_call(verb, facts, self, given, named)
+_start_of = cache(lambda name: getattr(_Comm, _nonblocking(name)))
+
+
+def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, posts: bool = False) -> _Run:
+    # Objects are pickled, wherever their arrays lie, and say nothing of the call.
+    of_buffers = verb[0].isupper()
+    first = 1 if of_buffers else 2
+
+    # The communicator is the first argument: to put it before the others again takes time.
+    def run(*given: Any, **named: Any) -> Any:
+        if (check := given[0].check) is None:
+            return plain(*given, **named)
+        key = None
+        if len(given) >= first:  # else an object is given by name
+            key = key_of(verb, (*given[first:], *named, *named.values()) if named else given[first:])
+        if (call := check.calls.get(key)) is None:
+            if of_buffers and on_gpus((*given[1:], *named.values())):
+                return _run_on_gpus(verb, *given, **named)
+            call = describe_call(verb, facts, given, named)
+            if key:
+                if len(check.calls) >= _MOST_CALLS:
+                    check.calls.clear()
+                check.calls[key] = call
+        if posts:
+            return check.post(call, lambda: CheckedRequest(plain(*given, **named)), sys._getframe(1))
         check.begin(call)
         try:
-            return plain(self, *given, **named)
+            return plain(*given, **named) if named else plain(*given)  # the shorter one is faster
         except Exception as error:
             if _is_refused(error):
                 check.refused = call
@@ -190,15 +204,6 @@ def _is_refused(error: Exception) -> bool:
     """Return whether mpi4py raised an error before it called MPI: where it reads arguments, or pickles an object."""
     frames = " ".join(frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
     return not isinstance(error, MPI.Exception) and bool(re.search(r"pickle_dump|_p_msg_|Comm\.\w+$", frames))
-
-
-@_unless_free
-def _posted(verb: str, plain: Any, facts: Callable[..., Facts]) -> _Run:
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        call = describe_call(verb, facts, self, given, named)
-        return self.check.post(call, lambda: CheckedRequest(plain(self, *given, **named)), sys._getframe(2))
-
-    return run
 
 
 _signature = cache(lambda name: signature(getattr(_Comm, name)))
@@ -226,122 +231,87 @@ def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
 
 
 @_unless_free
-def _waited(name: str, plain: Any) -> _Run:
-    start = getattr(_Comm, _nonblocking(name))
-    at = len(signature(start).parameters) - 1  # of the status, which the nonblocking call lacks
-
-    def run(self: Any, *given: Any, **named: Any) -> None:
-        options = dict(named)
-        status = given[at] if len(given) > at else options.pop("status", None)
-        try:
-            request = start(self, *given[:at], **options)
-        except NotImplementedError:  # an MPI before version 4 has no Isendrecv
-            plain(self, *given, **named)
-            return
-        test = partial(request.Test, status)
-        if not test():
-            self.check.wait(test, _describing(self, name, *given, **named), request)
-
-    return run
-
-
-def _find(comm: Any, probe: Any, describe: Describe, *place: Any) -> Any:
-    """Return what a probe finds; wait for it."""
-    found: list[Any] = []
-
-    def is_here() -> bool:
-        found[:] = [probe(comm, *place)]
-        return bool(found[0])
-
-    comm.check.wait(is_here, describe)
-    return found[0]
+def _waited(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    # The place of the status, which the nonblocking call lacks.
+    options, at = dict(named), len(_signature(_nonblocking(name)).parameters) - 1
+    status = given[at] if len(given) > at else options.pop("status", None)
+    try:
+        request = _start_of(name)(self, *given[:at], **options)
+    except NotImplementedError:  # an MPI before version 4 has no Isendrecv
+        return plain(self, *given, **named)
+    test = partial(request.Test, status)
+    if not test():
+        self.check.wait(test, _describing(self, name, *given, **named), request)
+    return None
 
 
 @_unless_free
-def _probed(name: str, plain: Any) -> _Run:
-    probe = getattr(_Comm, _nonblocking(name))
-
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        return _find(self, partial(probe, **named), _describing(self, name, *given, **named), *given)
-
-    return run
+def _probed(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    return self.check.wait(partial(_start_of(name), self, *given, **named), _describing(self, name, *given, **named))
 
 
-def _receive(
-    self: Any, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: Any = None
-) -> Any:
+@_unless_free
+def _received(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    way = _bind(name, given, named)
+    buf, source, tag, status = (way[key] for key in ("buf", "source", "tag", "status"))
     # Not irecv: without a buffer it takes messages up to 32 KiB only.
     probe = _Comm.improbe if buf is None else _Comm.iprobe
-    found = _find(self, probe, _describing(self, "recv", source=source, tag=tag), source, tag)
-    return found.recv(status) if buf is None else _Comm.recv(self, buf, source, tag, status)
+    found = self.check.wait(partial(probe, self, source, tag), _describing(self, name, *given, **named))
+    return found.recv(status) if buf is None else plain(self, buf, source, tag, status)
 
 
 @_unless_free
-def _exchanged(name: str, plain: Any) -> _Run:
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        way = _bind(name, given, named)
-        send = _Comm.isend(self, way["sendobj"], way["dest"], way["sendtag"])
-        received = _receive(self, way["recvbuf"], way["source"], way["recvtag"], way["status"])
-        self.check.wait(send.Test, _describing(self, "send", None, way["dest"], way["sendtag"]), send)
-        return received
-
-    return run
+def _exchanged(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    way = _bind(name, given, named)
+    send = _Comm.isend(self, way["sendobj"], way["dest"], way["sendtag"])
+    received = self.recv(way["recvbuf"], way["source"], way["recvtag"], way["status"])
+    self.check.wait(send.Test, _describing(self, "send", None, way["dest"], way["sendtag"]), send)
+    return received
 
 
 @_unless_free
-def _started(name: str, plain: Any) -> _Run:
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        # Without the buffer or object, which would live as long as the description.
-        place = {key: value for key, value in named.items() if key not in ("buf", "obj")}
-        describe = _describing(self, name, None, *given[1:], **place)
-        return self.check.track(CheckedRequest(plain(self, *given, **named)), describe, sys._getframe(2))
-
-    return run
+def _started(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    # Without the buffer or object, which would live as long as the description.
+    place = {key: value for key, value in named.items() if key not in ("buf", "obj")}
+    describe = _describing(self, name, None, *given[1:], **place)
+    return self.check.track(CheckedRequest(plain(self, *given, **named)), describe, sys._getframe(2))
 
 
 @_unless_free
-def _making(name: str, plain: Any) -> _Run:
-    def run(self: Any, *given: Any, **named: Any) -> Any:
-        if name != "Create_group":  # other ranks do not call it
-            self.check.begin(call_of(name, ()))
-        made = plain(self, *given, **named)
-        return made if made == MPI.COMM_NULL else _CLASSES[type(made)](made).begin_checks(self.check.config, name)
-
-    return run
+def _making(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    if name != "Create_group":  # other ranks do not call it
+        self.check.begin(call_of(name, ()))
+    made = plain(self, *given, **named)
+    return made if made == MPI.COMM_NULL else _CLASSES[type(made)](made).begin_checks(self.check.config, name)
 
 
 @_unless_free
-def _freeing(name: str, plain: Any) -> _Run:
-    def run(self: Any) -> None:
-        check, self.check = self.check, None
-        check.begin(call_of(name.capitalize(), ()))
-        check.close()
-        plain(self)
-
-    return run
+def _freeing(name: str, plain: Any, self: Any) -> None:
+    check, self.check = self.check, None
+    check.begin(call_of(name.capitalize(), ()))
+    check.close()
+    plain(self)
 
 
 @_unless_free
-def _aborting(name: str, plain: Any) -> _Run:
-    def run(self: Any, errorcode: int = 0) -> None:
-        if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):  # else the reason is printed already
-            log("rank %d calls Abort(%d)%s", self.rank, errorcode, place_here())
-        plain(self, errorcode)
-
-    return run
+def _aborting(name: str, plain: Any, self: Any, errorcode: int = 0) -> None:
+    if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):  # else the reason is printed already
+        log("rank %d calls Abort(%d)%s", self.rank, errorcode, place_here())
+    plain(self, errorcode)
 
 
 for _name, _facts in BUFFERS.items():
     _add(_name, partial(_collective, facts=_facts))
-    _add(_nonblocking(_name), partial(_posted, facts=_facts))
+    _add(_nonblocking(_name), partial(_collective, facts=_facts, posts=True))
 for _name, _facts in OBJECTS.items():
     _add(_name, partial(_collective, facts=_facts))
 _add("barrier", lambda name, plain: _collective("Barrier", plain))  # the two names of one call
 _add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _waited)
 # MPI's own, unchecked, but for arrays of GPUs.
-_add(f"Bsend Rsend {' '.join(each for each in dir(_Comm) if each.endswith('_init'))}", _unless_free(lambda _, own: own))
+_passed = _unless_free(lambda _, own, *given, **named: own(*given, **named))
+_add(f"Bsend Rsend {' '.join(each for each in dir(_Comm) if each.endswith('_init'))}", _passed)
 _add("Probe Mprobe probe mprobe", _probed)
-_add("recv", _unless_free(lambda *_: _receive))
+_add("recv", _received)
 _add("sendrecv", _exchanged)
 _add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _started)
 _add("Dup Dup_with_info Clone Create Split Split_type", _making)

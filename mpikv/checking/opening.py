@@ -31,10 +31,9 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
     from .intracomm import CheckedComm, open_checks
 
     if not isinstance(comm, mpi.Intracomm):
-        world = mpi.COMM_WORLD
         raise TypeError(
             f"checked: comm={comm!r} is not an mpi4py.MPI.Intracomm; pass one, as MPI.COMM_WORLD, on every rank "
-            f"[rank {world.rank}/{world.size}]"
+            f"[rank {mpi.COMM_WORLD.rank}/{mpi.COMM_WORLD.size}]"
         )
     return open_checks(CheckedComm(comm), "checked", timeout, warn_after)
 
@@ -52,18 +51,13 @@ def check_world() -> None:
             sys.meta_path.remove(cls)
             spec: Any = find_spec(name)
             load = spec.loader.exec_module
-
-            def load_and_change(module: Any) -> None:
-                load(module)
-                _rebind(module)
-
-            spec.loader.exec_module = load_and_change
+            spec.loader.exec_module = lambda module: load(module) or _rebind(module)
             return spec
 
     sys.meta_path.insert(0, Finder)
 
 
-def _rebind(mpi: Any) -> None:
+def _rebind(mpi: Any) -> Any:
     """Put checked objects in the places of MPI's, before any program has seen these. Collective, if MPI has started."""
     from .check import end_checks
     from .intracomm import CheckedComm, CheckedRequest, open_checks

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ..cluster.calls import ANY
 from ..cluster.process_group import ProcessGroup
-from ..errors import Stalled
 from ..transports.mpi import Tickets
 from ..transports.requests import Requests
 from ..transports.shm import GONE, Arrivals
@@ -28,10 +27,25 @@ class SharedTickets(Tickets, Arrivals):
     def __init__(self, group: ProcessGroup, waiting: Requests) -> None:
         Tickets.__init__(self, group, waiting)
         Arrivals.__init__(self, group, waiting, _HEAD + _ROOM)
+        self._place = self._stamp = 0
+
+    def agree(self, token: int, send_ready: bool = False) -> bool:
+        number, self.early = self.early or self.post(token), 0
+        words, place, stamp = self._flags, self._place, self._stamp
+        for peer in self._peers:
+            if words[peer + place] != stamp and not any(words[peer + place] == stamp for _ in range(self._spins)):
+                return self.meet(number)
+        if self._order:
+            self._order()
+        return True
 
     def post(self, token: int) -> int:
         words, number = self._flags, self._posted + 1
-        words[self._mine + _HEAD + number % _ROOM] = token
+        # With the number: one look tells that a rank has posted the same token, and not long ago.
+        self._place, self._stamp = _HEAD + number % _ROOM, token ^ number
+        if self._order:
+            self._order()
+        words[self._mine + self._place] = self._stamp
         if self._order:
             self._order()
         # Last: a rank that sees the number finds its token.
@@ -39,20 +53,17 @@ class SharedTickets(Tickets, Arrivals):
         return number
 
     def are_here(self, number: int) -> bool:
-        posted = self._flags[:: self._stride].tolist()
-        if GONE in posted:
-            raise Stalled(f"rank {posted.index(GONE)} has given up waiting")
-        return min(posted) >= number
+        return min(self._flags[:: self._stride].tolist()) >= number
 
     def meet(self, number: int) -> bool:
         words, place = self._flags, _HEAD + number % _ROOM
-        for peer in self._peers:
-            if not number <= words[peer] < GONE:
-                self._await(peer, number)
+        try:
+            for peer in self._peers:
+                if not number <= words[peer] < GONE:
+                    self._await(peer, number)
+        except BaseException:
+            words[self._mine + place] = 0  # else a late rank would agree with this one
+            raise
         if self._order:
             self._order()
-        token = words[self._mine + place]
-        for peer in self._peers:
-            if words[peer + place] != token:
-                return len({*words[place :: self._stride].tolist()} - {ANY}) < 2
-        return True
+        return len({*words[place :: self._stride].tolist()} - {ANY ^ number}) < 2

@@ -6,23 +6,3 @@ store. ``residuals`` adds the state of compression. ``program`` adds that of the
 into JSON and arrays. ``checkpoints`` holds the calls. The package imports ``engine`` and ``cluster``. A load changes no
 value before all ranks have found the file good.
 """
-
-from __future__ import annotations
-
-from .checkpoints import Checkpoints, KeptState, load_states, save_states
-from .compatibility import is_dumpable
-from .files import Source, inspect
-from .header import Kind
-from .saving import SaveWork
-
-__all__ = [
-    "Checkpoints",
-    "KeptState",
-    "Kind",
-    "SaveWork",
-    "Source",
-    "inspect",
-    "is_dumpable",
-    "load_states",
-    "save_states",
-]

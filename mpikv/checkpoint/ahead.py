@@ -42,7 +42,7 @@ class Ahead(Generic[Item]):
             self._end(error)
 
     def stop(self) -> None:
-        """End after the current item, and wait for its end. In a forked child, which lacks the thread, do nothing."""
+        """End after the current item, and wait for its end. In a forked child, without the thread, do nothing."""
         if not self._runs or present().process != self._process:
             return
         # Waits: the caller closes the file next, and the thread must not write to it any more.

@@ -159,30 +159,12 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
-        return self._find_together("load", self._find, path)
-
-    def load_states(self, path: Any) -> PreparedCall:
-        return self._find_together("load_optimizer_states", self._find_states, path)
-
-    def _find_together(self, verb: str, prepare: Callable[[Any], PreparedCall], path: Any) -> PreparedCall:
-        """Prepare a load."""
-        # If the ranks do not compare calls, prepare inside of the call: one rank alone may be unable to read the file,
-        # and the others must learn it.
-        if self._agreement.verifies:
-            return prepare(path)
-        # Without a token, as ranks that compare nothing need none.
-        call = Call(verb, 0, repr(path))
-
-        def run() -> Any:
-            prepared: PreparedCall = self._agreement.run_together(call, prepare, path)
-            _, load = prepared
-            return load()
-
-        return call, run
-
-    def _find(self, path: Any) -> PreparedCall:
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
+
+    def load_states(self, path: Any) -> PreparedCall:
+        optimizer = self._get_optimizer()
+        return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
         """Load a file of :meth:`save_rest`; the present optimizer stays, with the options of the saved one."""
@@ -191,10 +173,6 @@ class Checkpoints:
             present.take_options(updater)
             updater = present
         return self._prepare_load("load", source, updater)
-
-    def _find_states(self, path: Any) -> PreparedCall:
-        optimizer = self._get_optimizer()
-        return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def _entries(self) -> dict[Key, Entry]:
         table = self._exchange.values.table

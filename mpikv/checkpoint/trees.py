@@ -36,9 +36,10 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     # No masked array, whose mask would be lost.
-    if type(tree) is np.ndarray and _is_of_numbers(tree.dtype):
+    form = tree.dtype if type(tree) is np.ndarray and tree.dtype.isnative else None
+    if form and (form.kind in "biufc" or name_of(form) == "bfloat16"):
         arrays.append(np.ascontiguousarray(tree))
-        return {"array": [name_of(tree.dtype), list(tree.shape)]}
+        return {"array": [name_of(form), list(tree.shape)]}
     if is_tensor(tree):
         # As bytes: numpy lacks some of torch's dtypes.
         flat = tree.detach().cpu().contiguous().reshape(-1)
@@ -56,10 +57,6 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
         "tensors, None, and lists, tuples and dicts of them; kv.keep also takes a pair of functions (get, set) that "
         "turn a state into these, and back"
     )
-
-
-def _is_of_numbers(dtype: np.dtype[Any]) -> bool:
-    return dtype.isnative and (dtype.kind in "biufc" or name_of(dtype) == "bfloat16")
 
 
 def is_tensor(tree: Any) -> bool:

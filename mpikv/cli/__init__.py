@@ -5,6 +5,4 @@
 It may import all of the package, and prints.
 """
 
-from .. import __version__
-
-__all__ = ["__version__"]
+from .. import __version__ as __version__

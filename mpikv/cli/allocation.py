@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from ..cluster.environment import tasks_set_aside
 from ..errors import ConfigError
 
-__all__ = ["Allocation", "find_allocation", "find_kill_wait", "parse_counts"]
-
 
 @dataclass(frozen=True)
 class Allocation:

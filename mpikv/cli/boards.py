@@ -21,19 +21,6 @@ from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, condense, fi
 from ..cluster.shared_memory import BOARD, SHARED
 from ..cluster.status_board import LAYOUT, SLOT, call_of
 
-__all__ = [
-    "CALLS",
-    "Boards",
-    "Slots",
-    "by_name",
-    "describe",
-    "find_ranks",
-    "late_of",
-    "phases_of",
-    "roll_call",
-    "table",
-]
-
 CALLS = "mpikv-calls-"
 """Begins the name of a file with the last calls of a job that ended badly, in the folder of temporary files."""
 # Boards kept open: each keeps memory that its ranks may have given back, as in a program that makes stores in a loop.

@@ -23,10 +23,8 @@ from .gpus import survey
 from .info import find_settings
 from .launchers import Library, core_count, environment, find_launcher, find_library
 from .parser import Parser
-from .restarts import find_folders, remove_folders
+from .restarts import find_folders
 from .watch import find_leftovers, remove_leftovers
-
-__all__ = ["Finding", "main"]
 
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 # Bytes of shared memory for two ranks and their stores; containers have 64 MB by default.
@@ -199,4 +197,4 @@ def _clean() -> list[str]:
     calls = _old_calls()
     for path in calls:
         Path(path).unlink(missing_ok=True)
-    return [*remove_leftovers(), *remove_folders(), *calls]
+    return [*remove_leftovers(), *find_folders(remove=True), *calls]

@@ -9,8 +9,6 @@ from ..errors import TransportUnavailable
 from ..transports.preflight import shown
 from .nccl_faults import faults_of
 
-__all__ = ["Found", "survey"]
-
 
 class Found(NamedTuple):
     """The parts of a GPU store that this process found."""

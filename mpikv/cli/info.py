@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import __version__
-from ..checkpoint import Kind, Source, inspect
-from ..checkpoint.header import RESIDUALS
+from ..checkpoint.files import Source, inspect
+from ..checkpoint.header import RESIDUALS, Kind
 from ..cluster.connecting import connect
 from ..cluster.environment import Launch, advise_start, launch_of, visible_gpus
 from ..cluster.mpi_library import name_rivals
@@ -29,8 +29,6 @@ from ..transports import choose
 from .allocation import find_allocation
 from .gpus import survey
 from .launchers import core_count, environment, find_launcher, find_library
-
-__all__ = ["find_settings", "main"]
 
 OPTIONAL = ("ml_dtypes", "numba", "rich", "matplotlib", "scikit-learn")
 

@@ -7,27 +7,25 @@ this process becomes the parent of all orphaned descendants (Linux), and ends th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..cluster.environment import GIVEN_UP, UNSTARTED, free_port
 from ..config import aborts
 from .boards import CALLS, describe
-from .reports import Reports
+from .reports import LOST, Reports
 from .restarts import Restarts
-from .watch import MISTAKE, PREFIX, Death, Watch
-
-__all__ = ["FREE", "GRACE", "NOT_LISTENING", "Job", "handling", "run_job"]
+from .starts import LauncherProcess, process_control
+from .watch import MISTAKE, PREFIX, Death
 
 GRACE = 30.0
 """Seconds between SIGTERM and the end of the job; equal to Slurm's default KillWait."""
@@ -43,15 +41,18 @@ _HARDER, _HARDEST = 4.0, 1.0
 # have an unknown order.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
+# MPI_ERR_UNKNOWN of Open MPI: the status of its ranks that lose a connection to another host, where a rank has died.
+_BEREFT = 14
+
 # Seconds between the end of a rank without MPI and the message to the user.
-_PATIENCE = 5.0
+_WARN_AFTER = 5.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FREE = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go to the ranks and mean nothing to this command."""
 
 # Of <sys/prctl.h>.
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class _End(NamedTuple):
@@ -68,6 +69,8 @@ class _End(NamedTuple):
     """Whether a rank's script may have begun."""
     calls: Mapping[str, Any] | None = None
     """The last calls of the ranks, after a failure."""
+    goes_on: bool | None = None
+    """Whether it was decided that the ranks start again, or that they do not."""
     mistakes: Mapping[int, str] = MappingProxyType({})
     """The program's own errors on ranks, which another start would most likely raise again."""
 
@@ -81,100 +84,193 @@ def run_job(
     tell: Callable[[str], None],
     grace: float = GRACE,
     restarts: Restarts | None = None,
+    spares: str | None = None,
 ) -> tuple[int, str]:
     """Run the launcher's command line to its end; return the exit status, and the reason if it is not 0.
 
     ``tell`` receives messages for the user while the job runs. ``one_host``: all ranks are on this one. A launcher that
     fails to start, as Open MPI's seldom does on a busy machine, is started once more. ``restarts`` decides whether all
-    ranks start again after a death.
+    ranks start again after a death; ``spares`` are the modules that spares import for that.
 
     The status is that of the first failing rank. It is 1 if a rank left before the end of its script although the
     launcher reports success, 128 + s if this process received the signal s, else the launcher's own.
     """
-    early, retried = list[int](), False
-    # A signal between two starts goes to the next one.
-    with handling(_ENDING, lambda number, _: early.append(number)):
-        while True:
-            end = _run_once(command, environ, size, one_host, tell, grace, restarts, early)
-            if end.status == NOT_LISTENING and not end.begun and not retried:
-                tell(f"{end.what} before it started a rank, as it may on a busy machine; it is started once more")
-                retried = True
-            elif early or restarts is None or not end.dies or not restarts.go_on(end.what, end.mistakes):
-                break
+    end = Job(command, environ, size, one_host, tell, grace, restarts, spares).run()
     if end.calls is not None:
         with contextlib.suppress(OSError):  # a full disk, which may have ended the job
             tell(f"the last calls of each rank:  mpikv trace {_keep_calls(end.calls)}")
     return end.status, end.what + end.more + (restarts.end(end.status) if restarts is not None else "")
 
 
-def _run_once(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    size: int,
-    one_host: bool,
-    tell: Callable[[str], None],
-    grace: float,
-    restarts: Restarts | None,
-    early: list[int],
-) -> _End:
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-run-")))
-        environ = {**environ, "MPIKV_RUN": str(directory)}
-        watch, senders = Watch(directory), []
-        if restarts is not None:
+@dataclass
+class Job:
+    """The starts of a job, one after the other; :func:`run_job` describes the arguments."""
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    size: int
+    one_host: bool
+    tell: Callable[[str], None]
+    grace: float
+    restarts: Restarts | None
+    modules: str | None
+    early: list[int] = field(default_factory=list)
+    """Signals that have come between two starts, for the next one."""
+    others: list[LauncherProcess] = field(default_factory=list)
+    """Those beside the present one: before it, with launchers that are about to end; or after it, of spares."""
+    spares: LauncherProcess | None = None
+
+    def run(self) -> _End:
+        """Start the ranks until they need not start again; return the last end."""
+        retried = False
+        with handling(_ENDING, lambda number, _: self.early.append(number)), contextlib.closing(self):
+            while True:
+                launcher = self._take()
+                end = _Attempt(self, launcher).run()
+                # Spares may have been about to end.
+                if not end.begun and (launcher.has_spares or (end.status == NOT_LISTENING and not retried)):
+                    what = f"{end.what} before it started a rank, as it may on a busy machine"
+                    self.tell(f"{what}; it is started once more")
+                    retried |= not launcher.has_spares
+                elif not (not self.early and self.may_go_on(end) if end.goes_on is None else end.goes_on):
+                    return end
+
+    def _take(self) -> LauncherProcess:
+        spares, self.spares = self.spares, None
+        if spares is None or not spares.is_running():
+            return self._make()
+        self.others.remove(spares)
+        return spares
+
+    def _make(self) -> LauncherProcess:
+        environ = self.environ
+        if self.restarts is not None:
             # The port of the ranks before may still be closing.
-            environ |= {"MPIKV_KEEP": str(restarts.folder), "MPIKV_MASTER": f"127.0.0.1,{free_port()}"}
-        if not one_host:
-            reports = stack.enter_context(contextlib.closing(Reports(directory, size)))
-            environ["MPIKV_RUN_AT"] = reports.address
-            senders.append(reports.send)
-        senders.append(watch.send)
+            first, _, _ = environ.get("MPIKV_MASTER", "").partition(",")
+            environ = {**environ, "MPIKV_KEEP": str(self.restarts.folder), "MPIKV_MASTER": f"{first},{free_port()}"}
+        return LauncherProcess(self.command, environ)
 
-        def send(number: int) -> bool:
-            # A launcher that has just started has no handlers yet: it would die of a signal it could pass on later.
-            ignored = number in FREE and not any(directory.glob(PREFIX + "*"))
-            return sum(one(number) for one in senders) > 0 or ignored
+    def prepare(self) -> None:
+        """Start spares, once the present ranks have made a commit."""
+        wants = self.modules is not None and self.spares is None
+        if wants and self.restarts is not None and self.restarts.has_new_commit():
+            spares = self._make()
+            try:
+                spares.prepare(self.modules or "")
+            except OSError as error:
+                # The job is well without them: a disk is full, or no process can be made.
+                self.modules = None
+                spares.end()
+                self.tell(f"no spares could be started ({error}); ranks that start again take longer")
+            else:
+                self.spares = spares
+                self.others.append(spares)
 
-        warned, first = set[int](), list[Death]()
+    def may_go_on(self, end: _End) -> bool:
+        """Decide whether the ranks start again after an end, and tell the user if they do."""
+        return self.restarts is not None and end.dies and self.restarts.go_on(end.what, end.mistakes)
 
-        def bereft(job: Job) -> None:
-            # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without
-            # a message, and the other ranks wait for it.
-            if aborts(environ) and _failures(_recorded(directory), watch.deaths):
-                if restarts is not None and not first:
-                    # The deaths up to now: those that follow are of this signal. The launcher ends by itself, and
-                    # prints what the ranks had printed.
-                    first.extend(watch.deaths)
-                    watch.send(signal.SIGKILL)
-                job.end_soon(_HARDER if restarts is None else _HARDEST)
-            if absent := _without_mpi(directory) - warned:
-                warned.update(absent)
-                ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
-                tell(
-                    f"{ranks} ended more than {_PATIENCE:g} s ago without starting MPI; a rank that starts it, as by "
-                    "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
-                )
+    def launchers(self) -> list[int]:
+        """Return the launchers beside the present one."""
+        return [launcher.process.pid for launcher in self.others if launcher.is_running()]
 
-        with Job(command, environ, send, grace, early) as job:
-            status = watch.wait(job.process, lambda: bereft(job))
-            # Only after success: after a failure a host may be cut off, and its connection stays open.
-            if not one_host and status == 0:
-                reports.wait()
-            end = _verdict(status, directory, first or watch.deaths, size)
-            mistakes = {int(path.suffix[1:]): path.read_text() for path in directory.glob(MISTAKE + "*")}
-            if job.received is not None:
-                # Ranks may have saved, and ended with the status that asks for another run.
-                status = end.status if end.status == os.EX_TEMPFAIL else 128 + job.received
-                end = _End(status, f"stopped by {signal.Signals(job.received).name}")
-            job.failed = end.status != 0
-            with contextlib.closing(watch.boards):
-                if job.failed and job.received is None and (boards := watch.boards.read()):
-                    end = end._replace(calls=describe(boards, end.what))
-        if not _descendants():
-            watch.remove_files(orphans=end.status != 0)
-        # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
-        begun = job.received is not None or any(directory.glob(PREFIX + "*"))
-        return end._replace(begun=begun, mistakes=mistakes)
+    def close(self) -> None:
+        """End what is left, at once on a signal."""
+
+        def hurry(*_: object) -> None:
+            for launcher in self.others:
+                launcher.send(signal.SIGKILL)
+
+        with handling(_ENDING, hurry):
+            killed = [launcher.end() for launcher in self.others]
+        if any(killed):
+            _end_descendants()
+        for launcher in self.others:
+            launcher.watch.remove_files(orphans=True)
+
+
+class _Attempt:
+    """One of these starts, from its begin to its end."""
+
+    def __init__(self, job: Job, launcher: LauncherProcess) -> None:
+        self._job, self._launcher, self._watch = job, launcher, launcher.watch
+        self._senders = [self._watch.send]
+        self._warned, self._first = set[int](), list[Death]()
+        self._goes_on: bool | None = None
+
+    def run(self) -> _End:
+        """Start the ranks, and return their end."""
+        job, launcher, watch = self._job, self._launcher, self._watch
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: None if self._goes_on else launcher.end())
+            if not job.one_host:
+                reports = stack.enter_context(contextlib.closing(Reports(launcher.directory, job.size)))
+                launcher.environ["MPIKV_RUN_AT"] = reports.address
+                self._senders.insert(0, reports.send)
+            with SignalRelay(launcher, job, self._send) as relay:
+                status = watch.wait(launcher.process, lambda: self._attend(relay))
+                # Only after success: after a failure a host may be cut off, and its connection stays open.
+                if not job.one_host and status == 0:
+                    reports.wait()
+                end = self._find_end(status)
+                if relay.received is not None:
+                    # Ranks may have saved, and ended with the status that asks for another run.
+                    status = end.status if end.status == os.EX_TEMPFAIL else 128 + relay.received
+                    end = _End(status, f"stopped by {signal.Signals(relay.received).name}")
+                relay.failed = end.status != 0
+                with contextlib.closing(watch.boards):
+                    if relay.failed and relay.received is None and (boards := watch.boards.read()):
+                        end = end._replace(calls=describe(boards, end.what))
+            if not _descendants(job.launchers()):
+                # Spares wait now; a scan for orphans, which takes long, comes at the end of the job.
+                watch.remove_files(orphans=end.status != 0 and not self._goes_on)
+            # A rank writes its file before its script begins. Ranks of this host without a file have been ended.
+            begun = relay.received is not None or any(launcher.directory.glob(PREFIX + "*"))
+            return end._replace(begun=begun, goes_on=self._goes_on and end.dies)
+
+    def _send(self, number: int) -> bool:
+        # A launcher that has just started has no handlers yet: it would die of a signal it could pass on later.
+        ignored = number in FREE and not any(self._launcher.directory.glob(PREFIX + "*"))
+        return sum(send(number) for send in self._senders) > 0 or ignored
+
+    def _attend(self, relay: SignalRelay) -> bool:
+        """See to spares, and to deaths; return whether spares take over, beside a launcher that is about to end."""
+        job, watch = self._job, self._watch
+        # Ranks of other hosts record their ends; only those of this one are seen to die.
+        if not (watch.deaths or (not job.one_host and _recorded(self._launcher.directory))):
+            job.prepare()
+            return False
+        # Open MPI's launcher waits for unreachable hosts for ever. MPICH's may overlook a rank that leaves without a
+        # message, and the other ranks wait for it.
+        if aborts(job.environ) and _failures(_recorded(self._launcher.directory), watch.deaths):
+            if job.restarts is not None and not self._first:
+                # The deaths up to now: those that follow are of this signal. The launcher ends by itself, and prints
+                # what the ranks had printed.
+                self._first.extend(watch.deaths)
+                self._send(signal.SIGKILL)
+            relay.end_soon(_HARDER if job.restarts is None else _HARDEST)
+            may_leave = self._goes_on is None and relay.received is None and watch.saw_all(job.size)
+            if may_leave and job.spares is not None and job.spares.is_running():
+                self._goes_on = job.may_go_on(self._find_end(None))
+                if self._goes_on:
+                    job.others.append(self._launcher)
+                    # It may hang.
+                    threading.Thread(target=self._launcher.stop, daemon=True).start()
+        if absent := _without_mpi(self._launcher.directory) - self._warned:
+            self._warned.update(absent)
+            ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
+            job.tell(
+                f"{ranks} ended more than {_WARN_AFTER:g} s ago without starting MPI; a rank that starts it, as by "
+                "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
+            )
+        return bool(self._goes_on)
+
+    def _find_end(self, status: int | None) -> _End:
+        """Return the end of the ranks, by the launcher's status; None: it has not ended."""
+        directory = self._launcher.directory
+        deaths = [*(self._first or self._watch.deaths), *(_lost(directory) if status else ())]
+        end = _verdict(-signal.SIGKILL if status is None else status, directory, deaths, self._job.size)
+        return end._replace(mistakes={int(path.suffix[1:]): path.read_text() for path in directory.glob(MISTAKE + "*")})
 
 
 def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -> _End:
@@ -209,9 +305,14 @@ def _recorded(directory: Path) -> dict[int, Death]:
     return {end.rank: end for end in ends}
 
 
+def _lost(directory: Path) -> list[Death]:
+    """Return the ends of ranks on other hosts, as of their connections. Those that were killed record none."""
+    return [Death(int(path.suffix[1:]), int(path.read_text()), None) for path in directory.glob(LOST + "*")]
+
+
 def _without_mpi(directory: Path) -> set[int]:
     """Return the ranks with scripts that ended well, a while ago, without starting MPI."""
-    before = time.time() - _PATIENCE
+    before = time.time() - _WARN_AFTER
     return {int(path.suffix[1:]) for path in directory.glob(UNSTARTED + "*") if path.stat().st_mtime < before}
 
 
@@ -237,10 +338,15 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     """
     begin = min(failure.time_ns for failure in failures)
     near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
-    # Launchers kill the other ranks by SIGKILL.
-    others = [failure for failure in near if failure.status != -signal.SIGKILL]
-    if others:
-        return [min(others, key=lambda failure: failure.time_ns)]
+    # Launchers kill the other ranks by SIGKILL; of those on other hosts only the time is known.
+    caused = {-signal.SIGKILL, *([_BEREFT] if any(failure.status is None for failure in near) else ())}
+    others = sorted((failure for failure in near if failure.status not in caused), key=lambda failure: failure.time_ns)
+    if any(failure.status is not None for failure in others):
+        # A crash may be seen after the end of a connection that it caused. What others do about a death on another host
+        # looks different: they end with a status, or by the launcher's SIGTERM.
+        limit = others[0].time_ns + _DOUBT * (others[0].status is None)
+        crashes = [one for one in others if (one.status or 0) < 0 and one.status != -signal.SIGTERM]
+        return [*(crash for crash in crashes if crash.time_ns < limit), *others][:1]
     return [failure for failure in near if failure.time_ns - begin < _DOUBT]
 
 
@@ -285,7 +391,7 @@ def handling(numbers: Sequence[int], handler: Callable[[int, FrameType | None], 
             signal.signal(number, earlier)
 
 
-class Job:
+class SignalRelay:
     """The launcher's process; it runs in a ``with`` block. SIGINT, SIGTERM and SIGHUP end the job, harder after a while
     or at a second SIGINT.
 
@@ -293,32 +399,20 @@ class Job:
     second.
     """
 
-    process: subprocess.Popen[bytes]
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        send: Callable[[int], bool],
-        grace: float,
-        early: list[int],
-    ) -> None:
-        """``send`` sends a signal to all ranks, and returns whether nothing else is to be done. ``early`` signals have
-        come, or come before the start.
-        """
+    def __init__(self, launcher: LauncherProcess, job: Job, send: Callable[[int], bool]) -> None:
+        """``send`` sends a signal to all ranks, and returns whether nothing else is to be done."""
         self.received: int | None = None
         self.failed = True
         """Whether the end of the block ends all descendants of this process."""
-        self._command, self._environ, self._send_ranks, self._grace = command, environ, send, grace
+        self._launcher, self._job, self._send_ranks = launcher, job, send
         self._harder_signals: list[int] = []
-        self._early = early
         self._started = self._ending = False
         self._until_end = contextlib.ExitStack()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> SignalRelay:
         """Start it. Only the main thread may, since this installs signal handlers."""
         with contextlib.ExitStack() as stack:
-            self._start(stack)
+            self._begin(stack)
             self._until_end = stack.pop_all()
         return self
 
@@ -326,25 +420,15 @@ class Job:
         """After the launcher's end, restore the signal handlers; if the job failed, end its descendants first."""
         self._until_end.close()
 
-    def _start(self, stack: contextlib.ExitStack) -> None:
+    def _begin(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(handling((*_ENDING, *FREE), self._pass_on))
         stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._harder))
         stack.callback(self._clean_up)
-        _process_control(_PR_SET_CHILD_SUBREAPER, 1)()
-        # A session of its own: it must get only passed-on signals, and not the terminal's Ctrl-C as well.
-        self.process = subprocess.Popen(
-            self._command,
-            env=self._environ,
-            stdin=_stdin(),
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=_process_control(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
-        if self.process.stdin is not None:
-            threading.Thread(target=_copy_terminal, args=(self.process.stdin,), daemon=True).start()
+        process_control(_PR_SET_CHILD_SUBREAPER, 1)()
+        self._launcher.begin(self._job.size)
         self._started = True
-        while self._early:
-            self._pass_on(self._early.pop(0), None)
+        while self._job.early:
+            self._pass_on(self._job.early.pop(0), None)
 
     def end_soon(self, seconds: float) -> None:
         """Give the launcher so many seconds to end by itself, then signal it."""
@@ -356,11 +440,11 @@ class Job:
     def _clean_up(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if self.failed:
-            _end_descendants()
+            _end_descendants(self._job.launchers())
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if not self._started:
-            self._early.append(number)
+            self._job.early.append(number)
             return
         if number in FREE:
             self._send_job(number)
@@ -368,62 +452,28 @@ class Job:
         if self.received is not None:
             # Shells and others may signal the whole group, and the same signal arrives twice: ignore the second.
             if number == signal.SIGINT:
-                self._send(signal.SIGKILL)
+                self._launcher.send(signal.SIGKILL)
             return
         self.received = number
         # A rank waiting inside MPI runs no Python signal handler, so harder signals must follow.
         self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
         self._send_job(number)
-        signal.setitimer(signal.ITIMER_REAL, _HARDER if number == signal.SIGINT else self._grace, _HARDER)
+        signal.setitimer(signal.ITIMER_REAL, _HARDER if number == signal.SIGINT else self._job.grace, _HARDER)
 
     def _harder(self, number: int, frame: FrameType | None) -> None:
         if self._harder_signals:
-            self._send(self._harder_signals.pop(0))
+            self._launcher.send(self._harder_signals.pop(0))
 
     def _send_job(self, number: int) -> None:
         # If no rank has begun, there is nothing to save: signal the launcher itself.
         if not self._send_ranks(number):
-            self._send(number)
-
-    def _send(self, number: int) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.killpg(self.process.pid, number)
+            self._launcher.send(number)
 
 
-def _stdin() -> int | None:
-    """Return the launcher's input: our own; or a pipe if that is a terminal, since only our session can read it."""
-    if not os.isatty(0):
-        return None
-    try:
-        foreground = os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:  # another session's terminal
-        foreground = False
-    # In the background, reading the terminal would stop this process.
-    return subprocess.PIPE if foreground else subprocess.DEVNULL
-
-
-def _copy_terminal(pipe: IO[bytes]) -> None:
-    with contextlib.suppress(OSError), pipe:  # the launcher ended, or the terminal went away
-        while typed := os.read(0, 4096):
-            pipe.write(typed)
-
-
-def _process_control(option: int, value: int) -> Callable[[], None]:
-    """Return a function that sets an attribute of the process that calls it (Linux only), even after a fork."""
-    control = getattr(ctypes.CDLL(None), "prctl", None)
-
-    def call() -> None:
-        if control is not None:
-            control(option, value, 0, 0, 0)
-
-    return call
-
-
-def _end_descendants() -> None:
+def _end_descendants(without: Collection[int] = ()) -> None:
     """Kill and reap all descendants. Those whose parents die become children of this process, hence the rounds."""
     deadline = time.monotonic() + _HARDER
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while (left := _descendants(without)) and time.monotonic() < deadline:
         for pid in left:
             # Gone meanwhile, or not yet our own child.
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -432,14 +482,17 @@ def _end_descendants() -> None:
         time.sleep(0.01)
 
 
-def _descendants() -> list[int]:
-    """Return the processes that descend from this one; none where there is no ``/proc``."""
+def _descendants(without: Collection[int] = ()) -> list[int]:
+    """Return the processes that descend from this one, but not by those to do ``without``; none where there is no
+    ``/proc``.
+    """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended while we look
             # The name before the last parenthesis may hold anything; the state and the parent follow it.
             parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.parent.name))
+            if (pid := int(entry.parent.name)) not in without:
+                children.setdefault(parent, []).append(pid)
     found = children.get(os.getpid(), [])
     for pid in found:
         found.extend(children.get(pid, []))

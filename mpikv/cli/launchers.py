@@ -21,20 +21,6 @@ from ..cluster.environment import forced_library
 from ..cluster.mpi_library import name_library, why_no_mpi
 from ..errors import ConfigError, TransportUnavailable
 
-__all__ = [
-    "Launcher",
-    "Library",
-    "Plan",
-    "can_shield",
-    "clean",
-    "core_count",
-    "direct",
-    "environment",
-    "find_launcher",
-    "find_library",
-    "plan",
-]
-
 OPENMPI, MPICH = "Open MPI", "MPICH"
 
 DEADLINE = 30.0
@@ -355,5 +341,5 @@ def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]
         or name.startswith(("MPIKV_", "MPI4PY_"))
         or name == "PYTHONPATH"
     }
-    # These two are set later, when the launcher starts.
-    return sorted({*found, "MPIKV_MASTER", "MPIKV_RUN_AT"})
+    # These are set later, when the launcher starts.
+    return sorted({*found, *({"MPIKV_KEEP"} & {*wanted}), "MPIKV_MASTER", "MPIKV_RUN_AT"})

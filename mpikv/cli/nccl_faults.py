@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from ..transports.preflight import shown
 
-__all__ = ["faults_of"]
-
 
 class _Fault(NamedTuple):
     """A fault of some versions, in NCCL's numbering."""
@@ -24,11 +22,7 @@ _FAULTS = (
         22808,
         "PyTorch has passed over 2.28.3 to 2.28.8 for their faults (https://github.com/pytorch/pytorch/pull/166174)",
     ),
-    _Fault(
-        22902,
-        22902,
-        "sums may hang, as in no later version (https://github.com/pytorch/pytorch/pull/174338)",
-    ),
+    _Fault(22902, 22902, "sums may hang, as in no later version (https://github.com/pytorch/pytorch/pull/174338)"),
     _Fault(
         23102,
         _NEWEST,

@@ -8,8 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["UNREAD", "has_lost_reader", "open_closed_files", "until_unread"]
-
 UNREAD = 128 + signal.SIGPIPE
 """The exit status if the output has lost its reader: the shell's status of a process ended by SIGPIPE."""
 

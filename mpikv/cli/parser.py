@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-__all__ = ["Parser"]
-
 
 class Parser(argparse.ArgumentParser):
     """Reports misuse in one line, without the usage, and exits with status 2."""

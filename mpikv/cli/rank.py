@@ -30,6 +30,7 @@ from ..config import aborts
 from ..errors import ConfigError, text_of
 from ..store.endings import tell_unseen
 from .reports import Report, open_report
+from .starts import wait_at_gate
 from .watch import MISTAKE, PREFIX, shared_files
 
 INTERRUPTED = 130
@@ -42,6 +43,9 @@ def main() -> None:
     launch = launch_of()
     if not may_read_processes():
         forgo_single_copy()  # before the script can start MPI
+    if os.environ.get("MPIKV_CHECK"):
+        check_world()
+    wait_at_gate(launch, os.environ)
     set_rank_variables(launch, os.environ.get("MPIKV_MASTER", ""))
     rank, size = (launch.rank, launch.size) if launch else (0, 1)
     prefix = f"[rank {rank}/{size}] " if size > 1 else ""
@@ -55,8 +59,6 @@ def main() -> None:
     # At exit, not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, report, rank, 0, process)
     status = 1
-    if os.environ.get("MPIKV_CHECK"):
-        check_world()
     try:
         report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
         status = _run(sys.argv[1:], prefix, lambda mistake: report(f"{MISTAKE}{rank}", mistake))

@@ -25,14 +25,14 @@ from pathlib import Path
 from ..cluster.environment import run_directory
 from .watch import PREFIX
 
-__all__ = ["Report", "Reports", "open_report"]
-
 Report = Callable[[str, str], object]
 """Writes a text under a name."""
 
+LOST = "lost."
+"""Prefix of a file for a rank on another host, with the time in ns at which its connection ended."""
 
 _ADDRESS_OF_INTERFACE = 0x8915  # of <linux/sockios.h>
-_PATIENCE = 5.0
+_CONNECTION_TIME = 5.0
 """Seconds for a connection, and for the last reports."""
 _OTHER_FILES = 256
 """More than this process opens beside the connections."""
@@ -42,31 +42,42 @@ class Reports:
     """The connections of ranks on other hosts. Each report becomes a file, as if the rank were on this host."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
-        token, lines, writing = os.urandom(16).hex(), set[socket.socket](), threading.Lock()
+        token, lines = os.urandom(16).hex(), set[socket.socket]()
+        closed, writing = threading.Event(), threading.Lock()
+
+        def write(name: str, text: str) -> None:
+            # A late report must not write while the directory is removed.
+            with writing:
+                if not closed.is_set():
+                    _write(directory / name, text)
 
         class Line(socketserver.StreamRequestHandler):
+            rank = ""
+
             def handle(self) -> None:
                 if self.rfile.readline() != f"{token}\n".encode():
                     return
                 self.wfile.write(b"0\n")
                 lines.add(self.connection)
                 try:
-                    # A killed rank resets its connection, and a late report finds no directory: socketserver would
-                    # print a traceback.
-                    with contextlib.suppress(ConnectionError, FileNotFoundError):
+                    # A killed rank resets its connection: socketserver would print a traceback.
+                    with contextlib.suppress(ConnectionError):
                         self._write_reports()
                 finally:
                     lines.discard(self.connection)
+                    if self.rank:
+                        # A file's own time lies up to a tick of the kernel behind the clock of other deaths.
+                        write(f"{LOST}{self.rank}", str(time.time_ns()))
 
             def _write_reports(self) -> None:
                 for line in self.rfile:
                     name, text = json.loads(line)
                     if re.fullmatch(r"[a-z]*\.?\d+", name):
+                        self.rank = name.rpartition(".")[2]
                         # A process id of another host means nothing here, even if the hosts have the same name.
-                        with writing:
-                            _write(directory / name, "" if name.startswith(PREFIX) else text)
+                        write(name, "" if name.startswith(PREFIX) else text)
 
-        self._lines, self._writing = lines, writing
+        self._lines, self._closed, self._writing = lines, closed, writing
         # Each rank on another host takes one file descriptor. Children inherit the limit: no higher than needed.
         limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit != resource.RLIM_INFINITY and limit < (needed := ranks + _OTHER_FILES):
@@ -87,15 +98,16 @@ class Reports:
 
     def wait(self) -> None:
         """Receive the last reports of ranks that have ended."""
-        limit = time.monotonic() + _PATIENCE
+        limit = time.monotonic() + _CONNECTION_TIME
         while self._lines and time.monotonic() < limit:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Take no more reports. The lock is kept: a late one must not write while the directory is removed."""
+        """Take no more reports. Late ones write nothing; the thread of a connection ends with it."""
         self._server.shutdown()
         self._server.server_close()
-        self._writing.acquire()
+        with self._writing:
+            self._closed.set()
 
 
 def _addresses() -> list[str]:
@@ -121,7 +133,7 @@ def open_report(environ: Mapping[str, str]) -> Report:
         return lambda name, text: None
     for place in places:
         with contextlib.suppress(OSError):
-            line = socket.create_connection((place, int(port)), _PATIENCE)
+            line = socket.create_connection((place, int(port)), _CONNECTION_TIME)
             line.sendall(f"{token}\n".encode())
             # Another program may listen there, on a host that this one mistakes for that of mpikv run.
             if line.recv(2) == b"0\n":

@@ -12,9 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ConfigError
-from ..keep.folder import START, Start, newest_step, read_note, read_start, write_start
-
-__all__ = ["Restarts", "find_folders", "open_folder", "remove_folders"]
+from ..keep.folder import BRIEFING, Briefing, newest_step, read_briefing, read_note, write_briefing
 
 _SHARED, _PREFIX = Path("/dev/shm"), "mpikv-keep-"
 _RANKS = "-ranks"
@@ -24,9 +22,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Restarts:
     """Decides whether the ranks of a job start again. They do not after ``most`` restarts without a new commit."""
 
-    def __init__(self, home: Path, size: int, most: int, stays: bool, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, home: Path, size: int, most: int, stays: bool, tell: Callable[[str], None], flushed: bool = False
+    ) -> None:
         """``home`` has a folder for each number of ranks. ``stays``: it is the user's, and the same command goes on
-        from there.
+        from there. ``flushed``: the ranks flush each commit, as they do on several hosts.
 
         Raises:
             ConfigError: its commits may be incomplete.
@@ -40,11 +40,12 @@ class Restarts:
         # Only as many ranks can read them, and these ones may have older commits.
         others = [(newest_step(other)[1], str(other)) for other in home.glob(f"*{_RANKS}") if other != folder]
         self._other = max(others, default=(0, ""))
-        # Commits are not flushed to the disk: after a power failure a file may have a header, and not what precedes it.
-        self._boot = _BOOT.read_text() if _BOOT.exists() else ""
-        if self._commits and read_start(folder).boot != self._boot:
+        # If commits are not flushed, a file may have a header after a power failure, and not what precedes it.
+        self._boot = _BOOT.read_text() if _BOOT.exists() and not flushed else ""
+        if self._commits and read_briefing(folder).boot not in ("", self._boot):
+            before = "before the last boot of this host, or on another host"
             raise ConfigError(
-                f"the commits in {folder} were made before the last boot of this host, or on another host, and may be "
+                f"the commits in {folder} were made {'by ranks of one host' if flushed else before}, and may be "
                 "incomplete; empty the folder to start from the beginning"
             )
         self._note("")
@@ -67,11 +68,15 @@ class Restarts:
         self._tell(f"{what}; restart {self._attempt} from {self._place()}")
         return True
 
+    def has_new_commit(self) -> bool:
+        """Return whether the ranks have made a commit since they started."""
+        return newest_step(self.folder)[0] > self._commits
+
     def end(self, status: int) -> str:
         """Return what there is to add to the reason for the end of the job; after success, remove its commits."""
         if status == 0:
-            for start in self._home.glob(f"*{_RANKS}/{START}"):
-                shutil.rmtree(start.parent)
+            for briefing in self._home.glob(f"*{_RANKS}/{BRIEFING}"):
+                shutil.rmtree(briefing.parent)
             return ""
         many, place = f"{self._most} restart{'s' * (self._most > 1)}", self._place()
         given_up = f"; {many} from {place} brought no new commit" if self._fruitless > self._most > 0 else ""
@@ -92,7 +97,7 @@ class Restarts:
         return f"step {step}" if step else "the beginning"
 
     def _note(self, why: str) -> None:
-        write_start(self.folder, Start(self._attempt, why, self._boot, self._stays, *self._other))
+        write_briefing(self.folder, Briefing(self._attempt, why, self._boot, self._stays, *self._other))
 
 
 @contextlib.contextmanager
@@ -161,8 +166,3 @@ def find_folders(remove: bool = False) -> list[str]:
                 os.close(lock)
                 found.append(str(folder))
     return found
-
-
-def remove_folders() -> list[str]:
-    """Remove these folders, and return their names."""
-    return find_folders(remove=True)

@@ -24,10 +24,8 @@ from .allocation import find_allocation, find_kill_wait
 from .job import FREE, GRACE, handling, run_job
 from .output import UNREAD, has_lost_reader, open_closed_files
 from .parser import Parser
-from .restarts import Restarts, open_folder, remove_folders
+from .restarts import Restarts, find_folders, open_folder
 from .watch import remove_leftovers
-
-__all__ = ["main", "parse_hosts"]
 
 DESCRIPTION = """\
 Start a Python script, or a module, on several ranks, with the launcher that belongs to the MPI library that mpi4py
@@ -70,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     program = _program(parser, options)
+    _check_spares(parser, options)
     open_closed_files()
     try:
         # No rank has begun that could receive them.
@@ -124,6 +123,11 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         help="start all ranks again after a death; give up after N restarts without a new commit of kv.steps",
+    )
+    add(
+        "--spares",
+        metavar="MODULE,...",
+        help="start the ranks of the next restart after the first commit; they import these modules, and wait",
     )
     add("--keep", metavar="DIR", help="folder for the commits of kv.steps (default: shared memory, until the job ends)")
     add("--env", metavar="NAME", action="append", default=[], help="forward this variable, too (repeatable)")
@@ -213,6 +217,18 @@ def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
         parser.error(f"{script!r} is a directory without a file __main__.py")
 
 
+def _check_spares(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if options.spares is None:
+        return
+    if not options.restarts:
+        parser.error("--spares needs --restarts N")
+    for module in options.spares.split(","):
+        if find_spec(module.partition(".")[0]) is None:
+            parser.error(
+                f"--spares: no installed module is named {module!r}; spares import none that lies beside the script"
+            )
+
+
 _PYTHON = re.compile(r"(python|pypy)[\d.]*")
 
 
@@ -275,7 +291,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             hosts=hosts,
             tasks=slurm.tasks if slurm else (),
             tag=options.tag,
-            forwarded=options.env,
+            forwarded=[*options.env, *["MPIKV_KEEP"] * bool(options.keep)],
             shield=slurm is not None and launchers.can_shield(environ),
         )
     if options.dry_run:
@@ -287,7 +303,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         return 0
     if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
         _note("running as root: Open MPI refuses this by default, so this command sets the variables that allow it")
-    if left := remove_leftovers() + remove_folders():
+    if left := remove_leftovers() + find_folders(remove=True):
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
@@ -299,10 +315,11 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         restarts = None
         if options.restarts or options.keep:
-            if not one_host:
-                raise ConfigError("--restarts and --keep need all ranks on this host: elsewhere commits cannot be read")
+            if not one_host and (options.spares or not options.keep):
+                text = "on several hosts --restarts needs --keep DIR, a folder on a file system that they share"
+                raise ConfigError(f"{text}, and no --spares")
             home = stack.enter_context(open_folder(options.keep))
-            restarts = Restarts(home, size, options.restarts, options.keep is not None, _note)
+            restarts = Restarts(home, size, options.restarts, options.keep is not None, _note, flushed=not one_host)
         status, reason = run_job(
             plan.command,
             {**launchers.clean(environ), **plan.variables, "MPIKV_MASTER": f"{first},{free_port()}", **checks},
@@ -311,6 +328,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             tell=_note,
             grace=options.grace or find_kill_wait(environ) or GRACE,
             restarts=restarts,
+            spares=options.spares,
         )
     # The launcher has killed the ranks after a closed pipe: MPICH's by SIGKILL, Open MPI's by SIGTERM.
     if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():

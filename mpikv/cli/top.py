@@ -15,8 +15,6 @@ from ..cluster.status_board import call_of, is_gone, whereabouts
 from .boards import Boards, Slots, by_name, find_ranks, late_of, phases_of, table
 from .parser import Parser
 
-__all__ = ["main"]
-
 Key = tuple[int, int]
 _SHOWN = 48
 

@@ -15,8 +15,6 @@ from ..store.tracing import SUFFIX
 from .boards import roll_call, table
 from .parser import Parser
 
-__all__ = ["main"]
-
 Event = dict[str, Any]
 
 

@@ -26,8 +26,6 @@ from typing import NamedTuple
 from ..cluster.environment import FILES
 from .boards import Boards
 
-__all__ = ["MISTAKE", "PREFIX", "Death", "Watch", "find_leftovers", "remove_leftovers", "shared_files"]
-
 PREFIX = "rank."
 """Prefix of a rank's file with its process id and host, written at its start."""
 
@@ -76,25 +74,27 @@ class Watch:
         self.boards = Boards()
         self._turn = 0
 
-    def wait(self, launcher: subprocess.Popen[bytes], bereft: Callable[[], None]) -> int:
-        """Return the launcher's exit status. While it runs and some ranks have ended, ``bereft`` is called again and
-        again.
-        """
+    def wait(self, launcher: subprocess.Popen[bytes], leaves: Callable[[], bool]) -> int | None:
+        """Return the launcher's exit status; None as soon as ``leaves`` returns True, called again and again."""
         try:
             own = _open(launcher.pid)
         except OSError:
             return launcher.wait()
         self._poll.register(own, select.POLLIN)
-        while launcher.poll() is None:
+        left = False
+        while launcher.poll() is None and not left:
             self._look(_TICK)
-            if self.deaths:
-                bereft()
+            left = leaves()
         # The launcher may end before the ranks it has killed: look for their deaths, too.
         self._poll.unregister(own)
         self._look(_TICK if launcher.returncode and self._alive else 0)
         for handle in (own, *self._alive):
             os.close(handle)
         return launcher.returncode
+
+    def saw_all(self, size: int) -> bool:
+        """Return whether it has seen so many ranks begin and end."""
+        return len(self._met) == size and not self._alive
 
     def send(self, number: int) -> int:
         """Send a signal to the living ranks it knows, and return their number."""

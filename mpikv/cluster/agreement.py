@@ -51,8 +51,8 @@ _END = "the end of the program"
 class Agreement:
     """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
-    def __init__(self, transport: Transport, group: Group, board: StatusBoard, verifies: bool) -> None:
-        self._transport, self._group, self._board, self.verifies = transport, group, board, verifies
+    def __init__(self, transport: Transport, group: Group, board: StatusBoard) -> None:
+        self._transport, self._group, self._board = transport, group, board
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
         self.calls = 0
@@ -74,17 +74,13 @@ class Agreement:
             Stalled: a rank did not come; the message does not tell yet where it is.
         """
         self.enter(call)
-        equal = True
-        if self.verifies:
-            equal = self._transport.agree(call.token, send_ready)
-        else:
-            self._transport.fence(send_ready)
+        equal = self._transport.agree(call.token, send_ready)
         self._meet()
         if not equal:
             _, some_have_left = self.settle(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
-        elif self.calls >= self._lateness.next and (self.verifies or self._group.one_host):
+        elif self.calls >= self._lateness.next:
             self._lateness.fold(self.calls, self._transport.all_gather)
 
     def enter(self, call: Call) -> None:
@@ -109,9 +105,8 @@ class Agreement:
         :meth:`begin`.
         """
         self.enter(call)
-        if self.verifies:
-            self._tell_failure(call, error)
-            self._meet()
+        self._tell_failure(call, error)
+        self._meet()
         if isinstance(error, MemoryError):
             self.name(call, error)
         raise self.at_rank(call.verb, error)

@@ -25,7 +25,7 @@ from .printing import log
 from .runtime import present
 
 # Calls on the board, twice as many as between two sums of them: other ranks still read the older half.
-_WINDOW = 128
+_WINDOW = 512
 RING = 2 * _WINDOW
 LABELS = 64
 """The calls that keep their texts."""
@@ -53,7 +53,7 @@ _WHY = {
     "swap": ("faults", "reads its pages back from a disk, as from swap"),
     "exchange": ("moving", "exchanges data{0}: look at the network to its host"),
 }
-_PACK = struct.Struct(f"={len(RECORD.descr)}q").pack_into
+_PACK, _BYTES = struct.Struct(f"={len(RECORD.descr)}q").pack_into, RECORD.itemsize
 
 
 class Recorder:
@@ -75,11 +75,10 @@ class Recorder:
         """Begin a call, described by a :func:`~mpikv.cluster.calls.note`."""
         if self._number:  # the call before was left by an error
             self.leave()
-        now = self._clock()
+        self._began = now = self._clock()
         outside = now - self._since
         self._computing = computing = self._sample(now, outside) if outside > _LONG else outside
-        self._number, self._input, self._waiting = number, outside - computing, 0
-        self._since = self._began = now
+        self._number, self._input, self._waiting, self._since = number, outside - computing, 0, now
         # A training repeats a few calls: most often their texts stand there already.
         if self._notes[place := number % LABELS] is not noted:
             self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
@@ -99,7 +98,7 @@ class Recorder:
             moving = now - self._since
             if moving > _LONG:
                 self._sample(now, moving)
-            place = number % RING * RECORD.itemsize
+            place = number % RING * _BYTES
             _PACK(self._ring, place, number, self._began, self._input, self._computing, self._waiting, moving)
             self._number, self._since = 0, now
 
@@ -139,7 +138,8 @@ class Lateness:
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
         """Add the calls before call ``number``, in which all ranks have met. Collective across several hosts."""
-        self.next = min(2 * self.next, self.next + _WINDOW)
+        # Other hosts are known as of the last sum alone: slow steps must not make that old.
+        self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
         sums, memory = self._add(number - 1, all_gather)
         # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
         memory[:, :-1] = sums

@@ -107,7 +107,8 @@ class ProcessGroup:
         hosts = self.comm.allgather((machine.bcast(self.rank), f"{present().host} {boot_id() or self.rank}"))
         machines = [name for _, name in hosts]
         # The first rank of each rank's machine. All ranks of a host of MPI count as on the machine of its first rank.
-        firsts = [machines.index(machines[leader]) for leader, _ in hosts]
+        first_of = {name: rank for rank, name in reversed([*enumerate(machines)])}
+        firsts = [first_of[machines[leader]] for leader, _ in hosts]
         if not any(first != leader for first, (leader, _) in zip(firsts, hosts, strict=True)):
             return machine
         leaders = {leader for leader, _ in hosts}

@@ -86,9 +86,9 @@ class Answer(NamedTuple):
 class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
-    def __init__(self, group: Group, report: float = 0.0) -> None:
-        """Collective. ``report``: see :class:`~mpikv.cluster.lateness.Lateness`."""
-        self._rank, self._ranks = group.rank, group.host_ranks
+    def __init__(self, group: Group, report: float = 0.0, about: str = "") -> None:
+        """Collective. ``report``: see :class:`~mpikv.cluster.lateness.Lateness`. ``about`` follows in warnings."""
+        self._rank, self._ranks, self._about = group.rank, group.host_ranks, about
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._inquiry = Inquiry(group, lambda: self._look(()), lambda: self.number[0])
@@ -123,7 +123,7 @@ class StatusBoard:
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds, and for whom."""
-        log("rank %d has waited %.1f s in %s", self._rank, waited, self.report(missing).text)
+        log("rank %d has waited %.1f s in %s%s", self._rank, waited, self.report(missing).text, self._about)
 
     @property
     def call(self) -> str:

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import check_float32, naming_arguments
+from ..options import check_float32
 from ..protocols import Array
 from .options import BLOCK, Scratch
 
@@ -67,7 +67,6 @@ class _Codes(ABC):
         return table
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class TwoBit(_Codes):
     """Sends the sign of elements of at least ``threshold`` in magnitude, and nothing else: 2 bits per element.
@@ -122,7 +121,6 @@ class TwoBit(_Codes):
             words[:] = _packed(spare[0])[: words.size]
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class OneBit(_Codes):
     """Sends 1 for elements above ``threshold`` and -1 for all others: 1 bit per element.

@@ -12,11 +12,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import count, naming_arguments, settle_fields
+from ..options import count, settle_fields
 from ..protocols import Array, Rounds, Sum
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class LowRank:
     """Sends two thin matrices with a product near the gradient, found by one step of the power method.

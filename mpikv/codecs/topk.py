@@ -13,11 +13,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError
-from ..options import check_number, check_whole, naming_arguments
+from ..options import check_number, check_whole
 from ..protocols import Array, Gather, Rounds
 
 
-@naming_arguments
 @dataclass(frozen=True)
 class TopK:
     """Sends the elements of each value with the largest magnitude: 8 bytes for each of them.

@@ -246,7 +246,7 @@ class RangeCompression:
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
         if not self._memory.is_host:
-            # There a run includes the padding between keys: leftovers in it would count in the scale of a range.
+            # There a run includes the padding between keys: leftovers in it would be packed, too.
             gradient.fill(0)
         self._memory.copy(
             [gradient[piece.low : piece.high] for piece in bucket.pieces],

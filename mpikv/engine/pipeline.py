@@ -474,9 +474,7 @@ def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
 
 def _layers(sources: Arrays) -> Layers:
     """Return the flat arrays of each position in the keys' lists. All lists have one length."""
-    if are_plain(sources):
-        return [[array.reshape(-1) for array in sources]]
-    return list(zip(*sources, strict=True))
+    return [[array.reshape(-1) for array in sources]] if are_plain(sources) else list(zip(*sources, strict=True))
 
 
 def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:

@@ -218,7 +218,7 @@ def _call_store(
         return []
     outs = [aligned(array.shape, array.dtype) for array in arrays]
     getattr(kv, verb)(names, arrays, outs)
-    if verb == "broadcast":
+    if verb == "broadcast" and not isinstance(kv, AllReduce):
         # A broadcast leaves nothing in the store: the next one may have other shapes.
         kv.delete(names)
     if divisor > 1:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checkpoint import Checkpoints, inspect
+from ..checkpoint.checkpoints import Checkpoints
+from ..checkpoint.files import inspect
 from ..checkpoint.program import peek
 from ..checkpoint.trees import decode, encode
 from ..cluster.agreement import Agreement
@@ -33,14 +34,20 @@ from ..errors import ConfigError
 from ..protocols import Array
 from ..verbs.comparison import text_call
 from .contents import Contents, find_difference
-from .folder import Start, read_start
+from .folder import Briefing, read_briefing
 from .slots import Slots
 from .state import ObjectState
 
-_SHARE = 0.02
-"""The most that commits may take of the time. A death then costs the time of some 50 commits, made again."""
+_SHARE = 0.0125
+"""The most that commits may take of the time by their own clock: with the caches that they empty it is about 2 %. A
+death then costs the time of some 80 commits, made again.
+"""
 _APART = 0.1
-"""The most seconds between two meetings, if steps are no longer and keep their pace: SIGTERM waits for one."""
+"""Seconds between two meetings, if steps are no longer and keep their pace: SIGTERM waits for one, and a death costs
+the steps since one. A restart takes longer.
+"""
+_APART_ASYNC = 1.0
+"""The same for ranks that else wait for none: each meeting takes from them a lead over a late one."""
 _STEP, _OBJECT = "step", "keep/"
 """Names in the state of a checkpoint; the second precedes those of kept objects."""
 
@@ -79,8 +86,12 @@ class Commits:
         folder: Path | None,
         disk: Disk | None,
         timeout: float,
+        one_host: bool,
+        in_rounds: bool,
     ) -> None:
-        """``collective`` makes a call of the store. ``timeout``: the seconds that other ranks wait for this one."""
+        """``collective`` makes a call of the store. ``timeout``: the seconds that other ranks wait for this one.
+        ``one_host``: all ranks are on this one. ``in_rounds``: each push waits for all.
+        """
         self._agreement, self._control, self._timeout = agreement, exchange.transport.control, timeout
         self._contents, self._collective, self._states = Contents(exchange), collective, states
         self._slots: Slots | None = None
@@ -88,14 +99,20 @@ class Commits:
             # Every rank of a launch has files of its own, whatever stores it is in.
             loops, world = owned("loops of steps"), present().world
             loops.append(None)
-            self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank)
+            self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank, not one_host)
         self._disk, self._stays, self._asked = disk, disk is not None, False
         self._layout, self._epoch, self._made = b"", 0, 0
+        self._apart = _APART if in_rounds else _APART_ASYNC
         self._cost = self._seconds = self._began = self._saved = 0.0
 
     def statistics(self) -> dict[str, Any]:
         """Return the number of commits, and the seconds they took. Local."""
         return {"made": self._made, "seconds": self._seconds}
+
+    def close(self) -> None:
+        """Let another loop have the files: an error may keep this one in memory, with its locks. Local."""
+        if self._slots is not None:
+            self._slots.release()
 
     def run(self, step: int, total: int) -> Iterator[int]:
         """Yield the steps from ``step`` on. Collective where ranks meet."""
@@ -148,7 +165,7 @@ class Commits:
         """
         restored: Restored | None
         restored, from_disk = self._collective("steps", self._prepare_restore, total)
-        if from_disk and (disk := self._disk):
+        if (disk := self._disk) and from_disk:
             state = self._collective("load", disk.checkpoints.load_rest, disk.path)
             self._collective("steps", self._prepare_objects, disk.path, state)
         if restored is not None and restored.step:
@@ -156,15 +173,18 @@ class Commits:
                 log("steps: total=%d is below step %d, where the loop goes on: it makes no step", total, restored.step)
             for _, state in sorted(self._states.items()):
                 state.after()
+            if disk and restored.step == total and not from_disk:
+                # The ranks have died in the loop's last save.
+                self._save(disk, total)
         return restored
 
     def _prepare_restore(self, total: int) -> PreparedCall:
-        call = text_call("steps", f"total {total}")
+        call = text_call("steps", f"total {total}" + (f", path {self._disk.path}" if self._disk else ""))
         return call, partial(self._restore, call)
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
         together = partial(self._agreement.run_together, call)
-        start, saved = together(self._begin)
+        briefing, saved = together(self._begin)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
         epochs, last, saves = gather(self._control, np.array([epoch, begun, saved], np.int64)).T
         saved, step = int(saves.max()), 0
@@ -176,26 +196,26 @@ class Commits:
             together(self._slots.void_after, self._epoch)
             step = self._slots.newest().step
         from_disk, step = saved > step, max(saved, step)
-        together(self._check_other, start, step)
+        together(self._check_other, briefing, step)
         if self._slots is not None and self._epoch and not from_disk:
             together(self._put_back, *together(self._read, self._slots))
             self._contents.publish()
         again = max(int(last.max()) - step, 0)
-        return Restored(step, start.attempt, again, start.why) if start.attempt or step else None, from_disk
+        return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
-    def _begin(self) -> tuple[Start, int]:
+    def _begin(self) -> tuple[Briefing, int]:
         """Lock this rank's files, and take room for its commits. Return how it was started, and the step on disk."""
         self._contents.check_owners({state.owner for state in self._states.values()})
-        start = Start()
+        briefing = Briefing()
         if self._slots is not None:
             self._contents.fix_layout()
             self._layout = json.dumps(self._contents.layout).encode()
             self._slots.open(self._timeout / 2)
             self._slots.reserve(*self._collect())
-            start = read_start(self._slots.folder)
-            self._stays |= start.stays
+            briefing = read_briefing(self._slots.folder)
+            self._stays |= briefing.stays
         if self._disk is None:
-            return start, 0
+            return briefing, 0
         if not os.path.basename(self._disk.path):
             raise ConfigError(f"path={self._disk.path!r} names no file; give the name of one, or None to save nothing")
         if self._control.rank == 0:
@@ -203,10 +223,10 @@ class Commits:
             with tempfile.TemporaryFile(dir=os.path.dirname(os.path.abspath(self._disk.path))):
                 pass
         if not os.path.exists(self._disk.path):
-            return start, 0
+            return briefing, 0
         if not isinstance(step := peek(inspect(self._disk.path), _STEP), int):
             raise ConfigError(f"{self._disk.path!r} is no checkpoint of a loop of steps; give another path")
-        return start, step
+        return briefing, step
 
     def _check_epochs(self, folder: Path, epochs: Array) -> None:
         # No rank begins its second commit before all have the first.
@@ -216,11 +236,11 @@ class Commits:
                 "empty the folder to start from the beginning"
             )
 
-    def _check_other(self, start: Start, step: int) -> None:
-        if start.other_step > step:
+    def _check_other(self, briefing: Briefing, step: int) -> None:
+        if briefing.other_step > step:
             raise ConfigError(
-                f"the newest commit, of step {start.other_step}, is in {start.other_folder}, and fits only as many "
-                f"ranks; start as many, or remove that folder to go on from step {step}"
+                f"the newest commit, of step {briefing.other_step}, is in {briefing.other_folder}, and fits only as "
+                f"many ranks; start as many, or remove that folder to go on from step {step}"
             )
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,13 +299,10 @@ class Commits:
             # Before the others can end, and with them the launcher, which would lose it.
             log("SIGTERM: the loop saves and ends before step %d, from which the same command goes on", step)
         # One more commit may then take its share of all the time, also after some that took more: the first ones, say.
-        early = (seconds + cost) / _SHARE - elapsed
-        if self._slots is not None and (early <= 0 or ends):
+        if self._slots is not None and (seconds + cost <= elapsed * _SHARE or ends):
             self._commit(call, self._slots, step)
-            early = (seconds + 2 * cost) / _SHARE - elapsed
-        left = _APART if self._slots is None else min(early, _APART)
         saves = self._disk is not None and (unsaved >= self._disk.every or ends)
-        return max(math.ceil(left / slowest), 1) if slowest else 1, saves, bool(asked)
+        return max(math.ceil(self._apart / slowest), 1) if slowest else 1, saves, bool(asked)
 
     def _commit(self, call: Call, slots: Slots, step: int) -> None:
         began = present().now()

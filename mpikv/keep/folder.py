@@ -15,7 +15,7 @@ HEADER = struct.Struct("<QQQI")
 page."""
 # The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
 _NOTE, NOTE_AT = struct.Struct("<qq"), 1024
-START = "start.json"
+BRIEFING = "start.json"
 _NAME = re.compile(r"(\d+)\.(\d+)\.[01]")
 
 
@@ -66,7 +66,7 @@ def newest_step(folder: Path) -> tuple[int, int]:
     return sum(commit.epoch for commit in common), steps[-1] if steps else 0
 
 
-class Start(NamedTuple):
+class Briefing(NamedTuple):
     """What ``mpikv run`` tells the ranks that it starts."""
 
     attempt: int = 0
@@ -74,7 +74,7 @@ class Start(NamedTuple):
     why: str = ""
     """Why it has, the last time."""
     boot: str = ""
-    """The boot of the host that made the commits."""
+    """The boot of the host that made the commits; "" if they are flushed, and outlive it."""
     stays: bool = False
     """Whether the folder outlives the job."""
     other_step: int = 0
@@ -83,12 +83,12 @@ class Start(NamedTuple):
     """Where that commit is."""
 
 
-def write_start(folder: Path, start: Start) -> None:
+def write_briefing(folder: Path, briefing: Briefing) -> None:
     """Tell the ranks that are about to start how and why."""
-    (folder / START).write_text(json.dumps(start))
+    (folder / BRIEFING).write_text(json.dumps(briefing))
 
 
-def read_start(folder: Path) -> Start:
+def read_briefing(folder: Path) -> Briefing:
     """Return what the ranks were told."""
-    path = folder / START
-    return Start(*json.loads(path.read_text())) if path.exists() else Start()
+    path = folder / BRIEFING
+    return Briefing(*json.loads(path.read_text())) if path.exists() else Briefing()

@@ -34,8 +34,9 @@ _NAP = 0.01
 class Slots:
     """The two files of one rank for one loop. Local."""
 
-    def __init__(self, folder: Path, loop: int, rank: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, loop: int, rank: int, flushes: bool = False) -> None:
+        """``flushes``: commits outlive this host, in a folder on a disk that others share."""
+        self.folder, self._flushes = folder, flushes
         self._paths = [folder / f"{loop}.{rank}.{slot}" for slot in range(2)]
         self._files: list[int] = []
 
@@ -45,7 +46,13 @@ class Slots:
         Raises:
             ConfigError: one still has them after so many seconds.
         """
-        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in self._paths]
+        try:
+            self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in self._paths]
+        except FileNotFoundError:
+            raise ConfigError(
+                f"the host {present().host} does not see {self.folder}; let --keep name a folder on a file system that "
+                "all hosts share"
+            ) from None
         until = present().now() + seconds
         # The kernel gives the lock back when the last process with the file has ended, and its last write is done.
         while not self._lock():
@@ -62,10 +69,21 @@ class Slots:
             fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            self.close()
+            where = f"the file system of {self.folder} on the host {present().host}"
+            raise ConfigError(f"{where} has no locks ({error.strerror}); let --keep name a folder on another") from None
         return True
 
+    def release(self) -> None:
+        """Close the files, and let others lock them."""
+        if self._files:
+            # The map of the note has them open, too.
+            fcntl.flock(self._files[0], fcntl.LOCK_UN)
+        self.close()
+
     def close(self) -> None:
-        """Close the files: others may lock them."""
+        """Close the files. In a child of this process, which has them, too, it takes no lock away."""
         while self._files:
             os.close(self._files.pop())
 
@@ -110,10 +128,18 @@ class Slots:
         # The text may have grown: room is taken before the commit there is voided.
         begins, file = self.reserve(text, arrays), self._files[epoch % 2]
         _void(file)
+        self._flush(file)
         _write(file, text, _TEXT_AT)
         for begin, array in zip(begins, arrays, strict=True):
             _write(file, array.reshape(-1).view(np.uint8), begin)
+        self._flush(file)
         _write(file, seal(Commit(epoch, step, len(text))), 0)
+        self._flush(file)
+
+    def _flush(self, file: int) -> None:
+        # A host that is lost could else leave a header, and not what precedes it.
+        if self._flushes:
+            os.fsync(file)
 
     def read(self, commit: Commit) -> tuple[bytes, Callable[[np.dtype[Any], Sequence[int]], Array]]:
         """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only."""

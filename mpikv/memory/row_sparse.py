@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from ..arrays.arrays import is_array, source
-from ..errors import ValueMismatch, a_kind
+from ..errors import ValueMismatch
 from ..protocols import Array, Workspace
 from .device import GpuWorkspace, found, read
 from .host import HOST
@@ -46,8 +45,6 @@ class RowSparse:
         >>> rows.values
         array([[ 2.,  2.],
                [11., 11.]])
-        >>> rows[3], rows[0]
-        (array([11., 11.]), array([0., 0.]))
         >>> rows.to_dense()[3]
         array([11., 11.])
     """
@@ -59,7 +56,8 @@ class RowSparse:
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
-        _check_dimensions(indices)
+        if (dimensions := len(indices.shape) if is_array(indices) else np.ndim(indices)) != 1:
+            raise ValueMismatch(f"row numbers must have one dimension, not {dimensions}")
         # Rows may stay on a GPU; their numbers come to the host, where they are planned with.
         rows, gpu = found(values)
         self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
@@ -109,39 +107,6 @@ class RowSparse:
     def __len__(self) -> int:
         """How many rows are there."""
         return int(self.indices.size)
-
-    def __getitem__(self, number: Any) -> Array:
-        """Return a copy of one row, or of the rows of an array of numbers, in their order. Missing rows are zeros.
-        ``number`` is a row number of the whole array, not a position in :attr:`values`.
-
-        Raises:
-            IndexError: a number is negative, or not below ``shape[0]``.
-            ValueMismatch: the numbers are no integers, or have more than one dimension.
-            TypeError: ``number`` is no number, e.g. a slice or a tuple; use :meth:`to_dense`.
-
-        >>> rows = RowSparse([1, 7], np.array([[1.0], [7.0]]), (9, 1))
-        >>> rows[7], rows[[7, 2]]
-        (array([7.]), array([[7.],
-               [0.]]))
-        """
-        one = isinstance(number, Integral) or (is_array(number) and getattr(number, "ndim", 1) == 0)
-        if not one and not isinstance(number, list) and not is_array(number):
-            raise TypeError(f"rows are looked up by their numbers, not by {a_kind(number)}; see to_dense()")
-        ids = row_ids([number] if isinstance(number, Integral) else number, self.shape[0])
-        if not one:
-            _check_dimensions(number)
-        # searchsorted returns len(self) for numbers beyond the last; clip, and compare the number found below.
-        at = np.minimum(np.searchsorted(self.indices, ids), max(len(self) - 1, 0))
-        there = np.flatnonzero(self.indices[at] == ids) if len(self) else at[:0]
-        rows = self._tables.empty((ids.size, *self.shape[1:]), self.dtype)
-        self._tables.clear(rows)
-        self._tables.put_rows(rows, there, self._tables.take_rows(self.values, at[there]))
-        result: Array = rows[0] if one else rows
-        return result
-
-    # With __getitem__ and __len__ alone, Python would iterate over len() rows, or over all row numbers until
-    # IndexError.
-    __iter__ = __reversed__ = __contains__ = None
 
     def __repr__(self) -> str:
         return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"
@@ -248,11 +213,6 @@ def row_ids(given: Any, count: int) -> Array:
         wrong = ids[(ids < 0) | (ids >= count)]
         raise IndexError(f"row {int(wrong[0])} is outside of an array of {count} rows, numbered from 0")
     return ids
-
-
-def _check_dimensions(numbers: Any) -> None:
-    if (dimensions := len(numbers.shape) if is_array(numbers) else np.ndim(numbers)) != 1:
-        raise ValueMismatch(f"row numbers must have one dimension, not {dimensions}")
 
 
 def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:

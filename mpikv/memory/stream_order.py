@@ -134,7 +134,7 @@ class GpuOrder:
         """Raises if work is known to have failed."""
         self._lost = False
         self._abort: Callable[[str], None] = _nothing
-        self.queue: Door = _queue_alone
+        self.queue: Door = lambda _, run: run(None)
         """Queues work without a transport, in :meth:`run`."""
         self.recording = False
         """Whether the stream records work and does not run it."""
@@ -402,10 +402,6 @@ class Issued:
     def rejoin(self) -> None:
         if self.done is not None:
             self._order.follow(self.done)
-
-
-def _queue_alone(call: str, run: Callable[[Any], Any]) -> Any:
-    return run(None)
 
 
 def _nothing(*_: object) -> None:

@@ -240,7 +240,7 @@ class Optimizer:
         if self.average and ranks == 0:
             raise Unsupported(
                 "average=True: a push to dist_async is one rank's gradient, and there is no sum to divide; leave it "
-                "out, or use staleness=0 or 'dist_sync', which sum"
+                "out, or use 'dist_sync', which sums"
             )
         if self.average and self._ranks not in (0, ranks):
             raise ConfigError(

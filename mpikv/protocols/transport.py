@@ -111,10 +111,8 @@ class Transport(Protocol):
     def broadcast(self, buffer: Array, root: int) -> None:
         """Copy the root's ``buffer`` to every rank's, in place. Of memory, see :meth:`all_gather`."""
 
-    def fence(self, send_ready: bool = False) -> None:
-        """Make what any rank wrote to allocated memory visible to the ranks that share it. ``send_ready`` as in
-        :meth:`agree`.
-        """
+    def fence(self) -> None:
+        """Make what any rank wrote to allocated memory visible to the ranks that share it."""
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import ref
@@ -28,10 +27,9 @@ from ..collectives.operations import Op
 from ..engine.keys import Form, parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import label
-from ..errors import KeyNotInitialized, Unsupported, ValueMismatch, a_kind
+from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import DeviceMemory
 from ..memory.host import HostMemory
-from ..options import naming_arguments
 from ..protocols import Array, Gpu, Key, Memory
 from ..verbs.arguments import outs_of, priorities, writable
 from ..verbs.comparison import text_call
@@ -65,7 +63,6 @@ OpenGpus: TypeAlias = "Callable[[KVStore, Gpu], Collectives | None]"
 them. Collective."""
 
 
-@naming_arguments
 class AllReduce(RankedStore):
     """A store that keeps no values: ``create("horovod")``, ``"byteps"`` or ``"allreduce"``.
 
@@ -74,12 +71,11 @@ class AllReduce(RankedStore):
     every rank alike. A list of arrays for one name has one shape and dtype. A :class:`mpikv.Trainer` on it updates the
     weights on each rank.
 
-    Names under which every rank brings arrays of its GPU are summed there by NCCL, in the arrays that are filled, and
-    in place where they are those that are brought; calls are then in the order of streams, as those of ``nccl``. Where
-    NCCL cannot join the ranks, or a rank brings arrays of the host, all are copied to the host. Where a name's arrays
-    lie may change if it does on every rank.
+    A call of arrays of GPUs alone is made there by NCCL, in the arrays that are filled, and in place where they are
+    those that are brought; calls are then in the order of streams, as those of ``nccl``. Every rank brings arrays of
+    its GPU, or every rank some of the host. Where NCCL cannot join the ranks, all are copied to the host.
 
-    It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``check_equal``, ``any_rank``, ``raise_on_all_ranks``,
+    It has ``pushpull``, ``broadcast``, ``barrier``, ``check_equal``, ``any_rank``, ``raise_on_all_ranks``,
     ``is_capable`` and ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and
     ``is_root``; nothing else of :class:`mpikv.KVStore`, although :func:`mpikv.create` is typed to return one.
 
@@ -99,10 +95,6 @@ class AllReduce(RankedStore):
         store.before_free.append(self._host.close)
         self._gpus: Collectives | None = None
         self._open_gpus = open_gpus
-        # Whether this rank has last brought arrays of its GPU under a name.
-        self._names: dict[Key, bool] = {}
-        # The names that are summed there, the same on every rank.
-        self._on_gpus: set[Key] = set()
         # By verb and names the last call that took no copies, and references to the arrays to send and to fill.
         self._known: dict[tuple[str, tuple[Key, ...]], tuple[Call, list[_Reference]]] = {}
 
@@ -142,27 +134,6 @@ class AllReduce(RankedStore):
         """Not in this store. Collective; raises Unsupported."""
         self._cannot("pull")
 
-    def delete(self, key: Any) -> None:
-        """Forget names that are not summed any more. Collective.
-
-        Raises:
-            KeyNotInitialized: a name was not used since the store was made, or deleted.
-        """
-        self._store._collective("delete", self._prepare_delete, key)
-
-    def _prepare_delete(self, key: Any) -> PreparedCall:
-        names = parse(key, None).keys
-        if unknown := [name for name in names if name not in self._names]:
-            raise KeyNotInitialized(f"{unknown[0]!r} was never summed or broadcast in this store, or was deleted")
-
-        def run() -> None:
-            for name in names:
-                del self._names[name]
-            self._on_gpus.difference_update(names)
-            self._known.clear()
-
-        return text_call("delete", "\n".join(map(repr, names)), label(names)), run
-
     def barrier(self) -> None:
         """As :meth:`mpikv.KVStore.barrier`. Collective."""
         self._store.barrier()
@@ -199,47 +170,40 @@ class AllReduce(RankedStore):
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
             form = parse(key, value)
-            places = {name: self._lie_on_gpu(name, group) for name, group in zip(form.keys, form.groups, strict=True)}
+            there = self._lie_on_gpus(form)
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
-        if self._open_gpus is not None and any(self._names.get(name) is not there for name, there in places.items()):
-            self._store._collective(verb, self._prepare_place, key, verb, form, places)
+        if there and self._gpus is None:
+            self._store._collective(verb, self._prepare_gpus, key, verb, form)
         filled = given_to_fill(key, value, out)
-        return self._store._collective(verb, self._prepare, key, verb, form, places, filled, out is None, priority)
+        return self._store._collective(verb, self._prepare, key, verb, form, there, filled, out is None, priority)
 
-    def _lie_on_gpu(self, name: Key, group: Sequence[Any]) -> bool:
-        """Return whether all arrays of a name lie on a GPU, and can be written there."""
-        if not group:
-            raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-        return self._open_gpus is not None and all(lies_elsewhere(array) and not is_immutable(array) for array in group)
+    def _lie_on_gpus(self, form: Form) -> bool:
+        """Return whether all arrays of a call lie on a GPU and can be written there, if this store may sum on GPUs."""
+        for name, group in zip(form.keys, form.groups, strict=True):
+            if not group:
+                raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
+        arrays = [array for group in form.groups for array in group]
+        can_sum = self._gpus is not None or self._open_gpus is not None
+        return can_sum and bool(arrays) and all(lies_elsewhere(one) and not is_immutable(one) for one in arrays)
 
-    # --- Where names are summed
-
-    def _prepare_place(self, key: Any, verb: str, form: Form, places: dict[Key, bool]) -> PreparedCall:
-        on_gpu, memory = all(places.values()), self._store._transport.memory
+    def _prepare_gpus(self, key: Any, verb: str, form: Form) -> PreparedCall:
+        """Prepare to open the collectives of GPUs, before the first call with arrays there."""
+        memory, opens = self._store._transport.memory, self._open_gpus
         assert isinstance(memory, HostMemory)
-        gpu = memory.find(form.groups[0][0]) if on_gpu and self._gpus is None else None
+        assert opens is not None
+        gpu = memory.find(form.groups[0][0])
 
         def run() -> None:
-            there = bool(self._store._agreement.least(int(on_gpu)))
-            if there and self._gpus is None and self._open_gpus is not None and gpu is not None:
-                self._gpus = self._open_gpus(self._store, gpu)
-                if self._gpus is None:
-                    self._open_gpus = None
-            if there and self._gpus is not None:
-                self._on_gpus.update(form.keys)
-            else:
-                self._on_gpus.difference_update(form.keys)
-            self._known.clear()
+            # Once: if NCCL cannot join the ranks, the host sums from now on.
+            self._gpus, self._open_gpus = opens(self._store, gpu), None
 
-        # Not compared: where NCCL cannot join all ranks, as some bring arrays of the host, the host sums.
-        texts = [f"{name!r} on {'a GPU' if there else 'the host'}, unlike before" for name, there in places.items()]
-        return replace(text_call(verb, f"where {form.keys} lie", label(form.keys)), describe=lambda: texts), run
+        return text_call(verb, f"{label(form.keys)} on GPUs, for the first time", label(form.keys)), run
 
     # --- Calls
 
     def _prepare(
-        self, key: Any, verb: str, form: Form, places: dict[Key, bool], filled: Any, implied: bool, priority: Any
+        self, key: Any, verb: str, form: Form, there: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
         """Prepare a call that fills and returns ``filled``; ``implied``: they were given to be summed.
 
@@ -247,8 +211,8 @@ class AllReduce(RankedStore):
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
             Unsupported: an array lies elsewhere, or the present stream is being captured.
         """
-        there = self._gpus is not None and self._on_gpus.issuperset(form.keys)
         here = self._gpus if there and self._gpus is not None else self._host
+        there = here is self._gpus
         if there:
             here.memory.order.begin()
         sources = [self._source(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
@@ -264,10 +228,10 @@ class AllReduce(RankedStore):
         outs, result = self._store._verbs.operands.fillable(fill, filled, implied)
         work = self._work(sources, outs, here.memory)
         wishes = priorities(priority, form.keys) if priority != 0 else ()
-        option = "on GPUs" * there + f" priority {wishes}" * any(wishes)
+        option = f"on {'GPUs' if there else 'the host'}" + f" priority {wishes}" * any(wishes)
         call = self._store._verbs.comparison.value_call(verb, form, sources, option)
         alone = all(len(group) == 1 for group in form.groups)
-        if alone and not (option or there or work.before or work.after) and result is filled:
+        if alone and not (any(wishes) or there or work.before or work.after) and result is filled:
             if len(self._known) >= _MOST_CALLS:
                 self._known.clear()
             plain = [*sources, *(targets[0] for targets in outs)]
@@ -277,7 +241,7 @@ class AllReduce(RankedStore):
             _copy(work.before, here.memory)
             work.before.clear()
         self._stage(here, verb, work.pairs)
-        return call, partial(self._run, here, verb, places, work, result)
+        return call, partial(self._run, here, verb, work, result)
 
     def _recall(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Call, list[Pair]] | None:
         """Return the description of a call, and its arrays, if the last one with these names had the same. Local.
@@ -310,7 +274,7 @@ class AllReduce(RankedStore):
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
         """Prepare a call that is recalled. Local."""
         self._stage(self._host, verb, pairs)
-        return call, partial(self._run, self._host, verb, {}, _Work(pairs, [], []), filled)
+        return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 
     def _stage(self, here: Collectives, verb: str, pairs: Sequence[Pair]) -> None:
         """Put the message of a sum into the send buffer before ranks agree, if it is small. Local."""
@@ -353,8 +317,7 @@ class AllReduce(RankedStore):
                 work.pairs.append((flat, flat) if same else (send.reshape(-1), flat))
         return work
 
-    def _run(self, here: Collectives, verb: str, places: dict[Key, bool], work: _Work, result: Any) -> Any:
-        self._names.update(places)
+    def _run(self, here: Collectives, verb: str, work: _Work, result: Any) -> Any:
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
             let_gpus_queue()

@@ -27,7 +27,7 @@ from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
-from ..options import check_number, check_whole, naming_arguments, unknown_argument
+from ..options import check_number, check_whole
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -37,7 +37,8 @@ from .door import Door, State, show_keys
 from .plugins import RankedStore
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoints, SaveWork
+    from ..checkpoint.checkpoints import Checkpoints
+    from ..checkpoint.saving import SaveWork
     from ..keep.commits import Commits, Restored
     from ..keep.state import ObjectState
     from .capture import CapturedStep
@@ -54,7 +55,6 @@ _CLOSE = Call("close", digest("close"))
 _ENDED = State.ENDED
 
 
-@naming_arguments
 class KVStore(RankedStore):
     """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
 
@@ -110,7 +110,7 @@ class KVStore(RankedStore):
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
         self._memory, self._quiet = transport.memory, quiet()
-        self._agreement = Agreement(transport.control, group, board, config.verify_calls)
+        self._agreement = Agreement(transport.control, group, board)
         placement = self._placement or config.placement
         compiler = partial(compile_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
@@ -178,7 +178,7 @@ class KVStore(RankedStore):
 
     @lazy
     def _checkpoints(self) -> Checkpoints:
-        from ..checkpoint import Checkpoints  # as many programs save nothing
+        from ..checkpoint.checkpoints import Checkpoints  # as many programs save nothing
 
         return Checkpoints(self._exchange, self._agreement, self._root, self._collective)
 
@@ -297,7 +297,7 @@ class KVStore(RankedStore):
         """
         self._collective("init", self._verbs.values.init, key, value, overwrite)
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn) -> Any:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Add up one value per rank and give the sum to the updater.
 
         Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
@@ -341,23 +341,13 @@ class KVStore(RankedStore):
             >>> kv.pull(3)
             array([2., 2.])
         """
-        # Not by naming_arguments: another function around the three verbs of every step costs half a microsecond.
-        if _other:
-            raise unknown_argument(KVStore.push, _other)
         # True itself first: it costs nothing, and training passes nothing else.
         if wait is not True and not self._waits("push", wait):
             return self._issue("push", self._verbs.push_pull.push, key, value, priority)
         return self._collective("push", self._verbs.push_pull.push, key, value, priority)
 
     def pull(
-        self,
-        key: Any,
-        out: Any = None,
-        priority: Any = 0,
-        ignore_sparse: bool = True,
-        *,
-        wait: bool = True,
-        **_other: NoReturn,
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
     ) -> Any:
         """Read the stored value of a key, or of each key of a list.
 
@@ -393,15 +383,11 @@ class KVStore(RankedStore):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        if _other:
-            raise unknown_argument(KVStore.pull, _other)
         if wait is not True and not self._waits("pull", wait):
             return self._issue("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
         return self._collective("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
-    def pushpull(
-        self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True, **_other: NoReturn
-    ) -> Any:
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, faster than the two calls.
 
         Collective.
@@ -431,8 +417,6 @@ class KVStore(RankedStore):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        if _other:
-            raise unknown_argument(KVStore.pushpull, _other)
         if wait is not True and not self._waits("pushpull", wait):
             return self._issue("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
         return self._collective("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
@@ -710,7 +694,7 @@ class KVStore(RankedStore):
         """Raise an error of this rank in place of the next call, so that the others need not wait for it.
 
         Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
-        go on. With ``verify_calls=False`` they are not told.
+        go on.
 
         Args:
             error: what this rank raises. An error of Python's or of this package is given the rank in its message.
@@ -1049,17 +1033,18 @@ class KVStore(RankedStore):
         of ``range``.
 
         Collective but for ``range``, and so is the end of a step. Keys, updater and codec are set before the loop. A
-        Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each step.
+        Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each step. Ranks of
+        ``dist_async`` meet about once a second; a copy has the pushes of all ranks up to the same step, each once.
 
         Args:
             total: the number of steps, from 0.
-            fill: what a restart pulls into: as ``out`` of :meth:`pull`, a dict of arrays by their keys.
+            fill: what the begin of the loop pulls into: as ``out`` of :meth:`pull`, a dict of arrays by their keys.
             path: a checkpoint, of a file system that all hosts share; none need be there yet.
             save_every: the seconds between two saves, in which training waits.
 
         Raises:
-            Unsupported: the store has had a loop, is ``dist_async``, is on GPUs without ``path`` alone, or has sums of
-                gradients of a Trainer, or of a torch model, that is not kept.
+            Unsupported: the store has had a loop, is on GPUs without ``path`` alone, or has sums of gradients of a
+                Trainer, or of a torch model, that is not kept.
             ConfigError: the copy is of another program, or has no state of a kept object for this number of ranks; or
                 another process still writes to it.
             MemoryError: there is no room for copies; on every rank.
@@ -1088,22 +1073,15 @@ class KVStore(RankedStore):
         folder, disk = keep_directory(), None
         if folder is None and path is None:
             return iter(range(total))
-        if self.is_capable("async"):
-            raise Unsupported(
-                "steps: ranks of 'dist_async' have steps of their own; start without --restarts and --keep, and leave "
-                "path out"
-            )
         if path is not None:
             disk = Disk(os.fsdecode(path), save_every, self._checkpoints)
-        commits = Commits(
-            self._exchange, self._agreement, self._collective, self._kept, folder, disk, self._config.timeout
-        )
+        parts = (self._exchange, self._agreement, self._collective, self._kept)
+        facts = (self._config.timeout, self._group.one_host, self._in_rounds)
+        commits = self._commits = Commits(*parts, folder, disk, *facts)
         restored = self._restored = commits.restore(total)
-        self._commits = commits
-        begin = 0 if restored is None else restored.step
-        if begin and fill is not None:
+        if fill is not None:  # also on a first start, to find a wrong key then
             self.pull(fill)
-        return commits.run(begin, total)
+        return commits.run(restored.step if restored else 0, total)
 
     @property
     def restored(self) -> Restored | None:
@@ -1159,7 +1137,6 @@ class KVStore(RankedStore):
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
-            Unsupported: the store does not compare calls (``verify_calls=False``), so that it cannot tell.
 
         Example:
             >>> import mpikv, numpy as np
@@ -1170,10 +1147,6 @@ class KVStore(RankedStore):
             ...         kv.push("w", np.ones(2))
         """
         self._door.check_free("join")
-        if not self._config.verify_calls:
-            raise Unsupported(
-                "join: the store was created with verify_calls=False and cannot tell which ranks have work"
-            )
         self._pending.drain()
         self._order.rejoin()
         with self._door.joining():
@@ -1249,6 +1222,8 @@ class KVStore(RankedStore):
         self._pending.end()
         if (checkpoints := vars(self).pop("_checkpoints", None)) is not None:
             checkpoints.give_up()
+        if self._commits is not None:
+            self._commits.close()
         self._exchange.values.invalidate_listeners()
         return True
 

@@ -9,16 +9,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from ..arrays.arrays import accumulator
 from ..errors import Unsupported, a_kind
-from ..optimizers import BLOCK
 from ..protocols import Array
 from .fakekernels import FakeKernels
-from .fakestreams import Block, Checker, FakeStream, MisuseError, Recorded
+from .fakestreams import Block, Checker, FakeStream, MisuseError
 
 __all__ = ["FakeArray", "FakeGpu", "FakeTensor"]
 
@@ -218,10 +217,6 @@ class FakeGpu:
         """Number of allocations."""
         self.spare: int | None = None
         """Allocations left before one fails, once; None: none fails."""
-        self.watchers: set[int] = set()
-        """Threads that query events only."""
-        self.capture_fails = ""
-        """The reason why captures cannot end, if a test sets it."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}
@@ -234,9 +229,7 @@ class FakeGpu:
         _present.ordinal = self.ordinal
 
     def watch(self) -> None:
-        """Make this GPU the current one of a watching thread."""
         self.use()
-        self.watchers.add(threading.get_ident())
 
     def check_used(self, what: str) -> None:
         """Raise if the thread has chosen no GPU: CUDA would make a context on the first one."""
@@ -268,11 +261,6 @@ class FakeGpu:
         left: list[dict[str, int]] = self._threads.left
         return left
 
-    def check_running(self, what: str) -> None:
-        """Raise if the thread's current stream records its work."""
-        if self.current().capture is not None:
-            raise MisuseError(f"{what} in a capture")
-
     @property
     def entered(self) -> list[FakeStream]:
         """The streams that this thread has entered and not left."""
@@ -290,14 +278,13 @@ class FakeGpu:
         return self.entered[-1] if self.entered else self._streams[0]
 
     def capturing(self) -> bool:
-        return self.current().capture is not None
+        return False
 
     def find_stream(self, handle: int) -> FakeStream | None:
         """Return the stream with a handle; None if there is none."""
         return self._streams.get(handle)
 
     def _block(self, nbytes: int) -> Block:
-        self.check_running("memory is taken, which no graph keeps,")
         with self.checker.lock:
             if self.spare is not None and nbytes:
                 self.spare = self.spare - 1 if self.spare else None
@@ -353,7 +340,6 @@ class FakeGpu:
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
     def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
-        self.check_running("memory of the host is copied")
         if array.dtype.char not in _DTYPES and array.dtype.name != "bfloat16":
             raise ValueError(f"Unsupported dtype {array.dtype}")  # as CuPy's
         if out is None:
@@ -368,28 +354,14 @@ class FakeGpu:
     def download(self, array: FakeArray, out: Array) -> None:
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{array!r} does not fit {out.dtype}{list(out.shape)}")
-        self.check_running("memory of the host is copied")
         if not array.flags.c_contiguous:
             self.empty(array.shape, array.dtype)
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
 
-    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        self.empty((2 * len(arrays),), np.dtype(np.float64))
-        self.launch("measure", arrays, [])
-        self.current().synchronize()
-        found = []
-        for array, dtype in zip(arrays, dtypes, strict=True):
-            if "float" not in array.dtype.name or "float" not in dtype.name:
-                raise Unsupported(f"{array!r} cannot be measured")
-            with np.errstate(all="ignore"):
-                kept = array._beneath.reshape(-1).astype(dtype).astype(np.float64)
-                cells = [kept[low : low + BLOCK] for low in range(0, kept.size, BLOCK)]
-                found.append(
-                    (float(sum(float(np.square(cell).sum()) for cell in cells)), bool(np.isfinite(kept).all()))
-                )
-        return found
+    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> NoReturn:
+        raise MisuseError("norms are measured by CUDA's kernels, on the emulated GPU")
 
     def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:
         self.launch("scale", arrays, arrays, partial(_scale, [array._beneath for array in arrays], factor))
@@ -493,7 +465,8 @@ class FakeGpu:
         for array, _ in uses:
             if not self.owns(array):
                 raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
-        self.queue(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses], run)
+        self.checker.work(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses])
+        run()
 
     def compute(
         self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray], run: Callable[[], object]
@@ -501,17 +474,6 @@ class FakeGpu:
         """Queue work on the thread's current stream. Like a CUDA kernel, it needs the current GPU, not the arrays'."""
         self.check_present(work)
         self.launch(work, reads, writes, run)
-
-    def queue(
-        self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]], run: Callable[[], object]
-    ) -> None:
-        """Run work that uses bytes of allocations on a stream, or record it."""
-        if stream.capture is None:
-            self.checker.work(stream, work, uses)
-            run()
-        else:
-            kept = [(weakref.ref(block), low, high, writes) for block, low, high, writes in uses]
-            stream.capture.steps.append(Recorded(stream.number, work, kept, run))
 
 
 def _scale(arrays: Sequence[Array], factor: float) -> None:

@@ -13,7 +13,6 @@ from ..compute.cuda.codes import has_code
 from ..optimizers.optimizer import Optimizer
 from ..optimizers.recording import call_of, is_recordable, rule_of
 from ..protocols import ElementwiseCodec, Memory, Updater
-from .fakestreams import MisuseError
 
 if TYPE_CHECKING:
     from .fakegpu import FakeArray, FakeGpu
@@ -41,12 +40,7 @@ class FakeKernels:
         return lambda step: several((step,))
 
     def bind_ranges(
-        self,
-        updater: Updater,
-        total: FakeArray,
-        value: FakeArray,
-        state: Mapping[str, FakeArray],
-        ends: Sequence[int],
+        self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
         updates = []
         for part in (slice(low, high) for low, high in itertools.pairwise((0, *ends))):
@@ -66,10 +60,7 @@ class FakeKernels:
 
         def run(steps: Sequence[Any]) -> None:
             for update, step in zip(updates, steps, strict=True):
-                if isinstance(step, FakeRow):
-                    step.cell.run(update)
-                else:
-                    update(step)
+                update(step.table.steps[step.number] if isinstance(step, FakeRow) else step)
 
         return launch
 
@@ -128,46 +119,27 @@ class FakeRanges:
         self._gpu.compute("decode_add", [payload, total], [total], decode)
 
 
-class Cell:
-    """The content of a table's row. It owns no memory."""
-
-    def __init__(self, table: FakeTable) -> None:
-        self.step: Any = None
-        self._table = table
-
-    def run(self, update: Callable[[Any], None]) -> None:
-        """Update by the step."""
-        if self.step is None or not self._table.fits(self.step):
-            raise MisuseError(f"an update was queued as {self._table.rule.name} and is run for {self.step}")
-        update(self.step)
-
-
 class FakeRow(NamedTuple):
     """A step whose numbers an update reads when it runs."""
 
+    table: FakeTable
+    number: int
     memory: Any
-    cell: Cell
 
 
 class FakeTable:
-    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. Queueing an update fixes the record of its rule,
-    as a kernel's launch does.
-    """
+    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`."""
 
     def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:
         assert isinstance(updater, Optimizer)
-        self._gpu, self._optimizer, self.rule = gpu, updater, rule_of(updater)
+        self._gpu, self._optimizer, self._rule = gpu, updater, rule_of(updater)
         self._memory: Any = memory.zeros(count)
-        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self)) for row in range(count)]
+        self.steps: list[Any] = [None] * count
+        self.rows = [FakeRow(self, row, self._memory[row : row + 1]) for row in range(count)]
 
     def fits(self, step: Any) -> bool:
-        return call_of(self._optimizer, step)[0] is self.rule
+        return call_of(self._optimizer, step)[0] is self._rule
 
     def write(self, steps: Sequence[Any]) -> None:
-        cells = [row.cell for row in self.rows[: len(steps)]]
-
-        def write() -> None:
-            for cell, step in zip(cells, steps, strict=True):
-                cell.step = step
-
-        self._gpu.compute("write steps", [], [self._memory[: len(steps)]], write)
+        self.steps[: len(steps)] = steps
+        self._gpu.compute("write steps", [], [self._memory[: len(steps)]], lambda: None)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import numpy as np
 
 from ..arrays.arrays import bfloat16
 from ..protocols import Array
 from .fakegpu import FakeGpu
-from .fakestreams import Blocker, FakeGraph, FakeStream, MisuseError
+from .fakestreams import Blocker, FakeStream, MisuseError
 
 __all__ = ["FakeCommunicator", "FakeNccl", "MisuseError", "NcclError"]
 
@@ -77,11 +75,6 @@ class Operation(NamedTuple):
     @property
     def message(self) -> Message:
         return self.name, self.facts, b"" if self.send is None else self.send.content.tobytes()
-
-    def without_memory(self) -> Operation:
-        """Return the copy for a graph; it keeps no memory."""
-        send, recv = (part and part._replace(use=(None, 0, 0, False)) for part in (self.send, self.recv))
-        return self._replace(send=send, recv=recv)
 
 
 class FakeNccl:
@@ -194,7 +187,6 @@ class FakeCommunicator:
         self._size, self._rank, self.state = ndev, rank, "in use"
         self._stuck = Blocker()
         self._stuck.blocked = False
-        self._graphs: WeakSet[FakeGraph] = WeakSet()
         others = {other for other in range(ndev) if other != rank}
         if self._exchange({other: [("init", (), b"")] for other in others}, others) is None:
             nccl.wait_for_ever()
@@ -207,14 +199,12 @@ class FakeCommunicator:
         self._check_in_use("destroy")
         if self._stuck.blocked:
             self._misuse("destroy with work that never comes to its end waits for ever")
-        self._check_graphs("destroy")
         self.state = "destroyed"
 
     def abort(self) -> None:
         self._gpu.check_used("a communicator is aborted")
         if not self._nccl.abort_returns:
             self._nccl.released.wait()
-        self._check_graphs("abort")
         self.state, self._stuck.blocked = "aborted", False
 
     def allReduce(  # noqa: N802
@@ -244,13 +234,6 @@ class FakeCommunicator:
 
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         self._call("recv", stream, (datatype, count), None, (recvbuf, count), peer)
-
-    def _check_graphs(self, call: str) -> None:
-        """Record a graph that still uses this communicator: the real call would wait for ever. Nobody sees an exception
-        from an abort.
-        """
-        if any(not graph.closed for graph in self._graphs):
-            self._gpu.checker.faults.append(f"{call} with a graph that uses the communicator waits for ever")
 
     def _check_in_use(self, call: str) -> None:
         if self.state != "in use":
@@ -288,17 +271,11 @@ class FakeCommunicator:
         return Part(block.memory[start : start + nbytes].view(dtype), (block, start, start + nbytes, writes))
 
     def carry_out(self, operations: Sequence[Operation], sticks: bool) -> None:
-        """Run one call, or all calls of a group; or record them if the stream is captured."""
+        """Run one call, or all calls of a group."""
         stream = operations[0].stream
         name, uses = " + ".join(op.name for op in operations), [use for op in operations for use in op.uses]
-        if (graph := stream.capture) is not None:
-            self._graphs.add(graph)
-            operations = [operation.without_memory() for operation in operations]
-        self._gpu.queue(stream, name, uses, partial(self._run, operations, sticks, graph is not None))
-
-    def _run(self, operations: Sequence[Operation], sticks: bool, in_graph: bool) -> None:
+        self._gpu.checker.work(stream, name, uses)
         self._check_in_use(operations[0].name)
-        stream = self._gpu.current() if in_graph else operations[0].stream
         received = None
         if not sticks and not self._stuck.blocked:
             wanted = {op.peer for op in operations} - {-1, self._rank}

@@ -8,9 +8,7 @@ whatever numpy has computed:
 - memory freed while one of its uses is not ordered before the allocating stream: that stream's next work may get it;
 - a use of memory that is not ordered after the allocating stream's work at the time of the allocation.
 
-Work on a captured stream is recorded; each launch of the graph checks and runs it. Calls forbidden by CUDA during a
-capture are a :class:`MisuseError`. A stream that waits for an event of a capture is captured, too, until the capture
-ends. At a launch each of these is a stream of the graph's own, so only events order their work.
+It records no graphs: those of CUDA run on the emulated GPU.
 
 Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
 Detection", PLDI 2009.
@@ -20,9 +18,8 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,18 +28,7 @@ from ..errors import TransportError
 if TYPE_CHECKING:
     from .fakegpu import FakeGpu
 
-__all__ = [
-    "Access",
-    "Block",
-    "Blocker",
-    "Checker",
-    "FakeEvent",
-    "FakeGraph",
-    "FakeStream",
-    "MisuseError",
-    "RaceError",
-    "Recorded",
-]
+__all__ = ["Access", "Block", "Blocker", "Checker", "FakeEvent", "FakeStream", "MisuseError", "RaceError"]
 
 # Fill for new memory: NaN in each kind of float, so that a test notices a read of unwritten memory.
 _JUNK = 0xFF
@@ -165,85 +151,6 @@ class Block:
         self._gpu.released(self)
 
 
-class Recorded(NamedTuple):
-    """Recorded work."""
-
-    stream: int
-    """The number of its stream."""
-    work: str
-    uses: Sequence[tuple[weakref.ref[Block], int, int, bool]]
-    """As for :meth:`Checker.work`, but with weak references: a graph keeps no memory alive."""
-    run: Callable[[], object]
-    """Does the work on numpy arrays."""
-
-
-class Edge(NamedTuple):
-    """A recorded event in a stream, or a wait for one."""
-
-    stream: int
-    point: int
-    """The event's number in the graph."""
-    waits: bool
-
-
-class FakeGraph:
-    """Recorded work."""
-
-    def __init__(self, gpu: FakeGpu, stream: FakeStream) -> None:
-        self._gpu, self.stream = gpu, stream
-        self.steps: list[Recorded | Edge] = []
-        self.streams = {stream.number: stream}
-        """The captured streams by their numbers."""
-        self.ended = self.closed = False
-        # The graph's own stand-ins for them, but for the first.
-        self._own: dict[int, FakeStream] = {}
-
-    @property
-    def joined(self) -> bool:
-        """Whether the first stream's next work comes after everything recorded."""
-        clocks: dict[int, Clock] = {number: Clock() for number in self.streams}
-        points: dict[int, Clock] = {}
-        for step in self.steps:
-            if isinstance(step, Edge) and step.waits:
-                clocks[step.stream].join(points[step.point])
-            elif isinstance(step, Edge):
-                points[step.point] = Clock(clocks[step.stream])
-            else:
-                clocks[step.stream][step.stream] = clocks[step.stream].get(step.stream, 0) + 1
-        last = clocks[self.stream.number]
-        return all(last.get(number, 0) == clock.get(number, 0) for number, clock in clocks.items())
-
-    def launch(self) -> None:
-        if self.closed:
-            raise TransportError(f"the graph recorded on {self._gpu.name} was discarded")
-        if self._gpu.current().capture is not None:
-            raise MisuseError("a graph is launched in a capture")
-        points: dict[int, FakeEvent] = {}
-        for step in self.steps:
-            stream = self._stream(step.stream)
-            if isinstance(step, Recorded):
-                self._run(stream, step)
-            elif step.waits:
-                stream.wait(points[step.point])
-            else:
-                points[step.point] = stream.record()
-
-    def _stream(self, number: int) -> FakeStream:
-        if number == self.stream.number:
-            return self._gpu.current()
-        return self._own.get(number) or self._own.setdefault(number, self._gpu.stream())
-
-    def _run(self, stream: FakeStream, step: Recorded) -> None:
-        found = [(block(), *use) for block, *use in step.uses]
-        if lost := [block for block, *_ in found if block is None]:
-            raise MisuseError(f"{step.work} of a graph uses memory that was freed ({len(lost)} allocations)")
-        self._gpu.checker.work(stream, step.work, found)  # type: ignore[arg-type]  # none is None
-        step.run()
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Blocker:
     """Work that does not end as long as ``blocked``."""
 
@@ -254,23 +161,13 @@ class Blocker:
 class FakeEvent:
     """A point in a stream's work."""
 
-    def __init__(
-        self,
-        gpu: FakeGpu,
-        clock: Clock,
-        blockers: Sequence[Blocker],
-        capture: FakeGraph | None = None,
-        point: int = 0,
-    ) -> None:
-        self.clock, self.blockers, self.capture, self.point = clock, tuple(blockers), capture, point
+    def __init__(self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker]) -> None:
+        self.clock, self.blockers = clock, tuple(blockers)
         self._gpu, self._lag = gpu, gpu.lag
 
     @property
     def done(self) -> bool:
         self._gpu.check_used("an event is asked for")
-        self._gpu.check_running("an event is asked for")
-        if self.capture is not None:
-            raise MisuseError("an event is asked for that was recorded in a capture")
         if any(blocker.blocked for blocker in self.blockers):
             return False
         if self._lag:
@@ -290,8 +187,6 @@ class FakeStream:
         self.handle = number << 12
         self.clock = Clock()
         self.blockers: list[Blocker] = []
-        self.capture: FakeGraph | None = None
-        """The graph under capture; None if the stream is not captured."""
         self._gpu = gpu
 
     @property
@@ -300,48 +195,24 @@ class FakeStream:
         return self.clock.get(self.number, 0)
 
     def begin_capture(self) -> None:
-        if not self.handle or self.capture is not None:
-            raise MisuseError(f"a capture begins on {self!r}, the default stream or one that is captured")
-        self.capture = FakeGraph(self._gpu, self)
+        raise TransportError(f"work of {self._gpu.name} cannot be recorded: it is none")
 
-    def end_capture(self) -> FakeGraph:
-        graph = self.capture
-        if graph is None or graph.stream is not self:
-            raise MisuseError(f"a capture ends on {self!r} that did not begin")
-        graph.ended = True
-        for stream in graph.streams.values():
-            stream.capture = None
-        if not graph.joined:
-            raise TransportError(f"work of {self._gpu.name} could not be recorded: a stream was not joined")
-        if self._gpu.capture_fails:
-            raise TransportError(f"work of {self._gpu.name} could not be recorded: {self._gpu.capture_fails}")
-        return graph
+    def end_capture(self) -> NoReturn:
+        raise MisuseError(f"a capture ends on {self!r} that did not begin")
 
     def record(self) -> FakeEvent:
         checker = self._gpu.checker
-        if self.capture is not None:
-            point = len(self.capture.steps)
-            self.capture.steps.append(Edge(self.number, point, waits=False))
-            return FakeEvent(self._gpu, Clock(), (), self.capture, point)
         with checker.lock:
             checker.work(self, "record", ())
             return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
 
     def wait(self, event: FakeEvent) -> None:
-        if (graph := event.capture) and not graph.ended and self.handle and self.capture in (None, graph):
-            self.capture = graph
-            graph.streams[self.number] = self
-            graph.steps.append(Edge(self.number, event.point, waits=True))
-            return
-        if self.capture is not graph:
-            raise MisuseError(f"{self!r} waits for an event, and one of both is in a capture")
         with self._gpu.checker.lock:
             self.clock.join(event.clock)
             self.blockers += [blocker for blocker in event.blockers if blocker.blocked]
 
     def synchronize(self) -> None:
         self._gpu.check_used("a stream is waited for")
-        self._gpu.check_running("a stream is waited for")
         while any(blocker.blocked for blocker in self.blockers):
             time.sleep(1e-3)
         self.blockers.clear()

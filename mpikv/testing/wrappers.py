@@ -68,9 +68,9 @@ class Wrapper:
         self.before("broadcast")
         self._transport.broadcast(buffer, root)
 
-    def fence(self, send_ready: bool = False) -> None:
+    def fence(self) -> None:
         self.before("fence")
-        self._transport.fence(send_ready)
+        self._transport.fence()
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         self.before("agree")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..codecs import create as create_codec
 from ..creation import create
@@ -19,7 +17,7 @@ from ..keep.state import ObjectState
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
 from .checks import OWNER, check_model, check_options, check_parameter
-from .closures import MeanLoss
+from .closures import mean_loss
 from .comparison import outline, settings_of
 from .failures import raising_on_all
 from .generators import RandomState
@@ -27,9 +25,6 @@ from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .tensors import tensors_of
 from .weights import Weights, copy_from, fill_from_root
-
-_known: WeakSet[Any] = WeakSet()
-"""The attached optimizers, and the unattached ones already warned of."""
 
 
 def attach(
@@ -87,7 +82,7 @@ def attach(
     new device, dtype or shape, and a step with gradients that were not exchanged. The ranks compare the settings of
     optimizers here, and passes, steps and settings in each backward. They compare weights and loaded optimizer states
     in the first backward after a rank has changed or loaded some. ``detach`` and the close of the store compare all of
-    these once more. A step of an optimizer made later, and not attached, warns.
+    these once more.
 
     The attachment lives as long as the model's parameters or the optimizer. After the model is dropped, its memory in
     the store is freed by the next ``attach`` on the store, or when the store closes.
@@ -147,9 +142,6 @@ class Attached:
                 self._ending.close()
             raise
         kv.before_close.append(self._remains)
-        # Only after success: an optimizer that failed to attach must still warn.
-        _known.update(self._optimizers)
-        _watch_steps()
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Become None in copies and pickles of a parameter."""
@@ -185,7 +177,6 @@ class Attached:
             sums.set_gradient_compression(compression)
         prefix = self._remains.prefix
         model_buffers = ModelBuffers(kv, prefix, self._model) if buffers == "root" else None
-        self._loss = MeanLoss(kv, prefix) if optimizers else None
         weights = Weights(kv, prefix, optimizers)
         ending.callback(weights.release)
         overlaps = not kv.any_rank(not _has_spare_core(kv))
@@ -200,9 +191,7 @@ class Attached:
             ending.callback(one.register_step_post_hook(after).remove)
         self._sharded: list[ShardedStep] = []
         for one in optimizers if update == "store" else []:
-            sharded = ShardedStep(
-                kv, prefix, one, self._sync.complete, self._check_before_shards, self._mean_loss, weights.accept
-            )
+            sharded = ShardedStep(kv, prefix, one, self._sync.complete, self._check_before_shards, weights.accept)
             ending.callback(sharded.release)
             self._sharded.append(sharded)
 
@@ -415,12 +404,7 @@ class Attached:
         loss = closure()
         self._sync.complete()
         self._check_gradients(optimizer)
-        return self._mean_loss(loss)
-
-    def _mean_loss(self, loss: Any) -> Any:
-        """Return the mean of a closure's loss over ranks, after its gradients were checked. Collective."""
-        assert self._loss is not None  # as there is an optimizer
-        return self._loss.of(loss)
+        return mean_loss(self.kv, loss)
 
     @contextmanager
     def _missing_a_call(self) -> Iterator[None]:
@@ -531,29 +515,6 @@ def _unwrap(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
-
-
-@cache
-def _watch_steps() -> None:
-    """Register a hook of torch for the steps of all optimizers."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_warn_of_stranger))
-
-
-def _warn_of_stranger(optimizer: Any, *_: Any) -> None:
-    """Warn once, in a hook, of an optimizer that updates a model attached with other optimizers. Local."""
-    if optimizer in _known:
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = getattr(parameter, OWNER, None)
-            if owner is not None and owner._optimizers:
-                _known.add(optimizer)
-                warnings.warn(
-                    f"{type(optimizer).__name__} updates parameters of a model that is attached with other optimizers: "
-                    "ranks do not compare its steps and settings; call detach(), and attach the model with it",
-                    stacklevel=4,
-                )
-                return
 
 
 def _has_spare_core(kv: KVStore) -> bool:

@@ -20,6 +20,7 @@ import torch
 from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
+from .closures import mean_loss
 from .failures import raising_on_all
 from .tensors import init_sums, row_of, tensor_over
 
@@ -84,15 +85,13 @@ class ShardedStep:
         optimizer: Any,
         settle: Callable[[], None],
         check: Callable[[ShardedStep], None],
-        mean_loss: Callable[[Any], Any],
         done: Callable[[], None],
     ) -> None:
         """``settle`` makes the remaining calls of a pass, before a call outside of a step. ``check`` checks before a
-        step that the optimizer's gradients were exchanged. ``mean_loss`` returns a loss's mean over ranks. ``done`` is
-        called after a step.
+        step that the optimizer's gradients were exchanged. ``done`` is called after a step.
         """
         self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
-        self._settle, self._check, self._mean_loss, self._done = settle, check, mean_loss, done
+        self._settle, self._check, self._done = settle, check, done
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
@@ -183,7 +182,7 @@ class ShardedStep:
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check(self)
         if closure is not None:
-            loss = self._mean_loss(loss)
+            loss = mean_loss(self._kv, loss)
         groups = self.optimizer.param_groups
         changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
         with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # a user's hook may raise

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import accumulator, zeros
-from ..checkpoint import KeptState
+from ..checkpoint.checkpoints import KeptState
 from ..errors import ConfigError, Unsupported
 from ..optimizers import Optimizer
 from ..protocols import Array, Key

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..engine.keys import leaves
 from ..errors import ConfigError
 from ..options import check_number
 from ..protocols import Array, Gpu
-from .array_location import readable, writable
+from .array_location import writable
 from .parameter import Parameter
 
 Item = TypeVar("Item")
@@ -96,7 +95,8 @@ class LossScaler:
 
     Multiply the loss by :attr:`loss_scale`. A :class:`mpikv.Trainer` with this ``loss_scaler=`` divides the gradients
     by it, and asks all ranks whether one of them found an inf or a nan. If so, no rank makes the update, and the factor
-    is halved. After ``window`` updates without one, it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
+    is halved. After ``window`` updates without one, it is doubled. Without a Trainer, ask the ranks by
+    :meth:`mpikv.KVStore.any_rank`, and call :meth:`record` with the answer.
 
     Args:
         loss_scale: the first factor, from 2**-64 to 2**64; later ones stay in these bounds, too.
@@ -137,57 +137,8 @@ class LossScaler:
         """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
         return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
-    def divisor(self, kv: Any, gradients: Any) -> float | None:
-        """Return the divisor of the gradients, or None if a gradient of any rank holds an inf or a nan. On None every
-        rank must leave out the push. For training loops that call ``push`` themselves.
-
-        Collective: every rank of the store calls it, after computing the gradients and before pushing them. It records
-        the result: from then on :attr:`loss_scale` is the factor of the *next* loss, and may differ. The optimizer must
-        divide by the result: before the push, set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` on every rank.
-
-        It checks the arrays as given. Pass the pushed arrays, in the dtype of the stored value: a cast from a larger
-        dtype may make an inf. Their sum over ranks is made in float32. If the sum replaces a value of half precision,
-        it may become an inf, too; an optimizer receives it in float32.
-
-        Args:
-            kv: the store.
-            gradients: an array, a list of arrays, or a dict, nested or not.
-
-        Returns:
-            The factor of these gradients' loss; never 0. It is the same on every rank, if every rank has multiplied
-            its loss by :attr:`loss_scale`.
-
-        Raises:
-            TypeError: an argument is none of these, on its rank; the others raise PeerFailed.
-
-        Example:
-            >>> import mpikv, numpy as np
-            >>> kv, scaler = mpikv.create(), mpikv.LossScaler(8.0)
-            >>> kv.init("w", np.ones(2, np.float16))
-            >>> kv.set_optimizer("sgd", learning_rate=1.0, multi_precision=True)
-            >>> for slope in (0.25, 60000.0):
-            ...     with np.errstate(over="ignore"):
-            ...         gradient = np.full(2, slope, np.float16) * np.float16(scaler.loss_scale)
-            ...     divisor = scaler.divisor(kv, gradient)
-            ...     if divisor is not None:
-            ...         kv.optimizer.rescale_grad = 1 / divisor
-            ...         kv.push("w", gradient)
-            >>> kv.pull("w"), scaler.loss_scale
-            (array([0.75, 0.75], dtype=float16), 4.0)
-        """
-        try:
-            located = list(map(readable, leaves(gradients)))
-            mine = not _are_finite([(array, gpu, array.dtype) for array, gpu in located])
-        except Exception as error:
-            kv.raise_on_all_ranks(error, "divisor")
-            raise  # never reached: the store has raised it
-        # The factor of these gradients: record() changes it for the next loss.
-        overflow, scale = bool(kv.any_rank(mine)), self.loss_scale
-        self.record(overflow)
-        return None if overflow else scale
-
     def record(self, overflow: bool) -> None:
-        """Record the ranks' common result, and change the factor. Local; the Trainer and :meth:`divisor` call it."""
+        """Record the ranks' common result, and change the factor. Local; the Trainer calls it."""
         self._without = 0 if overflow else self._without + 1
         if overflow:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)

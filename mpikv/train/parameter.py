@@ -13,7 +13,7 @@ from ..arrays.arrays import accumulator, address_of, castable, is_array, is_immu
 from ..engine.keys import flatten
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..memory.host import HOST, HostMemory
-from ..options import check_choice, naming_arguments
+from ..options import check_choice
 from ..protocols import Array, Gpu
 from .array_location import Located, added_up, readable, writable
 
@@ -21,7 +21,6 @@ from .array_location import Located, added_up, readable, writable
 _MOST_WORK = 100_000
 
 
-@naming_arguments
 class Parameter:
     """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All methods are local.
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays.arrays import castable
-from ..checkpoint import KeptState, is_dumpable, load_states, save_states
-from ..checkpoint.compatibility import describe_updater, restore_updater
+from ..checkpoint.checkpoints import KeptState, load_states, save_states
+from ..checkpoint.compatibility import describe_updater, is_dumpable, restore_updater
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..config import updates_on_kvstore
 from ..creation import check_name, create
@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..keep.state import ObjectState
 from ..optimizers import Optimizer
-from ..options import check_number, check_switch, naming_arguments
+from ..options import check_number, check_switch
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
@@ -42,7 +42,6 @@ __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 
 
-@naming_arguments
 class Trainer:
     """Updates named weights on all ranks by the sum of their gradients.
 

@@ -21,8 +21,6 @@ from ..protocols import Group, Memory, Transport
 from .local import LocalTransport
 from .watchdog import Watchdog
 
-__all__ = ["choose", "open_gpu_transport", "open_transport"]
-
 
 def choose(group: Group, config: Config) -> tuple[str, str]:
     """Return the name of the transport for these ranks, and the reason. Local.

@@ -1,9 +1,10 @@
-"""Allocation that succeeds on every rank or on none."""
+"""Allocation that succeeds on every rank or on none, and memory of one rank that grows with its messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..arrays.arrays import zeros
 from ..errors import settled
 from ..protocols import Array, Group
 
@@ -29,3 +30,17 @@ def allocate_collectively(
         text = f"{nbytes} bytes for {what} are needed and ranks {list(short)} have too little memory"
         raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))
     return memory
+
+
+class Growing:
+    """Private memory for messages, at most twice as large as the largest needs."""
+
+    def __init__(self) -> None:
+        self._memory = zeros(0)
+
+    def first(self, nbytes: int) -> Array:
+        """Return the first bytes. A later call may return other memory; arrays over this one keep it."""
+        if nbytes > self._memory.size:
+            # Twice as much: the memories before are then no larger together.
+            self._memory = zeros(2 * nbytes)
+        return self._memory[:nbytes]

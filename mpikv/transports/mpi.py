@@ -24,7 +24,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waits
 from ..memory.host import HOST
 from ..protocols import Array, Memory
-from .allocation import allocate_collectively
+from .allocation import Growing, allocate_collectively
 from .requests import Requests
 from .unshared import Unshared
 
@@ -39,11 +39,14 @@ class Tickets:
     def __init__(self, group: ProcessGroup, waiting: Requests) -> None:
         """Collective."""
         self._group, self.waiting, self._posted = group, waiting, 0
+        self.early = 0
+        """The number of the next agreement's token, if that is posted already."""
         self._sent: dict[int, tuple[Any, Any]] = {}
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
-        return self.meet(self.post(token))
+        number, self.early = self.early or self.post(token), 0
+        return self.meet(number)
 
     def post(self, token: int) -> int:
         """Announce a token, and return its number. Local."""
@@ -99,9 +102,9 @@ class MpiTransport(Unshared):
         self.send_buffers: tuple[Array, ...] = (zeros(limit),)
         self.slot = 0
         self._gathers = gathers
-        # For the exchanges without a sum in the library. Unwritten pages take no memory.
-        self._gathered = zeros(group.size * limit)
-        # int8 is summed as int32: a message becomes four times as large.
+        # For the exchanges without a sum in the library.
+        self._gathered = Growing()
+        # Unwritten pages take no memory. int8 is summed as int32: a message becomes four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._tickets = Tickets(group, self._requests)
 
@@ -137,7 +140,7 @@ class MpiTransport(Unshared):
         else:
             nbytes, starts = _laid_out(counts, send.itemsize)
         mine = nbytes[self.rank]
-        received = self._gathered[: self.size * mine]
+        received = self._gathered.first(self.size * mine)
         with self._group.translated("alltoall"):
             # As bytes: MPI knows no half precision, and an exchange needs no type.
             self._requests.complete(
@@ -165,11 +168,13 @@ class MpiTransport(Unshared):
 
     def close(self) -> None:
         self._comm = None
-        self.send_buffers, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
+        self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
         """Run a summing collective in a type that MPI sums exactly; it may be wider than the arrays'. Collective."""
-        dtype = _summed_as(send.dtype)
+        # Open MPI's sums of short integers saturate, and must wrap.
+        is_short = send.dtype.kind in "iu" and send.dtype.itemsize < 4
+        dtype = np.dtype(f"{send.dtype.kind}4") if is_short else accumulator(send.dtype)
         wide_send, wide_recv = send, recv
         if dtype != send.dtype:
             wide_send = self._wide[0].view(dtype)[: send.size]
@@ -198,10 +203,3 @@ def _laid_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int
 def _is_half(array: Array) -> bool:
     """Return whether sums need another type, of twice the size."""
     return accumulator(array.dtype) != array.dtype
-
-
-def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which MPI sums: Open MPI's sums of short integers saturate, and must wrap."""
-    if dtype.kind in "iu" and dtype.itemsize < 4:
-        return np.dtype(f"{dtype.kind}4")
-    return accumulator(dtype)

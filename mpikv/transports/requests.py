@@ -58,10 +58,7 @@ class AbortableWaiting:
 
     def listen(self) -> None:
         """Look for other ranks' notices from now on. Local."""
-        self.until = self._until_told
-
-    def _until_told(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        self._waiting.until(_looking(ready, self._look), missing)
+        self.until = lambda ready, missing: self._waiting.until(_looking(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
         return TransportError(why) if (why := self._find_end()) else None

@@ -1,9 +1,14 @@
 """Point-to-point messages between ranks that need not meet: requests, answered by a thread of the receiving rank, and
 replies.
 
-The thread sleeps between looks at MPI: some microseconds after the last message, up to a few milliseconds after a long
-pause. MPI moves messages only inside of its calls, so the thread also carries on this rank's own messages while the
-rank computes.
+On one host a sender rings a bell once MPI has taken its request, and the thread sleeps until a ring. It counts: while
+it has heard more rings than it has received requests, a request is on its way, and the thread looks at MPI again. So
+no request is slept through. A thread that falls asleep has received a request for each ring that it has heard; the
+ring of any other request is not heard yet, and ends the sleep. MPI moves messages only inside of its calls. A caller
+that leaves with unsent messages wakes the thread of its rank, and the thread looks until they are sent.
+
+While messages are on their way, and on several hosts, the thread naps between looks: some microseconds after the last
+message, up to a few milliseconds after a long pause.
 
 Each call of MPI releases Python's lock. A main thread that runs pure Python gives it back only after Python's switch
 interval: 5 ms by default, several times for a request. While such a thread lives, the interval is 0.02 ms.
@@ -21,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
+from ..cluster.bells import Bells
 from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
@@ -76,9 +82,10 @@ class Endpoint:
     def __init__(self, group: ProcessGroup, serve: Serve) -> None:
         """Collective."""
         self._group, self._serve = group, serve
+        self._bells, self._waking, self._wakes = Bells(group) if group.one_host else None, present().lock(), 0
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
-        self._requests, self._answers = _Outbox(self._comm, _REQUEST, group.mpi), _Outbox(self._comm, _REPLY, group.mpi)
+        self._requests, self._answers = (_Outbox(self._comm, tag, group.mpi) for tag in (_REQUEST, _REPLY))
         # They live as long as the endpoint: MPI may be writing to their memory when the thread ends.
         self._asked, self._replies = _Inbox(self._comm, _REQUEST, group.mpi), _Inbox(self._comm, _REPLY, group.mpi)
         self.failure: BaseException | None = None
@@ -93,10 +100,17 @@ class Endpoint:
     def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
         """Send a request. The caller may change ``body``, a contiguous array, on return."""
         self._requests.send(rank, head, body)
+        if self._bells:
+            self._bells.ring(rank)
 
     def answer(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
         """Send a reply. Arguments as of :meth:`request`."""
         self._answers.send(rank, head, body)
+
+    def hand_over(self) -> None:
+        """Leave the messages that are not sent yet to the thread."""
+        if self._requests.tidy() or self._answers.tidy():
+            self._wake()
 
     def reply(self) -> Request | None:
         """Return the next reply, if it has arrived."""
@@ -105,6 +119,7 @@ class Endpoint:
     def stop(self) -> None:
         """Answer no more requests after the present one."""
         self._ending = True
+        self._wake()
 
     @property
     def answering(self) -> bool:
@@ -148,22 +163,34 @@ class Endpoint:
     def _answer_all(self) -> None:
         early: list[Request] = []
         here = present()
-        last = here.now()
+        last, due = here.now(), 0
         while not self._ending:
-            request = self._asked.take()
+            # MPICH's first probe only makes progress; the second sees the message.
+            request = self._asked.take() or self._asked.take()
             # One request, then all that are early once more: it may be the one they wait for.
             if request is not None:
                 early = unserved([*early, request], self._serve)
                 if early and early[-1] is request:
                     # The inbox's memory receives the next message; a request that waits needs its own.
                     early[-1] = request._replace(body=request.body.copy())
-                last = here.now()
+                last, due = here.now(), due - 1
                 continue
             early = unserved(early, self._serve)
-            self._requests.tidy()
-            self._answers.tidy()
-            idle = here.now() - last
-            here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
+            moving = [*self._requests.tidy(), *self._answers.tidy(), *self._asked.coming, *early]
+            if self._bells and not moving and due <= self._wakes:
+                due += self._bells.listen()
+                last = here.now()
+            else:
+                idle = here.now() - last
+                here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
+
+    def _wake(self) -> None:
+        """Have the thread look at all messages once more."""
+        # Counted before the ring: the thread must not take this ring for one of a request.
+        with self._waking:
+            self._wakes += 1
+        if self._bells:
+            self._bells.ring(self._group.rank)
 
 
 _switching = threading.Lock()

@@ -191,9 +191,9 @@ class ShmTransport(Arrivals):
     def broadcast(self, buffer: Array, root: int) -> None:
         self.all_gather(buffer, [buffer.size if rank == root else 0 for rank in range(self.size)])
 
-    def fence(self, send_ready: bool = False) -> None:
+    def fence(self) -> None:
         self._arrive()
-        self._send_ready = send_ready
+        self._send_ready = False
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether all ranks passed the same token; wait for all of them. Keeps ``send_ready`` if they agree."""

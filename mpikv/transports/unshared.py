@@ -11,5 +11,5 @@ class Unshared:
     sharing_rank = 0
     single_copy = False
 
-    def fence(self, send_ready: bool = False) -> None:
+    def fence(self) -> None:
         """Do nothing: no rank sees the writes of another."""

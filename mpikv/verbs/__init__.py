@@ -22,8 +22,6 @@ from .rows import RowVerbs
 from .settings import SettingVerbs
 from .values import ValueVerbs
 
-__all__ = ["Verbs"]
-
 
 class Verbs:
     """The verbs of one store, by their families."""

@@ -9,7 +9,7 @@ from ..cluster.calls import PreparedCall
 from ..cluster.printing import log
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
-from ..errors import brief
+from ..errors import Unsupported, brief
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
@@ -59,10 +59,12 @@ class SettingVerbs:
         found = self._compile_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
+        if codec.elementwise:
+            raise Unsupported(
+                f"compression {codec.settings()} has no kernel for GPUs; make it a TensorCodec, which works on the host"
+            )
         log("compression %s runs on the host: pushes wait for the GPU and copy gradients and sums", codec.settings())
-        from ..codecs.host_fallback import HostFallback
-
-        return HostFallback(codec, self._memory) if codec.elementwise else codec
+        return codec
 
     def _compress(self, meant: Codec | None, working: Codec | None) -> None:
         # First what may fail: the codec is shown from then on.

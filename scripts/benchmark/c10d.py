@@ -15,8 +15,6 @@ from mpikv.protocols import Array
 from .options import Options
 from .torch_peer import close_group, gloo_problem, open_group
 
-__all__ = ["collectives"]
-
 _LIBRARIES = ("mpikv", "gloo")
 _ROUNDS, _QUICK_ROUNDS = 21, 3
 _SIZES, _QUICK_SIZES = (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26), (64, 1 << 18)

@@ -24,8 +24,6 @@ from mpikv.protocols import Array
 from .options import Options
 from .work import Work
 
-__all__ = ["one_file"]
-
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 # Bytes per plain call: a piece stays in the rank's cache while it reads the next.

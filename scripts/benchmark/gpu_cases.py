@@ -17,11 +17,6 @@ from mpikv.protocols import Array
 from .gpus import RankGpu
 from .rules import Rule
 
-__all__ = [
-    *("COLLECTIVES", "Copy", "FlatUpdate", "Nccl", "OnGpu", "Pack", "Tiled", "Update"),
-    *("bus_factor", "common_part"),
-]
-
 COLLECTIVES = ("allReduce", "reduce,broadcast", "reduceScatter", "allGather", "reduce", "broadcast")
 """The collectives of NCCL that are timed by themselves."""
 

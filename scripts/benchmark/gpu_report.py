@@ -13,8 +13,6 @@ from mpikv.cli.bench.rounds import Case
 from .gpu_cases import bus_factor
 from .work import Work
 
-__all__ = ["NOTES", "SHARED", "bandwidths", "gpu_head", "of_the_copy", "on_gpu", "size_rows"]
-
 Report = dict[str, Any]
 
 SHARED = "functional only: ranks share a GPU"

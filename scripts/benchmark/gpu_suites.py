@@ -22,8 +22,6 @@ from .rules import RULES, Rule, floor
 from .torch_peer import TorchBuckets, torch_problem
 from .work import Work
 
-__all__ = ["gpu_works"]
-
 _ROUNDS, _SET_ROUNDS, _QUICK_ROUNDS = 41, 15, 2
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(12)), (64, 1 << 16, 1 << 20)
 # An array larger than any cache, of equal tiles, since the oracle is slower than a GPU.

@@ -15,8 +15,6 @@ from mpikv.compute.cuda import gpu as cuda
 from mpikv.config import Config
 from mpikv.protocols import Array, Kernels
 
-__all__ = ["RankGpu", "open_gpu", "time_gpu"]
-
 _FLOAT = np.dtype(np.float32)
 
 
@@ -87,6 +85,10 @@ class RankGpu:
             self._communicator = nccl.NcclCommunicator(self.size, identity, self.rank)
         return self._communicator
 
+    def mark(self) -> Any:
+        """Return an event in the current stream's work; the GPU records its time."""
+        return self.gpu.cuda.get_current_stream().record(self.gpu.cuda.Event())
+
     def close(self) -> None:
         """End the communicator. Collective."""
         self.stream.synchronize()
@@ -101,7 +103,8 @@ def time_gpu(own: RankGpu, now: Callable[[], float], work: Callable[[], object])
     Both begin on an idle GPU. If the host queues more slowly than the GPU works, the waiting counts. ``now`` is the
     host's clock, in seconds.
     """
-    first, began = own.gpu.mark(), now()
+    first, began = own.mark(), now()
     work()
-    returned, last = now() - began, own.gpu.mark()
-    return first.seconds_to(last), returned
+    returned, last = now() - began, own.mark()
+    last.synchronize()
+    return float(own.gpu.cuda.get_elapsed_time(first, last)) / 1e3, returned

@@ -27,8 +27,6 @@ from .single import hundred_keys, one_key, one_large_array
 from .torch_steps import training_steps
 from .work import Work
 
-__all__ = ["measure"]
-
 
 def measure(comm: Any, mpi: Any, options: Options) -> Report:
     """Measure the chosen groups, and return the job's report. Collective."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mpikv.cli.bench.machine import read_fields
 
-__all__ = ["Memory"]
-
 
 @dataclass(frozen=True)
 class Memory:

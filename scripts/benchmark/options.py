@@ -12,8 +12,6 @@ from mpikv.cluster.environment import visible_gpus
 
 from .rules import RULES
 
-__all__ = ["GPU_SUITES", "SUITES", "Options", "parse"]
-
 SUITES: Mapping[str, Sequence[str]] = {
     "latency": ("push-pull", "allreduce", "sizes"),
     "sets": ("resnet50", "bert-base", "many"),

@@ -13,8 +13,6 @@ from .measuring import measure
 from .options import parse
 from .report import lines
 
-__all__ = ["PROGRAM", "main"]
-
 _SCRIPTS = str(Path(__file__).resolve().parents[1])
 _RANK = f"import sys; sys.path.insert(1, {_SCRIPTS!r}); from benchmark.program import main; sys.exit(main())"
 

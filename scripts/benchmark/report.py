@@ -11,8 +11,6 @@ from mpikv.cli.bench.report import seconds_text, table
 from .gpu_report import NOTES, SHARED, gpu_head, of_the_copy, size_rows
 from .rules import LAMB_NOTE, RULES
 
-__all__ = ["lines"]
-
 Report = dict[str, Any]
 
 

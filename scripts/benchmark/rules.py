@@ -28,10 +28,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpikv.cli.bench.rules import BLOCK, EPSILON, SGD, Rule, split_blocks
+from mpikv.cli.bench.rules import SGD, Rule, split_blocks
 from mpikv.protocols import Array
-
-__all__ = ["BLOCK", "EPSILON", "LAMB_NOTE", "RULES", "Rule", "floor"]
 
 LAMB_NOTE = "12 more where a value does not stay in the cache until its norm"
 

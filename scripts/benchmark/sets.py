@@ -15,8 +15,6 @@ from .options import Options
 from .rules import Rule, floor
 from .torch_peer import TorchBuckets, torch_problem
 
-__all__ = ["floors", "kernels_problem", "whole_set"]
-
 _OURS = {
     "store": "private arrays",
     "store numba": "private arrays, numba",

@@ -17,8 +17,6 @@ from mpikv.protocols import Array
 
 from .options import Options
 
-__all__ = ["hundred_keys", "one_key", "one_large_array"]
-
 _ROUNDS, _QUICK_ROUNDS = 41, 3
 
 

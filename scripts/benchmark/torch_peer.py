@@ -20,8 +20,6 @@ from mpikv.protocols import Array
 from .gpus import RankGpu
 from .rules import Rule
 
-__all__ = ["TorchBuckets", "close_group", "gloo_problem", "open_group", "torch_problem"]
-
 # DDP's defaults, in bytes: a small bucket first, so that the first exchange begins early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 

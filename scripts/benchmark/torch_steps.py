@@ -19,8 +19,6 @@ from mpikv.protocols import Array
 from .options import Options
 from .torch_peer import close_group, gloo_problem, open_group
 
-__all__ = ["training_steps"]
-
 _ROUNDS, _QUICK_ROUNDS = 21, 2
 
 # Per rank: images; sentences, and words per sentence.

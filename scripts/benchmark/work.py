@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from mpikv.cli.bench.cases import Group
 
-__all__ = ["Work"]
-
 
 @dataclass(frozen=True)
 class Work:

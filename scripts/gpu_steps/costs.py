@@ -17,10 +17,11 @@ COUNT, EACH = 1000, 1024
 def host_cost() -> Numbers:
     """Time the host in calls of a store: with the comparison of calls over ranks, and without."""
     import cupy
+    from bench_agreement import made
 
     found: Numbers = {}
     for check in (True, False):
-        with store(verify_calls=check) as kv:
+        with made(check, name="nccl") as kv:
             for count in (1, 160, 1000):
                 keys = [f"{count}/{number}" for number in range(count)]
                 arrays = [cupy.ones(256, "f4") for _ in keys]

@@ -28,13 +28,7 @@ AREAS = {
 }
 """What is mutated, in the folder mpikv."""
 
-ON_GPUS = (
-    "transports/nccl.py",
-    "transports/preflight.py",
-    "transports/watchdog.py",
-    "codecs/host_fallback.py",
-    "train/array_location.py",
-)
+ON_GPUS = ("transports/nccl.py", "transports/preflight.py", "transports/watchdog.py", "train/array_location.py")
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 
 COMPILED = ("compute/numba/codecs.py",)

@@ -29,10 +29,7 @@ def _listed(name: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
-SESSIONS = (
-    (*FAST, *(f"--ignore={file}" for file in _listed("long")), *FOLDERS),
-    ("--ranks=1", *_listed("stand_ins")),
-)
+SESSIONS = ((*FAST, *(f"--ignore={file}" for file in _listed("long")), *FOLDERS), ("--ranks=1", *_listed("stand_ins")))
 """What the fast tier runs on one MPI library."""
 HOURS = 3600.0
 """The limit of the measurement, in seconds."""

@@ -461,17 +461,23 @@ class TestTensor(Drawn, TensorCodecContract):
     pass
 
 
-def test_a_codec_can_be_registered(monkeypatch):
+@pytest.fixture
+def registry(monkeypatch):
+    """Forget in the end what a test registers."""
     monkeypatch.setattr(codecs, "_KINDS", dict(codecs._KINDS))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_codec_can_be_registered():
     codecs.register("signs", Signs)
     assert codecs.create({"type": "signs", "scale": 0.5}).settings() == "signs(scale=0.5) with error feedback"
     with pytest.raises(ConfigError, match="a codec '2bit' exists already"):
         codecs.register("2bit", Signs)
 
 
-def test_the_codec_of_the_documentation_is_one(monkeypatch):
+@pytest.mark.usefixtures("registry")
+def test_the_codec_of_the_documentation_is_one():
     """Cut from the docstring, it sends signs."""
-    monkeypatch.setattr(codecs, "_KINDS", dict(codecs._KINDS))
     source = textwrap.dedent(codecs.__doc__.partition("::\n\n")[2])
     stores = []
     kv = SimpleNamespace(set_gradient_compression=lambda meant: stores.append(codecs.create(meant)))

@@ -1,8 +1,5 @@
 """A store with compiled kernels has the bits of one without, on any number of ranks."""
 
-from __future__ import annotations
-
-import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -198,9 +195,9 @@ def test_the_last_addition_is_made_with_the_update(comm, deterministic):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.deadline(120)
-def test_numba_is_missing_on_one_rank(comm, monkeypatch):
+def test_numba_is_missing_on_one_rank(comm, monkeypatch, hide):
     if comm.rank == 1:
-        monkeypatch.setitem(sys.modules, "mpikv.compute.numba.rules", None)
+        hide("mpikv.compute.numba.rules")
         monkeypatch.delattr(numba, "rules", raising=False)
     with pytest.raises((mpikv.TransportUnavailable, mpikv.PeerFailed), match="numba") as caught:
         mpikv.create(comm=comm, kernels="numba")

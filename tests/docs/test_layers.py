@@ -53,23 +53,14 @@ LAYERS = (
 LEVELS = {unit: level for level, unit in enumerate(LAYERS)}
 MODULES = {"errors", "options", "config", "schedules", "creation", "torch_backend", "__init__", "__main__"}
 
-UNSEEN = {
-    *((unit, "transports") for unit in ("engine", "collectives", "sparse", "verbs")),
-    ("memory", "compute"),
-}
+UNSEEN = {*((unit, "transports") for unit in ("engine", "collectives", "sparse", "verbs")), ("memory", "compute")}
 """What knows the implementations of a seam by their Protocol alone."""
 
 NUMBA = {f"compute/numba/{name}" for name in ("codecs", "compiling", "rules", "half_rules", "lists")}
 CUPY = {"compute/cuda/loading", "compute/cuda/gpu"}
 FRAMEWORKS = {"torch": ("torch", "torch_backend"), "jax": ("jax",)}
 MPI = {"cluster/mpi_library", "cli/bench/worker"}
-ENVIRONMENT = {
-    "config",
-    "cluster/environment",
-    "cli/launchers",
-    "cli/rank",
-    "compute/cuda/sharing",
-}
+ENVIRONMENT = {"config", "cluster/environment", "cli/launchers", "cli/rank", "compute/cuda/sharing"}
 SPEAKING = {"__main__", "cli", "testing/explore"}
 LOG = "cluster/printing"
 

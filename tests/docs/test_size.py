@@ -24,14 +24,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 21_354,
-    "lines of code in tests, scripts and commands": 46_246,
+    "lines of code in the core": 21_165,
+    "lines of code in tests, scripts and commands": 45_558,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
-    "private names that tests read": 155,
-    "patches in tests": 163,
+    "private names that tests read": 116,
+    "patches in tests": 119,
 }
 """The most that each figure may be."""
 FEWEST_COMMENTS = 0.070

@@ -200,12 +200,10 @@ def test_a_missing_wait_of_simulated_ranks_is_found_and_found_again(
 ) -> None:
     main = runpy.run_path(str(SCRIPTS / "chaos"))["main"]
     monkeypatch.setattr(ShmTransport, "_await", lambda self, peer, arrivals: None)
-    monkeypatch.setattr(sys, "argv", ["chaos", "soak", "--simulated", "--seed", "1", "--ranks", "2", "3"])
-    assert main() == 1
+    assert main(["soak", "--simulated", "--seed", "1", "--ranks", "2", "3"]) == 1
     first = capsys.readouterr().out
     again = first[first.index("scripts/chaos soak") :].splitlines()[0].split()
-    monkeypatch.setattr(sys, "argv", again)
-    assert main() == 1
+    assert main(again[1:]) == 1
     wrong = first[first.index("WRONG") : first.index("  again:")]
     assert wrong in capsys.readouterr().out
 

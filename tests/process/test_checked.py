@@ -43,56 +43,45 @@ VALUES, TOTAL = np.ones(8), np.zeros(8)
 
 # What the last rank does, what the others do, and a text of the error.
 MISTAKES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
-    "root": (
-        lambda comm: comm.Bcast(VALUES, comm.size - 1),
-        lambda comm: comm.Bcast(VALUES),
-        r"calls? Bcast\(root 0, float64\[8\]\); .*Bcast\(root \d, float64\[8\]\)",
-    ),
-    "count": (
-        lambda comm: comm.Allreduce(VALUES[:4], TOTAL[:4]),
-        lambda comm: comm.Allreduce(VALUES, TOTAL),
-        r"float64\[8\]\); .*float64\[4\]",
-    ),
-    "dtype": (
-        lambda comm: comm.Bcast(np.zeros(8, np.int64)),
-        lambda comm: comm.Bcast(VALUES),
-        r"float64\[8\]\); .*int64\[8\]",
-    ),
-    "op": (
-        lambda comm: comm.Allreduce(VALUES, TOTAL, mpi().MAX),
-        lambda comm: comm.Allreduce(VALUES, TOTAL),
-        r"Allreduce\(sum, .*Allreduce\(max, ",
-    ),
+    "root": (lambda comm: comm.Bcast(VALUES, comm.size - 1), lambda comm: comm.Bcast(VALUES),
+             r"calls? Bcast\(root 0, float64\[8\]\); .*Bcast\(root \d, float64\[8\]\)"),
+    "count": (lambda comm: comm.Allreduce(VALUES[:4], TOTAL[:4]), lambda comm: comm.Allreduce(VALUES, TOTAL),
+              r"float64\[8\]\); .*float64\[4\]"),
+    "dtype": (lambda c: c.Bcast(np.zeros(8, np.int64)), lambda c: c.Bcast(VALUES), r"float64\[8\]\); .*int64\[8\]"),
+    "op": (lambda c: c.Allreduce(VALUES, TOTAL, mpi().MAX), lambda c: c.Allreduce(VALUES, TOTAL), r"\(sum, .*\(max, "),
     "order": (lambda comm: comm.Barrier(), lambda comm: comm.Bcast(VALUES), r"Bcast\(.*Barrier\(\)"),
-    "verb": (
-        lambda comm: comm.Allreduce(VALUES, TOTAL),
-        lambda comm: comm.Reduce(VALUES, TOTAL),
-        r"Reduce\(sum, root 0, .*Allreduce\(sum, ",
-    ),
+    "verb": (lambda c: c.Allreduce(VALUES, TOTAL), lambda c: c.Reduce(VALUES, TOTAL), r"\(sum, root 0, .*Allreduce\("),
     "root of objects": (lambda comm: comm.bcast(1, root=comm.size - 1), lambda comm: comm.bcast(1), r"bcast\(root 0\)"),
     "op of objects": (lambda comm: comm.allreduce(1, mpi().PROD), lambda comm: comm.allreduce(1), r"\(sum\).*\(prod\)"),
-    "counts of all": (
-        lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [2] * comm.size]),
-        lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [1] * comm.size]),
-        r"\[1, 1.*\[2, 2",
-    ),
-    "dtype of parts": (
-        lambda comm: comm.Gatherv(np.ones(1, bool), None),
-        lambda comm: comm.Gatherv(np.ones(1), np.zeros(comm.size) if comm.rank == 0 else None),
-        r"Gatherv\(root 0, float64\); .*Gatherv\(root 0, bool\)",
-    ),
+    "counts of all": (lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [2] * comm.size]),
+                      lambda comm: comm.Allgatherv(np.ones(1), [np.zeros(2 * comm.size), [1] * comm.size]),
+                      r"\[1, 1.*\[2, 2"),
+    "dtype of parts": (lambda comm: comm.Gatherv(np.ones(1, bool), None),
+                       lambda comm: comm.Gatherv(np.ones(1), np.zeros(comm.size) if comm.rank == 0 else None),
+                       r"Gatherv\(root 0, float64\); .*Gatherv\(root 0, bool\)"),
     "split": (lambda comm: comm.Dup(), lambda comm: comm.Split(0), r"Split\(\).*Dup\(\)"),
-}
+}  # fmt: skip
 
 
 @SOME
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_each_difference_is_named_on_every_rank(world: Any, mistake: str) -> None:
     last, others, text = MISTAKES[mistake]
+    others(world)  # the ranks know the call
     with pytest.raises(RankMismatch, match=text) as raised:
         (last if world.rank == world.size - 1 else others)(world)
     assert str(raised.value).count(f" at {__file__}:") == 2
     assert world.allgather(world.rank) == list(range(world.size)), "the communicator can be used again"
+
+
+@SOME
+def test_a_difference_tells_whose_ranks_it_names(world: Any) -> None:
+    part = world.Split(0, -world.rank)
+    with pytest.raises(
+        RankMismatch, match=r"on the communicator of Split at .*, whose ranks are \[.*1, 0\] of COMM_WORLD"
+    ):
+        part.Bcast(VALUES, part.rank)
+    part.Free()
 
 
 @SOME
@@ -162,39 +151,27 @@ def derived() -> Any:
 
 # Right programs, whose ranks write one call in different ways: what rank 0 does, and the others.
 ALIKE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "a derived datatype": (
-        lambda comm: comm.Bcast([VALUES.copy(), 1, derived()]),
-        lambda comm: comm.Bcast(VALUES.copy()),
-    ),
+    "a derived datatype": (lambda comm: comm.Bcast([VALUES.copy(), 1, derived()]),
+        lambda comm: comm.Bcast(VALUES.copy())),
     "nothing to gather": (
         lambda comm: comm.Gatherv(np.array([]), [np.zeros(comm.size, "i4"), [0] + [1] * (comm.size - 1)]),
-        lambda comm: comm.Gatherv(np.ones(1, "i4"), None),
-    ),
+        lambda comm: comm.Gatherv(np.ones(1, "i4"), None)),
     "nothing to scatter": (
         lambda comm: comm.Scatterv([np.ones(1, "i4"), [1] + [0] * (comm.size - 1)], np.zeros(1, "i4")),
-        lambda comm: comm.Scatterv(None, np.array([])),
-    ),
+        lambda comm: comm.Scatterv(None, np.array([]))),
     "nothing from one to all": (
         lambda comm: comm.Allgatherv(np.array([]), [np.zeros(comm.size, "i4"), [0] + [1] * (comm.size - 1)]),
-        lambda comm: comm.Allgatherv(np.ones(1, "i4"), [np.zeros(comm.size, "i4"), [0] + [1] * (comm.size - 1)]),
-    ),
+        lambda comm: comm.Allgatherv(np.ones(1, "i4"), [np.zeros(comm.size, "i4"), [0] + [1] * (comm.size - 1)])),
     "nothing at all": (lambda comm: comm.Bcast(np.array([])), lambda comm: comm.Bcast(np.zeros(0, "i4"))),
-    "keywords": (
-        lambda comm: comm.scatter(sendobj=[1] * comm.size, root=0) and comm.gather(sendobj=1),
-        lambda comm: comm.scatter(None) and comm.gather(1),
-    ),
+    "keywords": (lambda comm: comm.scatter(sendobj=[1] * comm.size, root=0) and comm.gather(sendobj=1),
+        lambda comm: comm.scatter(None) and comm.gather(1)),
     "a call that mpi4py refuses": (
         lambda comm: refused(lambda: comm.scatter([1] * (comm.size + 1))) or comm.scatter([1] * comm.size),
-        lambda comm: comm.scatter(None),
-    ),
-    "an object without a pickle": (
-        lambda comm: refused(lambda: comm.bcast(lambda: 1)) or comm.bcast(1),
-        lambda comm: comm.bcast(None),
-    ),
-    "a bad buffer": (
-        lambda comm: refused(lambda: comm.Bcast(object())) or comm.Bcast(VALUES.copy()),
-        lambda comm: comm.Bcast(VALUES.copy()),
-    ),
+        lambda comm: comm.scatter(None)),
+    "an object without a pickle": (lambda comm: refused(lambda: comm.bcast(lambda: 1)) or comm.bcast(1),
+        lambda comm: comm.bcast(None)),
+    "a bad buffer": (lambda comm: refused(lambda: comm.Bcast(object())) or comm.Bcast(VALUES.copy()),
+        lambda comm: comm.Bcast(VALUES.copy())),
 }  # fmt: skip
 
 
@@ -233,7 +210,24 @@ def test_many_calls(comm: Any) -> None:
     requests = [world.Ibarrier() for _ in range(1100)]
     for request in reversed(requests):
         request.Wait()
+    for count in range(5000):
+        world.Bcast(np.empty(count, np.int8))
+    assert world.allgather(sendobj="mine") == ["mine"] * world.size
+    assert len(world.check.calls) < 5000
+    assert "mine" not in str(world.check.calls), "an object is kept"
     world.Free()
+
+
+@pytest.mark.ranks(1)
+def test_a_call_takes_few_of_python() -> None:
+    world, called = mpikv.checked(mpi().COMM_WORLD.Dup()), list[str]()
+    world.Allreduce(VALUES, TOTAL)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    world.Allreduce(VALUES, TOTAL)
+    sys.setprofile(None)
+    world.Free()
+    assert "key_of" in called
+    assert len(called) <= 10, called
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -387,7 +381,7 @@ SAYS = {
         "planted.py:14 in <module>",
     ),
     "abort": ("rank {last} calls Abort(7) at ", "planted.py:18 in <module>"),
-    "refused": ("mpi4py refused scatter(root 0) on this rank; the other ranks are in it, and cannot meet Barrier()",),
+    "refused": ("mpi4py refused scatter(root 0) on this rank; others may be in it, and cannot meet Barrier()",),
     "exception": ("[rank {last}/{size}] ValueError: no data for this rank", 'planted.py", line 16'),
 }
 
@@ -450,26 +444,18 @@ MPI.COMM_WORLD.Bcast([np.ones(1), MPI.DOUBLE])
 
 
 def test_an_exit_from_none_names_no_cause(tmp_path: Path) -> None:
-    program = """
-try:
-    raise OSError
-except OSError:
-    raise SystemExit(3) from None
-"""
-    done = run(tmp_path, program, 2)
+    done = run(tmp_path, "try:\n    raise OSError\nexcept OSError:\n    raise SystemExit(3) from None\n", 2)
     assert done.returncode == 3
     assert "OSError" not in done.stderr
 
 
 def test_a_program_may_start_and_end_mpi_itself(tmp_path: Path) -> None:
     program = """
-import mpi4py
-mpi4py.rc.initialize = False
+import mpi4py; mpi4py.rc.initialize = False
 from mpi4py import MPI
 assert not MPI.Is_initialized()
 MPI.Init()
-print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.check is not None)
-MPI.Finalize()
+print(MPI.COMM_WORLD.allreduce(1), MPI.COMM_WORLD.check is not None); MPI.Finalize()
 """
     done = run(tmp_path, program, 2)
     assert (done.returncode, done.stdout) == (0, "2 True\n" * 2), done.stderr
@@ -496,19 +482,14 @@ PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "mpi4py-checks.md")
 
 
 @pytest.mark.parametrize(
-    ("at", "size", "checked", "texts"),
+    ("at", "checked", "texts"),
     [
-        (1, 4, [], ["[rank 2/4] exits with status 1 after OSError: status.pickle is cut short at ", "rank 2 ended"]),
-        (
-            2,
-            4,
-            ["--check"],
-            ["calls Barrier(); ranks 2, 3 call allreduce(sum)", "planted.py:7 in ", "planted.py:8 in "],
-        ),
+        (1, [], ["[rank 2/4] exits with status 1 after OSError: status.pickle is cut short at ", "rank 2 ended"]),
+        (2, ["--check"], ["Barrier(); ranks 2, 3 call allreduce(sum)", "planted.py:7 in ", "planted.py:8 in "]),
     ],
 )
-def test_a_public_report_is_explained(tmp_path: Path, at: int, size: int, checked: list[str], texts: list[str]) -> None:
-    done = run(tmp_path, blocks(PAGE, "python")[at], size, options=checked)
+def test_a_public_report_is_explained(tmp_path: Path, at: int, checked: list[str], texts: list[str]) -> None:
+    done = run(tmp_path, blocks(PAGE, "python")[at], 4, options=checked)
     assert done.returncode == 1, done.stderr
     assert all(text in done.stderr for text in texts), done.stderr
 
@@ -523,10 +504,26 @@ def test_a_failed_test_of_a_parallel_suite_ends_it(tmp_path: Path) -> None:
 
 
 class OnGpu:
-    """An array that says it lies on a GPU."""
+    """An array that says it lies on a GPU, in DLPack's words."""
 
     dtype, nbytes = np.dtype(float), 8
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f8", "data": (256, False), "version": 3}  # noqa: RUF012
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+@SOME
+def test_mpi_reads_memory_of_the_host_whatever_its_interface(world: Any) -> None:
+    """As mpi4py's own tests have it: CUDA's interface, in a process without CUDA's driver."""
+
+    class Host:
+        dtype, nbytes = np.dtype(float), 8
+        __cuda_array_interface__ = VALUES[:1].__array_interface__
+
+    total = np.zeros(1)
+    world.Allreduce([Host(), mpi().DOUBLE], total)
+    assert total == world.size
 
 
 @SOME
@@ -566,4 +563,4 @@ def test_a_call_on_the_host_looks_for_no_gpu(world: Any) -> None:
     finally:
         sys.setprofile(None)
     assert "begin" in called
-    assert not called & {"on_gpus", "reads_gpus", "_run_on_gpus"}
+    assert not called & {"_lies_on_gpu", "reads_gpus", "_run_on_gpus"}

@@ -17,9 +17,10 @@ from support.launching import cleaned, mpi, why_no_mpi
 
 import mpikv
 from mpikv.cli.bench import main, options, oracle, report, rounds, worker
-from mpikv.cli.bench.cases import Group, Skipped, unless
+from mpikv.cli.bench.cases import Group
 from mpikv.cli.bench.keysets import KeySet, bert_base, gradients, key_set, many_small, resnet50
 from mpikv.cli.bench.rounds import Case, measure
+from mpikv.cli.bench.rules import BLOCK
 from mpikv.cli.launchers import clean
 from mpikv.protocols import Array
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT / "scripts"))  # before what follows: the benchmark 
 from benchmark.options import GPU_SUITES, SUITES  # noqa: E402
 from benchmark.options import parse as parse_all  # noqa: E402
 from benchmark.report import lines as all_lines  # noqa: E402
-from benchmark.rules import BLOCK, RULES  # noqa: E402
+from benchmark.rules import RULES  # noqa: E402
 
 # Two jobs take a dozen seconds where nothing else runs.
 DEADLINE = 110.0
@@ -201,12 +202,6 @@ def test_each_round_begins_with_another_case(clock: Clock) -> None:
     assert "".join(clock.log[3:]) == "abcbcacababc"
 
 
-def test_a_case_that_cannot_be_had_says_why() -> None:
-    with pytest.raises(Skipped, match="no such thing"):
-        unless(lambda: "no such thing", lambda: lambda: Plain(1))()
-    assert unless(str, lambda: lambda: Plain(1))()().exact
-
-
 def test_a_group_too_large_for_the_host_is_left_out() -> None:
     def never() -> Plain:
         raise AssertionError("it was made")
@@ -222,7 +217,34 @@ def test_a_group_too_large_for_the_host_is_left_out() -> None:
 # --- The command line
 
 
-def misuse(parse: Parse, name: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+MISUSE = {
+    "-n 0": "'0' is not a positive number",
+    "-n 2 --ranks-scaling 1,2": "exclude each other",
+    "--only resnet5": "did you mean 'resnet50'?",
+    "--only=": "unknown group ''",
+    "--suite sets --only many": "--suite and --only exclude each other",
+    "--json /no/such/folder/file": "'/no/such/folder/file' cannot be written",
+    "train.py": "unrecognized arguments: train.py",
+}
+MISUSE_OF_SCRIPT = {
+    "--optimizer sgd,momentum": "unknown optimizer 'momentum'",
+    "--optimizer=": "unknown optimizer ''",
+    "--device gpu --only push-pull": "resnet50, sizes, small)",
+    "--device gpu --suite torch": "invalid choice: 'torch'",
+    "--device tpu": "invalid choice: 'tpu'",
+}
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "arguments", "complaint"),
+    [
+        *((options.parse, "mpikv bench", *each) for each in MISUSE.items()),
+        *((parse_all, "scripts/bench", *each) for each in (MISUSE | MISUSE_OF_SCRIPT).items()),
+    ],
+)
+def test_misuse_is_one_line_and_status_2(
+    parse: Parse, name: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(arguments.split(), None)
     said = capsys.readouterr()
@@ -230,41 +252,6 @@ def misuse(parse: Parse, name: str, arguments: str, complaint: str, capsys: pyte
     assert said.err.startswith(f"{name}: ")
     assert said.err.count("\n") == 1
     assert complaint in said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("-n 0", "'0' is not a positive number"),
-        ("-n 2 --ranks-scaling 1,2", "exclude each other"),
-        ("--only resnet5", "did you mean 'resnet50'?"),
-        ("--only=", "unknown group ''"),
-        ("--suite sets --only many", "--suite and --only exclude each other"),
-        ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
-        ("train.py", "unrecognized arguments: train.py"),
-    ],
-)
-@pytest.mark.parametrize(("parse", "name"), [(options.parse, "mpikv bench"), (parse_all, "scripts/bench")])
-def test_misuse_is_one_line_and_status_2(
-    parse: Parse, name: str, arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    misuse(parse, name, arguments, complaint, capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
-        ("--optimizer=", "unknown optimizer ''"),
-        ("--device gpu --only push-pull", "resnet50, sizes, small)"),
-        ("--device gpu --suite torch", "invalid choice: 'torch'"),
-        ("--device tpu", "invalid choice: 'tpu'"),
-    ],
-)
-def test_misuse_of_what_the_script_alone_measures(
-    arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    misuse(parse_all, "scripts/bench", arguments, complaint, capsys)
 
 
 @pytest.mark.parametrize("suites", [SUITES, GPU_SUITES])
@@ -392,8 +379,7 @@ SIZES = ["sizes/64", "sizes/4096", "sizes/262144"]
 
 
 @pytest.mark.parametrize(
-    ("command", "names"),
-    [(BENCH, SIZES), (SCRIPT, ["push-pull/1 key", "push-pull/100 keys", "allreduce", *SIZES])],
+    ("command", "names"), [(BENCH, SIZES), (SCRIPT, ["push-pull/1 key", "push-pull/100 keys", "allreduce", *SIZES])]
 )
 def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path, command: Sequence[str], names: list[str]) -> None:
     done = bench("--quick", "--suite", "latency", "--json", "all.json", command=command)

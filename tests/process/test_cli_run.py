@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.launching import launch
+from support.launching import launch, wait
 
 from mpikv.cli import launchers, run
 from mpikv.cli.job import run_job
@@ -58,6 +58,8 @@ def threads(number: int) -> dict[str, str]:
 FORWARDED = "-x MPIKV_MASTER -x MPIKV_RUN_AT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER"
 TWO_HOSTS = {"size": 16, "tasks": (8, 8)}
 SET = {"MPIKV_TIMEOUT": "5", "PYTHONPATH": "/x", "HOME": "/h", "LANG": "C"}
+SET_BTL = {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3"}
+SET_HOSTS = {"hosts": {"a": 2, "b": 2}, "environ": SET, "forwarded": ["HOME"]}
 SET_FORWARDED = FORWARDED.replace("_AT", "_AT -x MPIKV_TIMEOUT")
 
 # library, what differs from the defaults, options of the launcher, variables
@@ -78,24 +80,14 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (OPENMPI, {"size": 1, "uid": 0}, "-n 1", threads(8) | FREE | AS_ROOT),
     (OPENMPI, {"tag": True}, "-n 4 --output rank", threads(2) | FREE),
     (OPENMPI, {"hosts": {"a": 4}}, "-n 4 --host a:4", threads(2) | FREE),
-    (
-        OPENMPI,
-        {"hosts": {"a": 2, "b": 2}, "environ": SET, "forwarded": ["HOME"]},
-        f"-n 4 --host a:2,b:2 -x HOME {SET_FORWARDED} -x PYTHONPATH",
-        threads(4) | QUIET | UNBOUND,
-    ),
+    (OPENMPI, SET_HOSTS, f"-n 4 --host a:2,b:2 -x HOME {SET_FORWARDED} -x PYTHONPATH", threads(4) | QUIET | UNBOUND),
     (
         OPENMPI,
         {"hosts": {"a": 9, "b": 1}, "size": 10},
         f"-n 10 --host a:9,b:1 {FORWARDED}",
         threads(1) | QUIET | CROWDED,
     ),
-    (
-        OPENMPI,
-        {"environ": {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3"}},
-        "-n 4",
-        QUIET | UNBOUND | {"OMPI_MCA_mtl": "^ofi"},
-    ),
+    (OPENMPI, {"environ": SET_BTL}, "-n 4", QUIET | UNBOUND | {"OMPI_MCA_mtl": "^ofi"}),
     (OPENMPI4, {"tag": True}, "-n 4 --tag-output", threads(2) | FREE | {"OMPI_MCA_btl": "self,vader,tcp"}),
 ]
 
@@ -114,7 +106,7 @@ def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
     names = "PMI_FD PMIX_RANK HYDI_CONTROL_FD OMPI_COMM_WORLD_RANK MPI_LOCALRANKID PRTE_LAUNCHED OMPI_MCA_num_procs "
     outer = dict.fromkeys(f"{names} MPIKV_RUN MPIKV_RUN_AT OMPI_WORLD_SIZE".split(), "1")
     settings = {"OMPI_MCA_btl": "tcp", "PMIX_MCA_gds": "hash", "PRTE_MCA_x": "y", "HYDRA_LAUNCHER": "ssh"}
-    settings["MPIKV_VERIFY_CALLS"] = "1"
+    settings["MPIKV_DETERMINISTIC"] = "1"
     assert clean(outer | settings) == settings
 
 
@@ -250,6 +242,8 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
         ("-n 2 --hosts a,a SCRIPT", "'a'"),
         ("-n 3 --hosts a:1,b:1 SCRIPT", "room for 2 ranks, not for 3"),
         ("-n 2 --grace none SCRIPT", "'none' is not a positive number of seconds"),
+        ("-n 2 --spares numpy SCRIPT", "--spares needs --restarts N"),
+        ("-n 2 --restarts 1 --spares numpy,absent SCRIPT", "--spares: no installed module is named 'absent'"),
         ("-n 2 --env NO_SUCH --env PATH SCRIPT", "--env names variables that are not set: NO_SUCH"),
         ("-n 2 --launcher /no/such SCRIPT", "'/no/such' is not an executable"),
     ],
@@ -319,7 +313,7 @@ def test_a_line_for_mpiexec_is_understood(tmp_path: Path, library: Library) -> N
     assert module.endswith("main()' -m json.tool -x\n")
 
 
-def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
+def test_files_of_jobs_that_were_killed_are_removed() -> None:
     """Not those of other names, nor of late, nor those that a process has."""
     names = ["mpich_old", "mpich_new", "mpich_open", "mpich_mapped", "other_old"]
     files = {name: Path(f"/dev/shm/{name}_{os.getpid()}") for name in names}
@@ -578,13 +572,8 @@ def alive(process: int) -> bool:
 
 
 def started_ranks(folder: Path, number: int) -> list[int]:
-    limit = time.monotonic() + DEADLINE / 2
-    while time.monotonic() < limit:
-        found = [int(path.name) for path in folder.glob("[0-9]*")]
-        if len(found) == number:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"only {len(found)} ranks started")
+    assert wait(lambda: len(list(folder.glob("[0-9]*"))) == number, DEADLINE / 2), os.listdir(folder)
+    return [int(path.name) for path in folder.glob("[0-9]*")]
 
 
 STAY = """
@@ -622,12 +611,10 @@ def test_a_signal_leaves_no_process(
     job.send_signal(number)
     done = finish(job)
     assert done.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    limit = time.monotonic() + (20 if number == signal.SIGKILL else 0)
-    while (left := [rank for rank in ranks if alive(rank)]) and time.monotonic() < limit:
-        time.sleep(0.1)
-    for rank in left:
+    have_ended = wait(lambda: not any(map(alive, ranks)), 20 if number == signal.SIGKILL else 0)
+    for rank in filter(alive, ranks):
         os.kill(rank, signal.SIGKILL)
-    assert left == []
+    assert have_ended
 
 
 NOTED = """
@@ -714,6 +701,7 @@ KILLED = f"""
 sleep 60 & printf "$! $(uname -n)" >$MPIKV_RUN/rank.0
 exec {sys.executable} -c "import os, sys, time; os.kill($!, 9); time.sleep(0.5); sys.exit({{}})"
 """
+LOST = "cd $MPIKV_RUN; echo {} >0; echo {}000000 >lost.1; touch -d @1 *; exit 1"
 BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent this signal, the "
 
 
@@ -726,6 +714,11 @@ BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent th
         ("echo 0 >$MPIKV_RUN/0", 1, "the launcher reports success, but not all ranks reached the end"),
         ("exit 9", 9, "the launcher ended with status 9"),
         ("kill -SEGV $$", 139, "the launcher ended with status 139"),
+        # Connections that ended 10 ms before a crash, and 30 ms; before a status that others may have caused; after it.
+        (LOST.format(-11, 990), 139, "rank 0 was killed by SIGSEGV"),
+        (LOST.format(-11, 970), 1, "rank 1 was the first to end"),
+        (LOST.format(4, 990), 1, "rank 1 was the first to end"),
+        (LOST.format(14, 1010), 14, "one of the ranks 0, 1 ended"),
         ("echo 4 >$MPIKV_RUN/1; sleep 0.05; echo 1 >$MPIKV_RUN/0; exit 1", 4, "rank 1 ended with status 4"),
     ],
 )

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.launching import why_no_mpi
+from support.launching import mpi, why_no_mpi
 
-FOLDER = Path(__file__).parent
+from mpikv.cli.restarts import find_folders
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 # Enough for four starts on a busy machine.
 DEADLINE = 100
 pytestmark = [
@@ -24,10 +26,18 @@ pytestmark = [
 ]
 
 TRAIN = """
-import os, pathlib, resource, signal, sys, time
+import os, pathlib, signal, sys, time
 import numpy as np
 import mpikv
 here = pathlib.Path(sys.argv[1])
+
+def spares():
+    return [path.suffix[1:] for path in here.glob("spare.*")]
+
+def wait_for(is_there):
+    while not is_there():
+        time.sleep(0.01)
+
 kv = mpikv.create(timeout=TIMEOUT)
 kv.init("w", np.zeros(1000))
 BEFORE
@@ -53,20 +63,13 @@ def run(tmp_path: Path) -> Iterator[Start]:
     def start(
         at: str, *options: str, before: str = "", timeout: float = 30.0, steps: int = 10, given: str = ""
     ) -> subprocess.Popen[str]:
-        script, text = tmp_path / "train.py", TRAIN
-        for name, value in {
-            "TIMEOUT": str(timeout),
-            "BEFORE": before,
-            "AT": at,
-            "STEPS": str(steps),
-            "GIVEN": given,
-        }.items():
-            text = text.replace(name, value)
-        script.write_text(text)
+        script, values = tmp_path / "train.py", {"TIMEOUT": timeout, "BEFORE": before, "STEPS": steps, "GIVEN": given}
+        script.write_text(re.sub("[A-Z]{2,7}", lambda name: str({**values, "AT": at}[name[0]]), TRAIN))
         command = [sys.executable, "-m", "mpikv", "run", "-n", "2", *options, str(script), str(tmp_path)]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         (tmp_path / "tmp").mkdir(exist_ok=True)
-        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": path}
         jobs.append(subprocess.Popen(command, env=environ, text=True, **pipes))
         return jobs[-1]
 
@@ -84,23 +87,16 @@ def wait(job: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
     return output, errors
 
 
-def kill(ranks: int, seed: int, deaths: int = 3) -> int:
-    """Compare a training with deaths to one without; return how often its ranks were started again."""
-    digests, errors = list[str](), ""
-    for options in ([], ["--restarts", str(deaths)]):
-        command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), *options, str(FOLDER / "restarted.py")]
-        command += [str(seed), str(deaths if options else 0)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
-        assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-        digests, errors = [*digests, *re.findall(r"digest \w+", done.stdout)], done.stderr
-    assert len(digests) == 2
-    assert digests[0] == digests[1], errors
-    return len(re.findall(r"; restart \d from ", errors))
+ASYNC = ("--store", "dist_async")
 
 
-@pytest.mark.parametrize(("size", "seed"), [(2, 0), (3, 15)])
-def test_killed_ranks_change_no_bit(size: int, seed: int) -> None:
-    assert kill(size, seed) > 0
+@pytest.mark.parametrize(("seed", "options"), [(0, ()), (16, ()), (16, ("--spares", "numpy")), (3, ASYNC), (5, ASYNC)])
+@pytest.mark.feature("restarts-async")
+def test_killed_ranks_change_no_bit(seed: int, options: tuple[str, ...]) -> None:
+    """On 2, 3 or 4 ranks; in ``dist_async``, no push is lost or made twice."""
+    command = [sys.executable, SCRIPTS / "chaos_restarts", f"--first={seed}", "--restarts=1", "--deaths=3", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.feature("restarts-messages")
@@ -146,27 +142,19 @@ def test_a_stopped_rank_is_killed_and_replaced(run: Start) -> None:
     assert "done" in output
 
 
-def test_a_signal_ends_the_job_and_removes_its_folder(run: Start, tmp_path: Path) -> None:
-    job = run("(here / 'folder').write_text(os.environ['MPIKV_KEEP']); time.sleep(1)", "--restarts", "3")
-    folder = Path(read_when_there(tmp_path / "folder"))
-    assert folder.is_dir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    job.send_signal(signal.SIGTERM)
-    _, errors = wait(job, status=128 + signal.SIGTERM)
-    assert "restart" not in errors
-    assert not folder.exists()
-
-
 @pytest.mark.parametrize("how", ["path", "--keep", "--restarts"])
 @pytest.mark.feature("steps-end-at-sigterm")
 def test_a_signal_lets_the_loop_save_and_end(run: Start, tmp_path: Path, how: str) -> None:
     given = f", path={str(tmp_path / 'run')!r}" if how == "path" else ""
     options = {"path": [], "--keep": ["--keep", str(tmp_path / "keep")], "--restarts": ["--restarts", "2"]}[how]
-    job = run("step == 5 and (here / 'five').touch()", *options, steps=10**6, given=given)
-    wait_for((tmp_path / "five").exists)
+    at = "step == 5 and (here / 'folder').write_text(os.environ.get('MPIKV_KEEP', 'none'))"
+    job = run(at, *options, steps=10**6, given=given)
+    folder = Path(read_when_there(tmp_path / "folder"))
+    assert how != "--restarts" or folder.stat().st_mode & 0o777 == 0o700
     job.send_signal(signal.SIGTERM)
     _, errors = wait(job, status=128 + signal.SIGTERM if how == "--restarts" else 75)
-    assert "mpikv run: stopped by SIGTERM" in errors
+    assert ("mpikv run: stopped by SIGTERM" in errors, "restart 1" in errors) == (True, False)
+    assert folder.exists() == (how == "--keep")
     if how != "--restarts":  # whose commits end with the job
         output, _ = wait(run("pass", *options, steps=1, given=given))
         (step,) = re.findall(r"done Restored\(step=(\d+), attempt=0, again=0, why=''\) \1$", output, re.MULTILINE)
@@ -215,26 +203,95 @@ def test_the_folder_of_a_killed_command_is_removed_by_the_next(run: Start, tmp_p
     assert not folder.exists()
 
 
-def test_a_full_folder_is_named_with_the_bytes_that_are_missing(run: Start) -> None:
-    before = "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))"
-    _, errors = wait(run("pass", "--restarts", "1", before=before), status=1)
-    assert re.search(
-        r"MemoryError: steps\(total 10\): the commits of this rank take \d+ bytes in /dev/shm/mpikv-", errors
-    )
-    assert "start with mpikv run --keep DIR, a folder with more room" in errors
-    assert "; 1 restart from the beginning brought no new commit" in errors
-
-
 @pytest.mark.feature("restarts-faults")
 @pytest.mark.parametrize("fault", ["full tmpfs", "disk fills", "out of memory"])
 def test_a_fault_of_the_host_is_survived_or_named(fault: str) -> None:
     apart = ["unshare", "--mount", *["--map-root-user"] * (os.getuid() != 0), "true"]
-    command = [sys.executable, str(FOLDER.parents[1] / "scripts" / "restart_faults"), "--only", fault]
+    command = [sys.executable, str(SCRIPTS / "restart_faults"), "--only", fault]
     for each in (apart, command):
         done = subprocess.run(each, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
         if done.returncode and (each == apart or "may make no cgroup" in done.stderr):
             pytest.skip(f"this host refuses it: {done.stderr.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- Spares
+
+# A module that spares import, and no script.
+NOTED = """
+import os, pathlib, time
+print("imported", flush=True)
+pathlib.Path(__file__).with_name(f"spare.{os.getpid()}").touch()
+"""
+WITH_SPARES = ("--restarts", "1", "--spares", "noted")
+DIES = f"if step == 5 and {ONCE}: wait_for(lambda: BEFORE_DEATH); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.feature("restarts-spares")
+@pytest.mark.parametrize("more", ["", "time.sleep(1)", "raise ValueError"])
+def test_spares_take_the_places_of_dead_ranks(run: Start, tmp_path: Path, more: str) -> None:
+    """As soon as they are ready. They print what they import, and have the environment, as in another restart."""
+    (tmp_path / "noted.py").write_text(NOTED + more)
+    before = "if kv.rank == 1: print('begins', 'noted' in sys.modules, *sorted(os.environ), flush=True)"
+    cold, _ = wait(run(DIES.replace("BEFORE_DEATH", "True"), "--restarts", "1", before=before))
+    output, errors = wait(run(DIES.replace("BEFORE_DEATH", "len(spares()) == 2"), *WITH_SPARES, before=before))
+    assert re.findall("restart . from", errors) == ["restart 1 from"]
+    assert re.search(r"(?m)done Restored\(step=[1-5], attempt=1, again=\d, why='.* killed by SIGKILL'\) 10$", output)
+    (_, after_cold), (_, after) = (re.findall("^begins (.*)$", text, re.MULTILINE) for text in (cold, output))
+    assert after == after_cold.replace("False", str(more != "raise ValueError"), 1)
+    assert output.index("begins") < output.index("imported")
+    assert output.count("imported") == 2
+
+
+def test_ranks_start_anew_where_spares_have_ended(run: Start, tmp_path: Path) -> None:
+    (tmp_path / "noted.py").write_text(NOTED + "os._exit(3)")
+    gone = "spares() and not any(os.path.exists(f'/proc/{spare}') for spare in spares())"
+    output, errors = wait(run(DIES.replace("BEFORE_DEATH", gone), *WITH_SPARES))
+    assert errors.count("restart 1 from") == output.count("done Restored") == 1
+
+
+HANGS = """#!/bin/sh
+MPIEXEC "$@"; status=$?
+[ ! -e HERE/dead ] || { rm HERE/dead; echo $$ >HERE/hangs; exec sleep 600; }
+exit $status
+"""
+
+
+def test_a_launcher_that_hangs_is_ended_while_its_spares_train(run: Start, tmp_path: Path) -> None:
+    (tmp_path / "noted.py").write_text(NOTED)
+    wrapper = tmp_path / "mpiexec"
+    wrapper.write_text(HANGS.replace("MPIEXEC", str(mpi()[1].path)).replace("HERE", str(tmp_path)))
+    wrapper.chmod(0o700)
+    dies = DIES.replace("BEFORE_DEATH)", "len(spares()) == 2); (here / 'dead').touch()")
+    gone = "wait_for(lambda: not os.path.exists('/proc/' + (here / 'hangs').read_text().strip()))"
+    wait(run(f"{dies}\n        if step == 6: {gone}", "--launcher", str(wrapper), *WITH_SPARES))
+    assert (tmp_path / "hangs").exists()
+
+
+@pytest.mark.parametrize("more", ["", "time.sleep(1)"])
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_spares_end_with_their_job(run: Start, tmp_path: Path, how: str, more: str) -> None:
+    """Ready or not."""
+    (tmp_path / "noted.py").write_text(NOTED + more)
+    job = run("if step == 5: wait_for((here / 'go').exists)", *WITH_SPARES)
+    wait_for(lambda: len(list(tmp_path.glob("spare.*"))) == 2)
+    status = {"end": 0, "SIGKILL": -signal.SIGKILL, "SIGINT": 128 + signal.SIGINT, "SIGTERM": 128 + signal.SIGTERM}[how]
+    (tmp_path / "go").touch() if how == "end" else job.send_signal(signal.Signals[how])
+    output, errors = wait(job, status)
+    wait_for(lambda: not any(is_running(path.suffix[1:]) for path in tmp_path.glob("spare.*")))
+    assert "imported" not in output
+    assert "restart" not in errors
+    if how == "SIGKILL":
+        remove_files_of_killed(tmp_path / "tmp")
+        find_folders(remove=True)  # as the next command of this user would
+
+
+def is_running(process: str) -> bool:
+    """Return whether a process has not ended. A test of jobs in this process makes it the parent of orphans."""
+    try:
+        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def remove_files_of_killed(folder: Path) -> None:

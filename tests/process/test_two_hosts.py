@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.hosts import ROOT, Hosts, virtual_hosts
-from support.launching import mpi, why_no_mpi
+from support.launching import mpi, wait, why_no_mpi
 
 from mpikv.cli.launchers import clean
 
@@ -145,15 +146,6 @@ def outputs(hosts: Hosts, text: str, seconds: float, ranks: int = 4) -> list[str
     return output.splitlines()
 
 
-def wait(condition: Callable[[], bool], seconds: float) -> bool:
-    limit = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 @pytest.mark.deadline(180)
 def test_values(hosts: Hosts) -> None:
     said, lines = outputs(hosts, VALUES, 80), [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
@@ -250,6 +242,52 @@ def test_a_cut(hosts: Hosts) -> None:
     # A daemon of the launcher may stay on the other host, which nobody can reach any more.
     left = [Path(f"/proc/{process}/cmdline").read_bytes() for process in hosts.processes()]
     assert not any(b"python" in line and b"script.py" in line for line in left), left
+
+
+RESTARTS = """
+import os, signal, sys, time
+import numpy as np
+import mpikv
+
+kv = mpikv.create(timeout=20)
+kv.init("w", np.zeros(1000))
+kv.set_optimizer("sgd", learning_rate=1.0)
+for step in kv.steps(20):
+    if step == 10 and kv.rank == int(sys.argv[1]) and kv.restored is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kv.push("w", np.ones(1000))
+    time.sleep(0.02)
+assert (kv.pull("w") == -20 * kv.size).all(), kv.pull("w")
+print("attempt", kv.restored.attempt, kv.restored.step > 0, flush=True)
+"""
+
+
+@pytest.mark.deadline(180)
+@pytest.mark.feature("restarts-hosts")
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_dies(hosts: Hosts, rank: int) -> None:
+    """On either host, all ranks start again, and go on from commits that both hosts see."""
+    (hosts.folder / "script.py").write_text(RESTARTS)
+    command = [str(hosts.folder / "script.py"), str(rank)]
+    refused = hosts.start(4, ["--restarts", "1", *command])
+    assert refused.wait(60) == 2
+    assert "needs --keep DIR, a folder on a file system that they share" in hosts.output.read_text()
+    status = hosts.start(4, ["--restarts", "1", "--keep", str(hosts.folder / "keep"), *command]).wait(90)
+    output = hosts.output.read_text()
+    assert status == 0, output
+    assert output.count("attempt 1 True") == 4, output
+    assert re.search(rf"mpikv run: (?:rank |one of the ranks (?:\d, )*){rank}\b.*; restart 1 from", output), output
+    assert not list((hosts.folder / "keep").iterdir())
+    assert hosts.processes() == []
+
+
+@pytest.mark.deadline(120)
+def test_a_folder_that_hosts_do_not_share(hosts: Hosts) -> None:
+    """Each has a /dev/shm of its own."""
+    (hosts.folder / "script.py").write_text(RESTARTS)
+    command = [str(hosts.folder / "script.py"), "9"]
+    assert hosts.start(4, ["--keep", f"/dev/shm/keep-{os.getpid()}", *command]).wait(90) == 1
+    assert re.search(rf"host {hosts.names[1]} does not see /dev/shm/keep-\d+/4-ranks", hosts.output.read_text())
 
 
 def read(path: Path) -> str:

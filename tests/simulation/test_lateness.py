@@ -70,18 +70,18 @@ def test_even_ranks_hold_up_nobody() -> None:
     assert cluster(3).run(step_alike) == [None] * 3
 
 
-@pytest.mark.parametrize(("hosts", "verifies"), [(1, True), (2, True), (1, False)])
-def test_sums_are_right_over_many_calls(hosts: int, verifies: bool) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_sums_are_right_over_many_calls(hosts: int) -> None:
     """Rank 1 is last in each call, by so much that nothing else counts."""
 
     def program(comm: Any) -> Any:
-        with mpikv.create(comm=comm, verify_calls=verifies) as kv:
-            for _ in range(300):
+        with mpikv.create(comm=comm) as kv:
+            for _ in range(700):
                 spend(0.03 if kv.rank == 1 else 0.01)
                 kv.barrier()
             return kv.statistics()["ranks"]
 
-    known = 256 if hosts > 1 else 300  # other hosts' are known up to a call before
+    known = 640 if hosts > 1 else 700  # other hosts' are known up to a call before
     for ranks in cluster(4, hosts=hosts).run(program):
         assert sum(rank["last"] for rank in ranks) in (known - 1, known)
         assert ranks[1]["last"] >= known - 2

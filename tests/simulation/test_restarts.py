@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import gc
 import hashlib
 import os
 import random
@@ -15,7 +15,7 @@ import re
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -26,9 +26,10 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.async_store.async_kvstore import AsyncKVStore
 from mpikv.engine.alltoallv import gather
 from mpikv.keep.commits import Commits, Restored
-from mpikv.keep.folder import Start, write_start
+from mpikv.keep.folder import Briefing, Commit, read_header, write_briefing
 from mpikv.keep.slots import Slots
 from mpikv.testing import Deadlock, FullDisk, Kill, Missed, cluster
 from mpikv.testing.simulation import Cluster, Fault
@@ -55,6 +56,8 @@ class Job:
     slots: Callable[..., Slots] = Slots
     deaths: int = 0
     restores: int = 0
+    latest: int = 120
+    """The latest turn of a death, in most attempts."""
 
     def __post_init__(self) -> None:
         draw = random.Random(f"{self.seed} job")
@@ -64,7 +67,7 @@ class Job:
         # By 0, 1, 3 and 5 steps between commits.
         self.cost = draw.choice([0.0, 0.0, 0.05, 0.1])
         self.codec = draw.choice([None, "2bit", "lowrank"]) if self.updater in ("sgd", "adam") else None
-        self.draw = draw
+        self.draw, self.options = draw, dict[str, Any]()
 
     def set_updater(self, kv: Any) -> dict[str, Any]:
         """Set the updater and the codec; return what the program keeps of them."""
@@ -87,7 +90,7 @@ class Job:
     def train(self, comm: Any, record: Record) -> Any:
         """Train on one rank; return all that a step depends on, or None if the rank could not end."""
         try:
-            with mpikv.create(comm=comm, timeout=10.0) as kv:
+            with mpikv.create(comm=comm, timeout=10.0, **self.options) as kv:
                 return self._train(kv, record)
         except (mpikv.Stalled, mpikv.PeerFailed, MemoryError, OSError):
             return None
@@ -100,19 +103,9 @@ class Job:
         if self.codec is None and self.updater not in ("function", "lamb"):
             kv.init("rows", mpikv.RowSparse([*range(6)], rows, rows.shape))
         rng, others, seen = np.random.default_rng(kv.rank), random.Random(kv.rank), [0, {"sum": np.zeros(3)}]
-        kv.keep(
-            rng=rng,
-            others=others,
-            seen=seen,
-            slow=(lambda: time.sleep(self.cost), lambda state: None),
-            **self.set_updater(kv),
-        )
-        made = 0
-        for step in kv.steps(STEPS, fill=params):
-            record.begins.add(step)
-            if "commits" in kv.statistics() and kv.statistics()["commits"]["made"] > made:
-                made = kv.statistics()["commits"]["made"]
-                record.committed = max(record.committed, step)
+        slow = (lambda: time.sleep(self.cost), lambda state: None)
+        kv.keep(rng=rng, others=others, seen=seen, slow=slow, **self.set_updater(kv))
+        for step in noted(record, kv, kv.steps(STEPS, fill=params)):
             time.sleep(1)
             if step == 3 and self.updater in ("sgd", "adam"):
                 kv.set_learning_rate(0.05)
@@ -124,14 +117,13 @@ class Job:
                 kv.push("rows", mpikv.RowSparse(chosen, np.ones((2, 2), np.float32), (6, 2)))
             seen[0] += 1
             seen[1]["sum"] += step
-        record.committed = STEPS
         values = [hashlib.sha256(value).hexdigest() for value in kv.pull(list(kv))]
         versions = [kv.version(key) for key in kv]
         return values, versions, rng.bit_generator.state, others.getstate(), seen[0], seen[1]["sum"].tolist()
 
     def faults(self) -> list[Fault]:
         """Draw the end of an attempt: the death of a rank, or of all soon after each other, as by a launcher."""
-        at = self.draw.randint(1, 60 + self.draw.choice([60, 600]))
+        at = self.draw.randint(1, self.draw.choice([self.latest, 660]))
         if self.draw.random() < 0.1:
             return [FullDisk(self.draw.randrange(self.size), at)]
         ranks = range(self.size) if self.draw.random() < 0.7 else [self.draw.randrange(self.size)]
@@ -147,6 +139,46 @@ class Job:
             except Deadlock:  # in the start of MPI, which has no deadline: a launcher ends the others
                 results = [None] * self.size
         return results, record
+
+
+class AsyncJob(Job):
+    """Pushes to ``dist_async``, each of a number at its own place: one that is lost or made twice changes the sum."""
+
+    latest: int = 500
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.options = {"name": "dist_async", "staleness": self.seed % 3 or None}
+
+    def _train(self, kv: Any, record: Record) -> Any:
+        keys, shape, rng = ["a", "b", "c"], (STEPS, kv.size), np.random.default_rng(kv.rank)
+        kv.init({key: np.zeros(shape) for key in keys})
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.keep(rng=rng, slow=(lambda: time.sleep(self.cost), lambda state: None))
+        for step in noted(record, kv, kv.steps(STEPS)):
+            time.sleep(1 + 0.1 * kv.rank)
+            if step == 3:
+                kv.set_learning_rate(0.5)
+            # Not after the pushes: it would wait for them, and none were in flight where ranks commit.
+            assert (kv.pull(keys[step % 3])[:step, kv.rank] < 0).all()
+            for key in keys:
+                pushed = np.zeros(shape)
+                pushed[step, kv.rank] = rng.integers(1, 1000)
+                kv.push(key, pushed)
+        kv.barrier()
+        return [value.tolist() for value in kv.pull(keys)], [kv.version(key) for key in keys], rng.random()
+
+
+def noted(record: Record, kv: Any, steps: Iterator[int]) -> Iterator[int]:
+    """Yield steps, and note those that begin and are committed."""
+    made = 0
+    for step in steps:
+        record.begins.add(step)
+        if "commits" in kv.statistics() and kv.statistics()["commits"]["made"] > made:
+            made = kv.statistics()["commits"]["made"]
+            record.committed = max(record.committed, step)
+        yield step
+    record.committed = STEPS
 
 
 def run_ranks(
@@ -169,9 +201,9 @@ def run_ranks(
                 slots.close()
 
 
-def trial(seed: int, slots: Callable[..., Slots] = Slots) -> Job:
+def trial(seed: int, slots: Callable[..., Slots] = Slots, kind: type[Job] = Job) -> Job:
     """Train without and with deaths, and compare."""
-    job, committed = Job(seed, slots), 0
+    job, committed = kind(seed, slots), 0
     wanted, _ = job.run(None, 0, [])
     with tempfile.TemporaryDirectory(prefix="mpikv-test-") as folder:
         for attempt in range(4):
@@ -188,10 +220,11 @@ def trial(seed: int, slots: Callable[..., Slots] = Slots) -> Job:
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize(("kind", "first"), [*((Job, first) for first in range(0, 40, 10)), (AsyncJob, 0)])
 @pytest.mark.feature("restarts")
-def test_killed_ranks_go_on_from_the_newest_commit(first: int) -> None:
-    jobs = [trial(seed) for seed in range(first, first + 10)]
+@pytest.mark.feature("restarts-async")
+def test_killed_ranks_go_on_from_the_newest_commit(kind: type[Job], first: int) -> None:
+    jobs = [trial(seed, kind=kind) for seed in range(first, first + 10)]
     assert sum(job.deaths for job in jobs) >= 5
     assert sum(job.restores for job in jobs) >= 2
 
@@ -204,7 +237,7 @@ class OneSlot(Slots):
 
     def newest(self) -> Any:
         commit = super().newest()
-        return commit._replace(epoch=commit.epoch // 2)
+        return Commit(commit.epoch // 2, *commit[1:])
 
     def void_after(self, epoch: int) -> None:
         super().void_after(2 * epoch)
@@ -213,7 +246,7 @@ class OneSlot(Slots):
         super().write(2 * epoch, *parts)
 
     def read(self, commit: Any) -> Any:
-        return super().read(commit._replace(epoch=0))
+        return super().read(Commit(0, *commit[1:]))
 
 
 class HeaderFirst(Slots):
@@ -254,18 +287,24 @@ def newest_of_any(*arguments: Any) -> Any:
     return np.broadcast_to(table.max(axis=0), table.shape)
 
 
+def drain_elsewhere(store: Any, verb: str, drain: Callable[..., Any] = AsyncKVStore._drain) -> Any:
+    """Leave pushes in flight where ranks commit."""
+    return None if verb == "steps" else drain(store, verb)
+
+
 PARTS = {
+    "async_store.async_kvstore.AsyncKVStore._drain": drain_elsewhere,
     "keep.commits.Commits": Early,
     "keep.commits.gather": newest_of_any,
     "keep.contents.ensure_residuals": lambda *_: None,
 }
 
 
-def first_failure(slots: Callable[..., Slots] = Slots) -> Exception | None:
+def first_failure(slots: Callable[..., Slots] = Slots, kind: type[Job] = Job) -> Exception | None:
     """Return the error of the first trial that fails: wrong bits, a committed step made again, or a rank's error."""
     for seed in range(200):
         try:
-            trial(seed, slots)
+            trial(seed, slots, kind)
         except Exception as error:
             return error
     return None
@@ -281,25 +320,30 @@ def test_a_fault_of_the_files_is_found(slots: type[Slots]) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_fault_of_the_protocol_is_found(part: str) -> None:
     with mock.patch(f"mpikv.{part}", PARTS[part]):
-        assert first_failure() is not None
+        assert first_failure(kind=AsyncJob if part.startswith("async") else Job) is not None
 
 
 # --- What is refused, and what is left then
 
 
-def start(folder: Path, program: Callable[[Any], Any], ranks: int = 2, faults: Sequence[Fault] = ()) -> list[Any]:
+def start(
+    folder: Path,
+    program: Callable[[Any], Any],
+    ranks: int = 2,
+    faults: Any = (),
+    hosts: int = 1,
+    store: str = "dist_sync",
+) -> list[Any]:
     """Run a program on ranks that are started with a folder for commits; return their results, or texts of errors."""
 
     def caught(comm: Any) -> Any:
-        with mpikv.create(comm=comm, timeout=10.0) as kv:
+        with mpikv.create(store, comm=comm, timeout=10.0) as kv:
             try:
                 return program(kv)
             except (mpikv.MPIKVError, MemoryError, TypeError, ArithmeticError, AssertionError) as error:
                 return f"{type(error).__name__}: {error}"
 
-    results = run_ranks(cluster(ranks, faults=faults), caught, folder)
-    gc.collect()  # as the end of a process would: the loop that an error has left keeps its files, and their locks
-    return results
+    return run_ranks(cluster(ranks, hosts=hosts, faults=faults), caught, folder)
 
 
 def loops(
@@ -310,12 +354,14 @@ def loops(
     codec: Any = None,
     kept: Mapping[str, Any] = MappingProxyType({}),
     at: Callable[[Any, int], object] = lambda kv, step: None,
+    path: Any = None,
 ) -> tuple[Any, float]:
     kv.init("w", np.zeros(shape, np.float32))
     kv.set_optimizer(updater, learning_rate=1.0)
-    kv.set_gradient_compression(codec)
+    if codec is not None:
+        kv.set_gradient_compression(codec)
     kv.keep(**kept)
-    for step in kv.steps(steps):
+    for step in kv.steps(steps, path=path):
         at(kv, step)
         kv.push("w", np.ones(shape, np.float32))
     return kv.restored, float(kv.pull("w")[0])
@@ -323,7 +369,9 @@ def loops(
 
 def test_a_finished_loop_is_not_made_again(tmp_path: Path) -> None:
     assert start(tmp_path, loops) == [(None, -6.0)] * 2
-    assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
+    # As after a death in the last save: it is made again.
+    assert start(tmp_path, lambda kv: loops(kv, path=tmp_path / "run")) == [((3, 0, 0, ""), -6.0)] * 2
+    assert (tmp_path / "run").exists()
     assert start(tmp_path, lambda kv: loops(kv, steps=5)) == [((3, 0, 0, ""), -10.0)] * 2
 
 
@@ -332,8 +380,30 @@ def test_ranks_learn_why_they_were_restarted(tmp_path: Path) -> None:
         assert step < 2
 
     start(tmp_path, lambda kv: loops(kv, at=dies))
-    write_start(tmp_path, Start(1, "rank 1 was killed by SIGKILL"))
+    write_briefing(tmp_path, Briefing(1, "rank 1 was killed by SIGKILL"))
     assert start(tmp_path, loops) == [(Restored(2, 1, 1, "rank 1 was killed by SIGKILL"), -6.0)] * 2
+
+
+def test_a_store_that_has_ended_leaves_its_files(tmp_path: Path) -> None:
+    """In a notebook, the error that was shown last keeps its frames."""
+    kept = list[Any]()
+
+    def fails(kv: Any) -> None:
+        kept.append(kv.steps(3))
+        assert next(kept[-1]) == 1
+
+    start(tmp_path, fails)
+    assert start(tmp_path, loops) == [(None, -6.0)] * 2
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_commits_of_several_hosts_are_flushed(tmp_path: Path, hosts: int) -> None:
+    """Before and after their header."""
+    flushed = list[int]()
+    with mock.patch("os.fsync", lambda file: flushed.append(read_header(file).epoch)):
+        assert start(tmp_path, loops, hosts=hosts) == [(None, -6.0)] * 2
+    commits = [epoch for epoch in flushed if epoch]
+    assert (len(commits) >= 4, flushed.count(0)) == (hosts == 2, 2 * len(commits))
 
 
 @pytest.mark.parametrize(
@@ -364,11 +434,11 @@ def test_missing_commits_of_a_rank_are_named(tmp_path: Path) -> None:
 
 def test_newer_commits_of_another_number_of_ranks_are_named(tmp_path: Path) -> None:
     start(tmp_path, loops)
-    write_start(tmp_path, Start(other_step=4, other_folder="/there"))
+    write_briefing(tmp_path, Briefing(other_step=4, other_folder="/there"))
     for error in start(tmp_path, loops):
         assert "the newest commit, of step 4, is in /there, and fits only as many ranks" in error
         assert "remove that folder to go on from step 3 [rank" in error
-    write_start(tmp_path, Start(other_step=3, other_folder="/there"))
+    write_briefing(tmp_path, Briefing(other_step=3, other_folder="/there"))
     assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
 
 
@@ -380,6 +450,12 @@ def test_files_of_a_living_process_are_not_taken(tmp_path: Path) -> None:
     assert re.search(r"ConfigError: .*1\.0\.0 are still locked after 5 s: process -1 of an earlier start", error)
     assert other.startswith("PeerFailed: steps(total 3): rank 0 raised")
     assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        for error in start(tmp_path, loops):
+            assert re.match(rf"ConfigError: .* of {tmp_path} on the host node\d has no locks .*let --keep name", error)
 
 
 def test_a_failing_getter_leaves_the_commit_before(tmp_path: Path) -> None:
@@ -419,32 +495,33 @@ def test_the_store_of_a_loop_stays(tmp_path: Path, change: Callable[[Any, int], 
         assert error.startswith(f"Unsupported: steps: the store changed in the loop, {complaint}")
 
 
-def test_stores_without_commits_say_so(tmp_path: Path) -> None:
+def test_what_a_loop_cannot_keep_or_fill_is_named(tmp_path: Path) -> None:
     def sums(kv: Any) -> Any:
         trainer = mpikv.Trainer({"w": np.zeros(2)}, "sgd", kvstore=kv, update_on_kvstore=False)
         trainer.set_grads({"w": np.ones(2)})
         trainer.step(1)
         return kv.steps(1)
 
-    for error in start(tmp_path, sums):
-        assert error.startswith("Unsupported: steps: 'w' is a key of sums of gradients")
-    variables = mock.patch.dict(os.environ, {"MPIKV_KEEP": str(tmp_path)})
-    asks = pytest.raises(mpikv.Unsupported, match="ranks of 'dist_async' have steps of their own")
-    with variables, mpikv.create("dist_async") as kv, asks:
-        kv.steps(1)
+    expected = {sums: "Unsupported: steps: 'w' is a key of", lambda kv: kv.steps(1, fill={"W": 0}): "KeyNotInitialized"}
+    assert all(error.startswith(text) for program, text in expected.items() for error in start(tmp_path, program))
 
 
-def test_commits_take_two_percent_of_the_time(tmp_path: Path) -> None:
-    def program(kv: Any) -> dict[str, Any]:
-        slow = (lambda: time.sleep(0.05), lambda state: None)
-        loops(kv, 200, kept={"slow": slow}, at=lambda kv, step: time.sleep(1))
-        found: dict[str, Any] = kv.statistics()["commits"]
-        return found
+SHARES = [(1, 0.05, 0.05 / 0.0125, "dist_sync"), (0.01, 1e-5, 0.1, "dist_sync"), (0.01, 1e-5, 1.0, "dist_async")]
 
-    for found in start(tmp_path, program):
-        # One after the first step, one after the last, and in between 0.05 s in each 2.5 s.
-        assert found["made"] == pytest.approx(200 / 2.5, abs=2)
-        assert found["seconds"] == pytest.approx(0.05 * found["made"])
+
+@pytest.mark.parametrize(("step", "cost", "apart", "store"), SHARES)
+def test_commits_take_their_share_where_ranks_meet(
+    tmp_path: Path, step: float, cost: float, apart: float, store: str
+) -> None:
+    def program(kv: Any) -> Any:
+        slow = (lambda: time.sleep(cost), lambda state: None)
+        loops(kv, 200, kept={"slow": slow}, at=lambda *_: time.sleep(step))
+        return kv.statistics()["commits"]
+
+    for found in start(tmp_path, program, store=store):
+        # One after the first step, one after the last, and in between one each so many seconds.
+        assert found["made"] == pytest.approx(200 * step / apart, abs=2)
+        assert found["seconds"] == pytest.approx(cost * found["made"], rel=1e-3)
 
 
 # --- Without mpikv run

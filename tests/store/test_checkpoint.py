@@ -1,7 +1,5 @@
 """What was saved is what is loaded, bit for bit: on any ranks, in any placement, and nothing is lost by an error."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools
@@ -550,11 +548,10 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("check", [True, False])
-def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
-    """All ranks learn of it, also where calls are not compared, and the store is as it was."""
+def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch):
+    """All ranks learn of it, and the store is as it was."""
     path, culprit = folder / "checkpoint", ranks - 1
-    with mpikv.create(comm=comm, verify_calls=check) as kv, mpikv.create(comm=comm, verify_calls=check) as other:
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
         kv.init("w", np.arange(5.0))
         kv.set_optimizer("adam")
         kv.push("w", np.ones(5))

@@ -1,17 +1,15 @@
 """What compressed pushes have left out, in checkpoints: the same bits on as many ranks, zeros on others."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np
 import pytest
 
 import mpikv
-from mpikv.checkpoint import inspect
+from mpikv.checkpoint.files import inspect
 from mpikv.cluster.mpi_library import library_of
 
-from .test_compression import gradients
+from .test_compression import gradients, residuals
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -39,11 +37,6 @@ def push(kv, step, positions=1):
         for key, value in VALUES.items()
     }
     kv.push(list(lists), list(lists.values()))
-
-
-def residuals(kv):
-    """Return the residuals of this rank's: for each key, those of each position."""
-    return {key: [each.copy() for each in kv._exchange.values.table[key].residuals()] for key in kv}
 
 
 def of_ranks(comm, count):

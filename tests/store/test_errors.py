@@ -1,7 +1,5 @@
 """Whatever one rank does wrong, every rank raises, says what to do, changes nothing, and goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -572,7 +570,7 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"bucket_bytes": 8192.0}, ConfigError, "bucket_bytes=8192.0"),
         ({"timeout": 0}, ConfigError, "timeout=0 is not a number"),
         ({"timeout": "5"}, ConfigError, "timeout='5' is not a number"),
-        ({"verify_calls": "no"}, ConfigError, "verify_calls='no' is neither True nor False"),
+        ({"deterministic": "no"}, ConfigError, "deterministic='no' is neither True nor False"),
         ({"root": 99}, ConfigError, "root=99 is not a rank"),
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
         *[({"name": name}, TransportUnavailable, NO_GPU) for name in GPU_NAMES],

@@ -1,8 +1,5 @@
 """In kv.join() ranks do unequal amounts of work: the sums are those of the ranks that still have some."""
 
-from __future__ import annotations
-
-import re
 import time
 
 import numpy as np
@@ -343,19 +340,6 @@ def test_a_schedule_that_raises_on_a_rank_that_has_left(kv):
     broken.clear()
     kv.push("w", np.ones(2))
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, -2.0 * kv.size))
-
-
-@ALL
-def test_without_the_comparison_of_calls(comm, transport):
-    with mpikv.create(comm=comm, transport=transport, verify_calls=False) as kv:
-        kv.init("w", np.zeros(2))
-        with (
-            pytest.raises(Unsupported, match=re.escape("join: the store was created with verify_calls=False")),
-            kv.join(),
-        ):
-            pytest.fail("the block is not entered")
-        kv.push("w", np.ones(2))
-        np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
 
 
 @ALL

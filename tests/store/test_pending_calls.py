@@ -1,7 +1,5 @@
 """Calls that nobody waits for give what they would have given, in one order on all ranks, and lose no error."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -164,12 +162,7 @@ def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
 
     def updater(key, total, stored):
         assert issued.wait(20)
-        for attempt in (
-            lambda: kv.pull(key),
-            lambda: kv.push(key, total, wait=False),
-            lambda: later.wait(),
-            kv.close,
-        ):
+        for attempt in (lambda: kv.pull(key), lambda: kv.push(key, total, wait=False), lambda: later.wait(), kv.close):
             with pytest.raises(Unsupported) as raised:
                 attempt()
             caught.append(str(raised.value))

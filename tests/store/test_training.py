@@ -128,8 +128,8 @@ def test_tumours_are_told_apart_as_by_one_process(comm: Any, transport: str) -> 
 
 
 @pytest.mark.parametrize("script", [train_cancer, train_digits], ids=lambda script: script.__name__)
-def test_a_missing_library_is_one_line(monkeypatch: Any, script: Any) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+def test_a_missing_library_is_one_line(hide: Any, script: Any) -> None:
+    hide("sklearn.datasets")
     why = r"\(import of sklearn\.datasets halted; .*\)"
     with pytest.raises(SystemExit, match=rf"^\w+\.py needs scikit-learn {why}:  pip install scikit-learn$"):
         script.load(*["float64", 0][script is train_cancer :])

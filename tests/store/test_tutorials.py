@@ -157,25 +157,6 @@ def test_the_numpy_tutorial(comm: Any, transport: str, placement: str, everyone:
 
 
 @TRANSPORTS
-@PLACEMENTS_OF_FUNCTIONS
-@GIVERS
-@pytest.mark.feature("tutorial-numpy")
-def test_the_numpy_tutorial_with_an_updater(comm: Any, transport: str, placement: str, everyone: bool) -> None:
-    with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
-        givers = Givers(kv, everyone)
-        kv.init(3, ones("float64") * 3)
-
-        @kv.updater
-        def update(key: int, received: Any, stored: Any) -> None:
-            stored += received * 0.01
-
-        assert filled(3, kv.pull(3))
-        kv.push(3, givers.give(ones("float64") * 5))
-        assert filled(3 + 0.05 * givers.count, kv.pull(3))
-        assert givers.count > 1 or filled(3.05, kv.pull(3))
-
-
-@TRANSPORTS
 @PLACEMENTS
 @GIVERS
 @pytest.mark.feature("tutorial-clojure", "values-repeated-keys")

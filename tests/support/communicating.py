@@ -49,7 +49,7 @@ class Ranks:
             self.transport: Transport = ShmTransport(self.group, LIMIT, Waiting(timeout), **shm)
         else:
             self.transport = open_transport(self.group, config, self.board.warn)
-        agreement = Agreement(self.transport.control, self.group, self.board, True)
+        agreement = Agreement(self.transport.control, self.group, self.board)
         self.communicator = Communicator(Collectives(self.transport), agreement, self.group)
         self.rank, self.size = self.group.rank, self.group.size
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FEATURES", "Feature"]
-
 
 class Feature(NamedTuple):
     """One row."""
@@ -251,17 +249,22 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("late-rank-named", "a rank that does not come is named, with its last call"),
         _row("recovery", "a killed job goes on from a checkpoint, and leaves it whole"),
         _row("restarts", "killed ranks go on from the newest commit of `kv.steps`, with the bits of an unbroken run"),
+        _row("restarts-async", "the same in `dist_async`: no push of a committed step is lost, or made twice"),
         _row("steps-end-at-sigterm", "at SIGTERM a loop with a path saves, and ends with status 75"),
-        _row(
-            "steps-of-torch",
-            "`Attached.steps` and `mpikv.torch.steps` keep models, optimizers and generators",
-        ),
+        _row("steps-of-torch", "`Attached.steps` and `mpikv.torch.steps` keep models, optimizers and generators"),
         _row("steps-of-trainers", "`Trainer.steps` keeps weights, optimizer state and loss scale"),
         _row("steps-on-disk", "`kv.steps(path=...)` goes on from a checkpoint, on any number of ranks"),
         _row(
             "restarts-faults", "`scripts/restart_faults`: a full disk, too little memory and others, under `--restarts`"
         ),
         _row("restarts-messages", "`mpikv run --restarts` names the dead rank and the step from which it goes on"),
+        _row(
+            "restarts-hosts", "`mpikv run --restarts` on several hosts, with `--keep` on a file system that they share"
+        ),
+        _row(
+            "restarts-spares",
+            "`mpikv run --spares torch`: ranks that have imported torch wait to take dead ones' places",
+        ),
         _row("save-without-waiting", "`save(wait=False)` writes a copy while training goes on, and loses no error"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),
         _row("unequal-batches", "`join` lets ranks have unequal numbers of batches"),
@@ -324,10 +327,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
         _refused("async-updater-required", "a push without an updater raises"),
         _row("async-pull", "a pull is a whole value, never half an update"),
-        _row(
-            "async-staleness",
-            "`staleness` bounds how far a rank may be ahead; with 0 the result is that of `dist_sync`",
-        ),
+        _row("async-staleness", "`staleness` bounds how far a rank may be ahead"),
         _refused("async-trainer", "a Trainer on it raises"),
     ),
     "P3": (

@@ -121,20 +121,8 @@ class Hosts:
             if self._rate and not in_user_space:
                 for namespace, device in (name, "eth0"), (self._bridge, end):
                     limits = ["rate", self._rate, "burst", "256kb", "latency", "50ms"]
-                    run(
-                        "ip",
-                        "netns",
-                        "exec",
-                        namespace,
-                        tool("tc"),
-                        "qdisc",
-                        "add",
-                        "dev",
-                        device,
-                        "root",
-                        "tbf",
-                        *limits,
-                    )
+                    shape = [tool("tc"), "qdisc", "add", "dev", device, "root", "tbf", *limits]
+                    run("ip", "netns", "exec", namespace, *shape)
             boot = self.folder / f"{name}.boot"
             boot.write_text(f"{uuid.uuid4()}\n")
             apart = [tool("unshare"), "--uts", "--mount", "--ipc", "--propagation", "private"]

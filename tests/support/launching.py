@@ -708,3 +708,11 @@ def launch(size: int, command: Sequence[str]) -> tuple[Sequence[str], dict[str, 
     # One core, so that ranks are not bound to cores and yield while they wait: the machine may do other things too.
     job = plan(library, launcher, command, size=size, cores=1, uid=os.getuid(), environ=environ)
     return job.command, environ | dict(job.variables)
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for a condition; return whether it came true in time."""
+    limit = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return true

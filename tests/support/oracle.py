@@ -1,13 +1,9 @@
 """What pushes make of a store's values, in one process that adds up in the order of the ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpikv import optimizers
 from mpikv.arrays.arrays import accumulator
-
-__all__ = ["UPDATERS", "Oracle", "adopt", "swap"]
 
 
 def swap(key, given, stored):

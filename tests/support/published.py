@@ -1,12 +1,8 @@
 """Bits of the codecs with two bits and one, made by hand from the rules of MXNet: what every implementation sends."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpikv import codecs
-
-__all__ = ["BITS"]
 
 F32 = np.float32
 ABOVE, BELOW = np.nextafter(F32(0.5), F32(1)), np.nextafter(F32(0.5), F32(0))

@@ -1,7 +1,5 @@
 """Optimizers with any options, and what they are to update: what compiled rules are compared with numpy on."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +9,6 @@ from mpikv import optimizers
 from mpikv.compute.kernels import NumpyKernels
 from mpikv.optimizers import BLOCK
 from mpikv.testing.updater import wide
-
-__all__ = ["LAYERWISE", "RULES", "bits", "in_numpy", "numbers", "plain", "run", "sum_of", "training"]
 
 # Around the widths of SIMD registers, and around a block.
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1]))

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Uses", "lend", "watched"]
-
 ACCESS = np.dtype(
     [
         ("address", np.uint64),

@@ -40,11 +40,11 @@ def held(path: Path) -> str:
 
 def before(monkeypatch: pytest.MonkeyPatch, name: str, happens: Callable[[], Any], where: Any = os) -> None:
     """Let something happen before the next call of a function."""
-    function = getattr(where, name)
+    function, waiting = getattr(where, name), [happens]
 
     def late(*arguments: Any, **options: Any) -> Any:
-        monkeypatch.setattr(where, name, function)
-        happens()
+        if waiting:
+            waiting.pop()()
         return function(*arguments, **options)
 
     monkeypatch.setattr(where, name, late)

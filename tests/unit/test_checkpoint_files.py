@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import CheckpointError, Unsupported, schedules
-from mpikv.checkpoint import inspect
 from mpikv.checkpoint.chunks import shift_crcs
+from mpikv.checkpoint.files import inspect
 from mpikv.checkpoint.header import CHUNK
 
 Tree = dict[str, Any]
@@ -475,12 +475,12 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     complaint(tmp_path / "missing", FileNotFoundError)
 
 
-def test_bfloat16_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_without_its_package(tmp_path: Path, hide: Callable[[str], object]) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     with mpikv.create() as kv:
         kv.init("w", np.ones(3, ml_dtypes.bfloat16))
         kv.save(tmp_path / "checkpoint")
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    hide("ml_dtypes")
     assert "pip install 'mpikv[bf16]'" in complaint(tmp_path / "checkpoint", Unsupported)
 
 

@@ -1,9 +1,5 @@
 """Compiled rules give the bits of the rules in numpy, for all numbers there are."""
 
-from __future__ import annotations
-
-from functools import cache
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -130,13 +126,8 @@ def signatures(optimizer, dtype):
     return compiled.loop_of(rule_of(optimizer), np.dtype(dtype), False).signatures
 
 
-def start_anew(monkeypatch):
-    """Forget, until the test ends, what was compiled in this process."""
-    monkeypatch.setattr(compiled, "loop_of", cache(compiled.loop_of.__wrapped__))
-
-
-def test_a_push_finds_everything_compiled(monkeypatch):
-    start_anew(monkeypatch)
+def test_a_push_finds_everything_compiled():
+    compiled.loop_of.cache_clear()  # as in a process of its own
     optimizer = optimizers.Adam()
     with mpikv.create(kernels="numba") as kv:
         kv.init("a", np.zeros(3, np.float32))
@@ -160,6 +151,6 @@ def test_without_a_directory_for_what_was_compiled(monkeypatch):
         return njit(function, **options)
 
     monkeypatch.setattr(numba, "njit", refuse)
-    start_anew(monkeypatch)
+    compiled.loop_of.cache_clear()
     compiled.prepare(optimizers.SGD(), np.dtype(np.float32), False)
     assert len(signatures(optimizers.SGD(), "float32")) == 1

@@ -1,7 +1,5 @@
 """Settings: arguments, then variables, then defaults."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -16,7 +14,7 @@ ENVIRON = {
     "MPIKV_PLACEMENT": "root",
     "MPIKV_BUCKET_BYTES": "8192",
     "MPIKV_TIMEOUT": "2.5",
-    "MPIKV_VERIFY_CALLS": "off",
+    "MPIKV_DETERMINISTIC": "on",
     "MPIKV_KERNELS": "numba",
     "MPIKV_ABORT": "No",
     "MPIKV_SIMULATE_RANKS_PER_HOST": "2",
@@ -31,7 +29,7 @@ ENVIRON = {
 def test_defaults():
     assert Config.read({}) == Config()
     assert (Config().transport, Config().placement, Config().bucket_bytes) == ("auto", "auto", 1 << 20)
-    assert (Config().timeout, Config().verify_calls, Config().abort) == (60.0, True, True)
+    assert (Config().timeout, Config().deterministic, Config().abort) == (60.0, False, True)
     assert (Config().kernels, Config().simulate_ranks_per_host, Config().single_copy) == ("numpy", 0, True)
     assert not Config().gpu_sharing
 
@@ -40,20 +38,20 @@ def test_defaults():
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
-    assert (config.timeout, config.verify_calls, config.abort, config.kernels) == (2.5, False, False, "numba")
+    assert (config.timeout, config.deterministic, config.abort, config.kernels) == (2.5, True, False, "numba")
     assert (config.simulate_ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
     assert config.gpu_sharing
     assert config.full_traceback
 
 
 def test_arguments_come_first():
-    config = Config.read(ENVIRON, transport="shm", timeout=7, verify_calls=True, placement=None)
-    assert (config.transport, config.timeout, config.verify_calls, config.placement) == ("shm", 7, True, "root")
+    config = Config.read(ENVIRON, transport="shm", timeout=7, deterministic=False, placement=None)
+    assert (config.transport, config.timeout, config.deterministic, config.placement) == ("shm", 7, False, "root")
 
 
 @pytest.mark.parametrize("text", ["1", "true", "ON", "Yes", "0", "False", "off", "no"])
 def test_switches(text):
-    assert Config.read({"MPIKV_VERIFY_CALLS": text}).verify_calls is (text.lower() in ("1", "true", "on", "yes"))
+    assert Config.read({"MPIKV_DETERMINISTIC": text}).deterministic is (text.lower() in ("1", "true", "on", "yes"))
 
 
 @pytest.mark.parametrize(
@@ -62,16 +60,12 @@ def test_switches(text):
         ("MPIKV_TIMEOUT", "soon", "MPIKV_TIMEOUT='soon' is not a float"),
         ("MPIKV_BUCKET_BYTES", "1e6", "MPIKV_BUCKET_BYTES='1e6' is not an int"),
         (
-            "MPIKV_VERIFY_CALLS",
+            "MPIKV_DETERMINISTIC",
             "maybe",
-            "MPIKV_VERIFY_CALLS='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)",
+            "MPIKV_DETERMINISTIC='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)",
         ),
         ("MPIKV_TIMEOUT", "-1", r"timeout=-1.0 is not a number in \[0.001, 1e9\] \(from the environment\)"),
-        (
-            "MPIKV_PLACEMENT",
-            "shards",
-            r"unknown placement 'shards' .*did you mean 'sharded'.*\(from the environment\)",
-        ),
+        ("MPIKV_PLACEMENT", "shards", r"unknown placement 'shards' .*did you mean 'sharded'.*\(from the environment\)"),
     ],
 )
 def test_bad_variables(variable, text, pattern):
@@ -101,8 +95,8 @@ def test_bad_variables(variable, text, pattern):
         {"timeout": float("nan")},
         {"timeout": float("inf")},
         {"timeout": "5"},
-        {"verify_calls": "no"},
-        {"verify_calls": 2},
+        {"deterministic": "no"},
+        {"deterministic": 2},
     ],
     ids=str,
 )

@@ -1,14 +1,13 @@
 """Which kernels there are. What numba's compute is in test_compiled.py."""
 
-from __future__ import annotations
-
 import sys
 
+import numpy as np
 import pytest
 
 import mpikv
 from mpikv.compute import numba
-from mpikv.compute.kernels import NumpyKernels, find_kernels
+from mpikv.compute.kernels import find_kernels
 from mpikv.testing import KernelsContract
 
 
@@ -17,18 +16,21 @@ class TestNumpy(KernelsContract):
         return find_kernels("numpy")
 
 
-def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
+def test_numpy_is_the_default_and_loads_no_numba(hide):
+    hide("numba")
     with mpikv.create() as kv:
-        assert isinstance(kv._exchange._kernels, NumpyKernels)
+        kv.init("w", np.ones(3))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.push("w", np.ones(3))
+        assert kv.pull("w").tolist() == [0, 0, 0]
 
 
 @pytest.fixture
-def without_numba(monkeypatch):
+def without_numba(monkeypatch, hide):
     """Forget what has imported numba, which cannot be imported any more."""
     for name in ("compiling", "codecs", "rules", "half_rules", "lists"):
         monkeypatch.delitem(sys.modules, f"mpikv.compute.numba.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "numba", None)
+    hide("numba")
     monkeypatch.delattr(numba, "rules", raising=False)
 
 

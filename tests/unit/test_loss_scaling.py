@@ -1,7 +1,5 @@
 """Parameters, clipping by the common norm, and the scale of a loss: all of one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies
@@ -118,7 +116,7 @@ def test_a_parameter_is_the_array_that_was_given():
     assert np.shares_memory(Parameter(memory[:, ::2]).data, memory)
 
 
-def test_names_of_several_parameters(monkeypatch):
+def test_names_of_several_parameters():
     trainer = mpikv.Trainer({"w": np.zeros(1), "layer": {"b": np.zeros(1)}}, "sgd")
     assert list(trainer.params) == ["layer/b", "w"]
     with pytest.raises(ConfigError, match="did you mean 'layer/b'"):

@@ -83,7 +83,7 @@ for text in ("", "ä", str(rank) * 100_000, "x" * (rank == 1)):
     assert len(set(map(len, texts))) == 1 or texts == ["", "x", ""]
 board = StatusBoard(group)
 transport = ShmTransport(group, 4096, Waiting(20, 5, board.warn))
-agreement = Agreement(transport, group, board, True)
+agreement = Agreement(transport, group, board)
 for turn in range(20):
     agreement.begin(Call("add", 1 + turn))
     terms = transport.allreduce(np.full(500, rank + turn, float), np.empty(500))
@@ -160,6 +160,41 @@ def test_a_killed_rank_is_named(outputs: Callable[..., list[str]]) -> None:
         assert words.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in words
         assert data.startswith("Stalled waited 2.0 s for ranks [1]") or "given up" in data
         assert about == "create: rank 1 has begun no collective call yet and its process is gone"
+
+
+RINGING = """
+from mpikv.cluster.bells import Bells
+
+bells, heard = Bells(meet()), 0
+for turn in range(2000):
+    for other in range(size):
+        if other != rank:
+            bells.ring(other)
+    if turn % 5 == 0 and heard < 4000:
+        heard += bells.listen()
+while heard < 4000:
+    heard += bells.listen()
+print(heard)
+"""
+
+
+def test_no_ring_is_lost(outputs: Callable[..., list[str]]) -> None:
+    """Two ranks ring the same bell at once, also while its rank falls asleep; after a lost ring it sleeps for ever."""
+    assert outputs(RINGING) == ["4000"] * 3
+
+
+NO_BELL = """
+from mpikv.cluster import bells
+
+if rank == 1:
+    bells.system_function = lambda name: lambda *arguments: -1
+told(TransportError, lambda: bells.Bells(meet()))
+"""
+
+
+def test_a_bell_that_cannot_be_made(outputs: Callable[..., list[str]]) -> None:
+    expected = "TransportError the system makes no semaphores that processes share, on ranks 1 of this host"
+    assert outputs(NO_BELL) == [expected] * 3
 
 
 @pytest.mark.parametrize("machine", [platform.machine(), "unknown"])

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cluster.tracebacks import hide_frames
 from mpikv.codecs import LowRank, TopK
 from mpikv.errors import ConfigError
 from mpikv.options import check_float32, check_number, check_switch, check_whole, choice, count, number, settle_fields
@@ -86,45 +83,6 @@ def test_fields_are_checked_and_stored() -> None:
         Options(2, rate="1")
     with pytest.raises(ConfigError, match=r"^unknown mode 'fats' \(known: fast, slow\); did you mean 'fast'\?$"):
         Options(2, mode="fats")
-
-
-CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "create": (lambda kv: mpikv.create(time_out=5), "'time_out' .*did you mean 'timeout'"),  # type: ignore[call-arg]
-    "push": (lambda kv: kv.push("w", np.ones(2), average=True), "'average' .*Trainer has it, and so has set_optimizer"),
-    "init": (lambda kv: kv.init("w", np.ones(2), overwrit=True), "'overwrit' .*did you mean 'overwrite'"),
-    "dist_async": (lambda kv: mpikv.create("dist_async").pull("w", outs=None), "did you mean 'out'"),
-    "horovod": (lambda kv: mpikv.create("horovod").pushpull("w", outs=None), "did you mean 'out'"),
-    "Trainer": (lambda kv: mpikv.Trainer({}, "sgd", kv_store=kv), "did you mean 'kvstore'"),  # type: ignore[call-arg]
-    "Factor": (lambda kv: mpikv.schedules.Factor(3, facto=1), "did you mean 'factor'"),  # type: ignore[call-arg]
-    "TopK": (lambda kv: TopK(rati=0.1), "did you mean 'ratio'"),  # type: ignore[call-arg]
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_an_unknown_argument_is_answered_with_the_nearest(name: str) -> None:
-    call, text = CALLS[name]
-    with mpikv.create() as kv, pytest.raises(TypeError, match=f"unknown argument of .*{text}") as raised:
-        call(kv)
-    package = str(Path(mpikv.__file__).parent)
-    hide_frames(raised.value)  # as Python's hook does
-    frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__) if package in frame.filename]
-    assert not frames
-
-
-def test_other_type_errors_are_what_they_were() -> None:
-    with mpikv.create() as kv:
-        with pytest.raises(TypeError, match=r"push\(\) missing 1 required positional argument: 'key'"):
-            kv.push()  # type: ignore[call-arg]
-        with pytest.raises(TypeError, match="push: a key is an int or a str, not a float"):
-            kv.push(0.5, np.ones(2), wait=True)
-
-        @kv.updater
-        def update(key: Any, total: Any, stored: Any) -> None:
-            update(key, totl=total)  # type: ignore[call-arg]
-
-        kv.init("w", np.ones(2))
-        with pytest.raises(TypeError, match="unexpected keyword argument 'totl'"):
-            kv.push(key="w", value=np.ones(2))
 
 
 @pytest.mark.parametrize(

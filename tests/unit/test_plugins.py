@@ -25,9 +25,9 @@ def test_a_registered_class_is_made_by_its_name() -> None:
         def __init__(self, **options: Any) -> None:
             self.options = options
 
-    store: Any = mpikv.create("MYSTORE", timeout=3, verify_calls=False)
+    store: Any = mpikv.create("MYSTORE", timeout=3, deterministic=True)
     assert isinstance(store, MyStore)
-    assert (store.type, store.options) == ("mystore", {"timeout": 3, "verify_calls": False})
+    assert (store.type, store.options) == ("mystore", {"timeout": 3, "deterministic": True})
     assert KVStoreBase.register(MyStore) is MyStore  # not a second one
 
 

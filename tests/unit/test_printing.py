@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,23 +36,25 @@ class Failing(logging.Handler):
         raise ValueError("I/O operation on closed file")
 
 
+@pytest.fixture
+def first(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Return what the process has begun with as its stderr."""
+    monkeypatch.setattr(sys, "__stderr__", stream := io.StringIO())
+    return stream
+
+
 @pytest.mark.parametrize("make", [Closed, Full, lambda: None])
-def test_what_a_stream_of_the_program_does_not_take_goes_to_the_first_one(monkeypatch, make) -> None:
-    first = io.StringIO()
-    stream: Any = make()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(sys, "__stderr__", first)
-    print_lines("one\ntwo", "[rank 1/2] ")
+def test_what_a_stream_of_the_program_does_not_take_goes_to_the_first_one(first, make) -> None:
+    with redirect_stdout(make()), redirect_stderr(make()):
+        print_lines("one\ntwo", "[rank 1/2] ")
     assert first.getvalue() == "[rank 1/2] one\n[rank 1/2] two\n"
 
 
-def test_a_stream_without_flush_is_given_all_once(monkeypatch) -> None:
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.write))
-    monkeypatch.setattr(sys, "__stderr__", said)
-    print_lines("one", "")
-    assert said.getvalue() == "one\n"
+def test_a_stream_without_flush_is_given_all_once(first) -> None:
+    stream: Any = SimpleNamespace(write=first.write)
+    with redirect_stderr(stream):
+        print_lines("one", "")
+    assert first.getvalue() == "one\n"
 
 
 def test_a_log_that_cannot_be_written_stops_no_thread_and_no_call() -> None:

@@ -10,39 +10,45 @@ import struct
 import threading
 import time
 from contextlib import closing
-from typing import Any
+from pathlib import Path
 
 import pytest
+from support.launching import wait
 
 from mpikv.cli.reports import Reports, open_report
 
 
-def connect(reports: Reports) -> socket.socket:
+def connect(reports: Reports, file: Path) -> socket.socket:
+    """Return the connection of a rank that has reported its begin."""
     token, port, *_ = reports.address.split(",")
     line = socket.create_connection(("127.0.0.1", int(port)), 5)
     line.sendall(f"{token}\n".encode())
     assert line.recv(2) == b"0\n"
+    line.sendall(json.dumps([file.name, "1"]).encode() + b"\n")
+    assert wait(file.exists, 5)
     return line
 
 
-def reset(line: socket.socket, folder: Any) -> None:
+def reset(line: socket.socket) -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def report_late(line: socket.socket, folder: Any) -> None:
-    shutil.rmtree(folder)
-    line.sendall(json.dumps(["1", "0"]).encode() + b"\n")
+def report_late(line: socket.socket) -> None:
+    line.sendall(json.dumps(["0", "0"]).encode() + b"\n")
 
 
 @pytest.mark.parametrize("end", [reset, report_late])
-def test_no_traceback_of_a_rank_that_is_killed_or_late(tmp_path, capfd, end) -> None:
+def test_a_rank_that_outlives_the_job_leaves_no_traceback_and_no_thread(tmp_path, capfd, end) -> None:
+    threads, began, lost = threading.active_count(), time.time_ns(), tmp_path / "lost.1"
     with closing(Reports(tmp_path, 2)) as reports:
-        line, threads = connect(reports), threading.active_count()
-        end(line, tmp_path)
-        line.close()
-        limit = time.monotonic() + 5
-        while threading.active_count() >= threads and time.monotonic() < limit:
-            time.sleep(0.01)
+        line = connect(reports, tmp_path / "rank.0")
+        connect(reports, tmp_path / "rank.1").close()
+        assert wait(lost.exists, 5)
+        assert began < int(lost.read_text()) < time.time_ns()
+    shutil.rmtree(tmp_path)
+    end(line)
+    line.close()
+    assert wait(lambda: threading.active_count() <= threads, 5)
     assert capfd.readouterr().err == ""
 
 

@@ -1,7 +1,5 @@
 """RowSparse by itself: what it takes, what it makes of it, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -35,39 +33,6 @@ def test_it_is_the_sum_of_what_was_given(rows):
     assert (sparse.indices.dtype, sparse.dtype, len(sparse)) == (np.int64, values.dtype, len(set(ids)))
     np.testing.assert_array_equal(sparse.to_dense(), dense)
     np.testing.assert_array_equal(np.asarray(sparse), dense)
-
-
-@given(some_rows(), st.data())
-def test_rows_are_looked_up_by_number(rows, data):
-    sparse = RowSparse(*rows)
-    dense, shape = sparse.to_dense(), rows[2]
-    numbers = data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=6)) if shape[0] else []
-    found = sparse[np.array(numbers, np.int64)]
-    np.testing.assert_array_equal(found, dense[np.array(numbers, np.int64)])
-    assert found.dtype == sparse.dtype
-    assert not np.shares_memory(found, sparse.values)
-    for number in numbers:
-        np.testing.assert_array_equal(sparse[number], dense[number])
-        np.testing.assert_array_equal(sparse[np.array(number)], dense[number])
-    np.testing.assert_array_equal(sparse.to_dense(), dense)
-
-
-def test_what_is_no_number_of_a_row():
-    rows = RowSparse([1, 3], np.ones((2, 2)), (5, 2))
-    for number in (5, -1, [0, 5]):
-        with pytest.raises(IndexError, match="is outside of an array of 5 rows"):
-            rows[number]
-    for wrong in (slice(2), (1, 0), None, "1", 1.0, ...):
-        with pytest.raises(TypeError, match="by their numbers, not by "):
-            rows[wrong]
-    with pytest.raises(ValueMismatch, match="integers"):
-        rows[True]
-    for wrong in ([[1], [3]], [[1, 3]], np.array([[1], [3]]), np.empty((0, 2), int)):
-        with pytest.raises(ValueMismatch, match="must have one dimension, not 2"):
-            rows[wrong]
-    for attempt in (iter, reversed, lambda rows: 3 in rows, list):
-        with pytest.raises(TypeError):
-            attempt(rows)
 
 
 @given(st.lists(st.lists(st.integers(0, 6), unique=True).map(sorted), min_size=1, max_size=6), st.booleans())

@@ -1,7 +1,5 @@
 """Gradients that are means over ranks are those of one process with all examples."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -134,8 +132,8 @@ def test_a_function_raises_on_one_rank(kv, compiled):
     assert (mpikv_jax.pushpull(kv, jnp.ones(2)) == kv.size).all()
 
 
-def test_without_optax(monkeypatch):
-    monkeypatch.setitem(sys.modules, "optax", None)
+def test_without_optax(hide):
+    hide("optax")
     with pytest.raises(TransportUnavailable, match=r"pip install 'mpikv\[jax\]'"):
         mpikv_jax.all_reduce(mpikv.create("allreduce"))
 
@@ -157,14 +155,13 @@ def launch(tmp_path, ranks, *arguments):
 
 @pytest.mark.processes
 @pytest.mark.deadline(120)
-def test_the_example_goes_on_from_its_checkpoint(tmp_path, x64, monkeypatch, capsys):
+def test_the_example_goes_on_from_its_checkpoint(tmp_path, x64, capsys):
     for library in ("sklearn", "optax"):
         pytest.importorskip(library, reason=f"{library} is not installed")
     script, checkpoint = str(ROOT / "scripts/train_jax.py"), ["--checkpoint", str(tmp_path / "digits.npz")]
     first = launch(tmp_path, 2, script, "--epochs", "1", *checkpoint)
     assert first.returncode == 0, first.stderr
-    monkeypatch.setattr(sys, "argv", [script, "--epochs", "2", *checkpoint])
-    runpy.run_path(script, run_name="__main__")  # goes on, on one rank
+    runpy.run_path(script)["main"](["--epochs", "2", *checkpoint])  # goes on, on one rank
     losses = re.findall(r"epoch  (\d)  loss ([\d.]+)", first.stdout + capsys.readouterr().out)
     assert [epoch for epoch, _ in losses] == ["1", "2"]
     assert float(losses[1][1]) < float(losses[0][1])

@@ -62,10 +62,7 @@ MISSED = r"Stalled: recv of 8 bytes with tag 7 from rank 1: waited 3.0 s; rank 1
         ),
         (ALONE + "dist.recv(torch.ones(2), 1, tag=7)", rf"rank 0: {MISSED}[\s\S]*rank 0 again: Stalled"),
         (ALONE + "dist.irecv(torch.ones(2), 1, tag=7).get_future().wait()", f"rank 0: RuntimeError: .*{MISSED}"),
-        (
-            ALONE + "dist.new_group([1, 0], timedelta(seconds=3))",
-            r"Stalled: waited 3 s for ranks \[1\], which have",
-        ),
+        (ALONE + "dist.new_group([1, 0], timedelta(seconds=3))", r"Stalled: waited 3 s for ranks \[1\], which have"),
     ],
     ids=["late", "killed", "left", "aborted", "raises", "catches", "message", "future", "group"],
 )

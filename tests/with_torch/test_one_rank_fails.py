@@ -204,10 +204,7 @@ def keep_what_cannot_be_sent(kv: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "kind", "text"),
-    [
-        (lose_the_state, ArithmeticError, "planted"),
-        (keep_what_cannot_be_sent, AttributeError, "pickle|local object"),
-    ],
+    [(lose_the_state, ArithmeticError, "planted"), (keep_what_cannot_be_sent, AttributeError, "pickle|local object")],
 )
 def test_a_rank_cannot_send_its_state_at_the_end_of_join(kv, spoil, kind, text):
     model, optimizer, attached = attached_pair(kv)

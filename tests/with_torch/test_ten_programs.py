@@ -17,10 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.deadline(240)]
 
 PROGRAM = Path(__file__).with_name("ten_programs.py")
 NAMES = ["ddp", "accumulation", "amp", "fsdp2", "zero", "dtensor", "checkpoint", "compiled", "accelerate", "lightning"]
-STARTS = {
-    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
-    "mpikv run": ["mpikv", "run", "-n", "2"],
-}
+STARTS = {"torchrun": ["torch.distributed.run", "--nproc-per-node", "2"], "mpikv run": ["mpikv", "run", "-n", "2"]}
 
 
 def losses(folder: Path, start: str, backend: str) -> dict[str, list[float]]:

@@ -200,10 +200,7 @@ def test_ranks_have_other_optimizers(kv, update, other):
 
 
 @SEVERAL
-@pytest.mark.parametrize(
-    ("option", "values"),
-    OTHER_OPTIONS.items(),
-)
+@pytest.mark.parametrize(("option", "values"), OTHER_OPTIONS.items())
 def test_ranks_have_other_options(kv, option, values):
     single = partial(network, 0, torch.float32)
     check_differs(kv, single, single, option, **{option: values})

@@ -18,8 +18,6 @@ from ...cluster.environment import launch_of
 from .. import run
 from . import options, report
 
-__all__ = ["Program", "main"]
-
 
 @dataclass(frozen=True)
 class Program:

@@ -12,8 +12,6 @@ from .keysets import KeySet, gradients
 from .rounds import Contender
 from .rules import Rule
 
-__all__ = ["Comparison", "Factory", "Group", "Inputs", "Skipped", "unless"]
-
 Factory = Callable[[], Callable[[], Contender]]
 """Checks whether a case can run here, and makes its arrays; returns a function that makes the contender, perhaps
 collectively. So an error of one rank alone, such as lack of memory, comes before any rank waits for it."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from ...protocols import Array
 
-__all__ = ["KeySet", "bert_base", "gradients", "key_set", "many_small", "resnet50"]
-
 Shape = tuple[int, ...]
 
 # Divisors of --quick: for the widths of networks, and for the number of small keys.

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["describe", "free_bytes", "idle_share", "one_per_core", "read_fields"]
-
 
 def describe() -> dict[str, Any]:
     """Return the facts about this host that figures depend on."""

@@ -12,14 +12,9 @@ from ...config import TRANSPORTS
 from ...errors import known_names
 from ..parser import Parser
 
-__all__ = ["SUITES", "Options", "choose", "new_parser", "parse", "positive", "read"]
-
 Suites = Mapping[str, Sequence[str]]
 
-SUITES: Suites = {
-    "latency": ("sizes",),
-    "sets": ("resnet50", "bert-base", "many"),
-}
+SUITES: Suites = {"latency": ("sizes",), "sets": ("resnet50", "bert-base", "many")}
 
 DESCRIPTION = """\
 Time pushes and pulls beside the same work with mpi4py and numpy alone, and check every result. Cases are timed in turns

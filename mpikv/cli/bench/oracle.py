@@ -11,8 +11,6 @@ from .keysets import KeySet, gradients
 from .rounds import Case
 from .rules import EPSILON, Rule
 
-__all__ = ["mismatches"]
-
 
 class _Trajectory:
     """The value of one key after any number of steps; callers ask in ascending order."""

@@ -10,8 +10,6 @@ import numpy as np
 from ...protocols import Array
 from .rules import Rule
 
-__all__ = ["Allreduce", "Memcpy", "ReducePerKey"]
-
 
 class Memcpy:
     """Every rank copies its gradients to its outputs: the time to move the bytes once."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["COLUMNS", "Report", "case_rows", "errors", "head", "label", "lines", "ratios", "scaling", "seconds_text"]
-__all__ += ["size_rows", "skipped", "table"]
-
 Report = dict[str, Any]
 
 _IDLE = 0.9

@@ -10,8 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from ...protocols import Array
 
-__all__ = ["Case", "Clock", "Contender", "Prepared", "measure", "time_host"]
-
 SHORT, TURN = 1e-3, 2e-3
 """In seconds: a case shorter than the first is repeated within a turn, until the turn takes at least the second.
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from ...protocols import Array
 
-__all__ = ["BLOCK", "EPSILON", "SGD", "Rule", "split_blocks"]
-
 BLOCK = 1 << 16
 """Elements per block: all passes of a rule but the first find the block in the cache."""
 

@@ -12,8 +12,6 @@ from .peers import Memcpy, ReducePerKey
 from .rules import Rule
 from .stores import PrivateArrays, ZeroCopy
 
-__all__ = ["whole_set"]
-
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
 _OURS = {"store": "private arrays", "zero copy": "zero copy"}

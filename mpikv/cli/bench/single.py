@@ -14,8 +14,6 @@ from .options import Options
 from .peers import Allreduce
 from .stores import SharedStore, Verb
 
-__all__ = ["make_verb", "shown", "sizes", "sum_of"]
-
 _ROUNDS, _QUICK_ROUNDS = 41, 3
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(11)), (64, 1 << 12, 1 << 18)
 

@@ -13,8 +13,6 @@ from ...protocols import Array
 from .keysets import KeySet
 from .rules import Rule
 
-__all__ = ["Ones", "PrivateArrays", "SharedStore", "Verb", "ZeroCopy", "host_ones", "open_store"]
-
 Settings = Mapping[str, Any]
 """Arguments of :func:`mpikv.create`, with its name unless that is ``dist_sync``."""
 Ones = Callable[[tuple[int, ...]], Array]

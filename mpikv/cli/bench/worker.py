@@ -30,8 +30,6 @@ from .rules import SGD
 from .sets import whole_set
 from .single import sizes
 
-__all__ = ["describe_job", "groups", "measure_group", "measure_job", "release_freed", "run"]
-
 Result = TypeVar("Result")
 
 _LOOK = 0.5

@@ -43,7 +43,7 @@ _OUT_OF_MEMORY = 2
 # cudaErrorInsufficientDriver; CUDA also returns it without any driver.
 _INSUFFICIENT_DRIVER = 35
 # The driver, and its CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
-_DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
+DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
 # cudaErrorNotReady; CuPy has no name for it.
 _NOT_READY = 600
 # Staging in two pieces of 4 MiB: the GPU copies one, while the host fills or empties the other.
@@ -284,7 +284,7 @@ class CupyGpu:
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
-        status = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        status = ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if status:
             raise TransportError(f"CUDA failed on {self.name}, in 'cuThreadExchangeStreamCaptureMode': status {status}")
 
@@ -442,11 +442,6 @@ class CupyGpu:
                 self._move(self.address(target), self.address(source), target.nbytes)
                 return
         copies.copy(targets, sources)
-
-    @_translated()
-    def mark(self) -> CupyMark:
-        """Return a mark in the current stream's work; the GPU records its time. For measurements."""
-        return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
@@ -610,23 +605,6 @@ class CupyEvent:
         if status not in (0, _NOT_READY):
             raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
-
-
-class CupyMark:
-    """A mark in a stream's work, with the time of the GPU there."""
-
-    def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
-        self.gpu, self.beneath = gpu, beneath
-
-    @_translated("what was queued on {0} failed")
-    def seconds_to(self, later: CupyMark) -> float:
-        """Wait until the GPU has reached a later mark, and return the seconds between them.
-
-        Raises:
-            TransportError: queued work has failed.
-        """
-        later.beneath.synchronize()
-        return float(self.gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
 
 
 _left: deque[tuple[Array, Any]] = deque()

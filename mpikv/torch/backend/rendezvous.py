@@ -170,7 +170,7 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
     board = StatusBoard(group, config.report)
     deadline, ends = Waiting(config.timeout, config.warn_after, board.warn), Ends(group, board)
     transport = open_transport(group, config, board.warn, waits=AbortableWaiting(ends.find, deadline))
-    agreement = Agreement(transport.control, group, board, config.verify_calls)
+    agreement = Agreement(transport.control, group, board)
     rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
     communicator = Communicator(Collectives(transport, combine=combine), agreement, group)
     mailbox = Mailbox(group, board, communicator.end, rings)

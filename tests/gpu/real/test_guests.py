@@ -1,7 +1,5 @@
 """Arrays of a real GPU in the calls of stores of the host."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -38,6 +36,48 @@ def kv(cupy):
     with mpikv.create("dist_sync") as store:
         cupy.cuda.Device(store.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         yield store
+
+
+def double(key, given, stored):
+    assert type(given) is type(stored) is np.ndarray
+    stored += 2 * given
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("updater", [None, "adam", double])
+@pytest.mark.parametrize(
+    "options", [{}, {"transport": "mpi"}, {"placement": "root"}, {"deterministic": True, "bucket_bytes": 4096}], ids=str
+)
+def test_the_same_as_with_arrays_of_the_host(cupy, comm, options, updater):
+    """Every verb, with arrays of the GPU and of the host in one call, which are what they were if nobody fills them."""
+    shapes = {"w": ((3, 4), "f4"), "b": ((5,), "f8"), "big": ((6000,), "f4"), "h": ((7, 3), "f2")}
+    options = options if comm or "transport" not in options else {}
+    with mpikv.create("dist_sync", **options) as mixed, mpikv.create("dist_sync", **options) as plain:
+        cupy.cuda.Device(mixed.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        random = np.random.default_rng(mixed.rank)
+        for kv in (mixed, plain):
+            kv.init(list(shapes), [np.ones(*each) for each in shapes.values()])
+            if updater:
+                (kv.set_updater if updater is double else kv.set_optimizer)(updater)
+        for verb in ("push", "pull", "pushpull", "in place", "set", "pull", "broadcast", "push", "pull"):
+            values = [random.integers(-4, 5, shape).astype(dtype) for shape, dtype in shapes.values()]
+            given = [cupy.asarray(value) if random.random() < 0.7 else value.copy() for value in values]
+            found, expected = call(mixed, verb, list(shapes), given), call(plain, verb, list(shapes), values)
+            for mine, wanted in zip((*found, *given), (*expected, *values), strict=True):
+                assert cupy.asnumpy(mine).tobytes() == wanted.tobytes()
+
+
+def call(kv, verb, keys, arrays):
+    """Make a call; return what it has filled."""
+    if verb == "pull":
+        return kv.pull(keys)
+    if verb == "in place":
+        return list(kv.pushpull(dict(zip(keys, arrays, strict=True))).values())
+    outs = [array.copy() for array in arrays]
+    if verb in ("pushpull", "broadcast"):
+        return getattr(kv, verb)(keys, arrays, out=outs)
+    getattr(kv, verb)(keys, arrays)
+    return []
 
 
 @pytest.mark.ranks(1, 3)
@@ -78,10 +118,7 @@ def test_a_call_that_is_not_made_fills_nothing(kv, cupy):
 @pytest.mark.ranks(1, 2)
 def test_calls_that_nobody_waits_for(kv, cupy):
     kv.init("w", np.ones(3))
-    for work in (
-        lambda: kv.push("w", cupy.ones(3), wait=False),
-        lambda: kv.pull("w", out=cupy.ones(3), wait=False),
-    ):
+    for work in (lambda: kv.push("w", cupy.ones(3), wait=False), lambda: kv.pull("w", out=cupy.ones(3), wait=False)):
         with pytest.raises(Unsupported, match="with wait=False a host store takes host arrays only"):
             work().wait()
     assert kv.pushpull("w", np.ones(3), wait=False).wait()[0] == kv.size

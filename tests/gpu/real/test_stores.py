@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.arrays.arrays import accumulator
 from mpikv.cluster.environment import visible_gpus
 from mpikv.compute.cuda.gpu import find_gpu, find_nccl
 from mpikv.config import Config
 from mpikv.errors import TransportError
 from mpikv.memory.device import DeviceMemory
 from mpikv.testing import StoreContract
-from mpikv.testing.device import DeviceTransportContract, InOrder
+from mpikv.testing.transport import TransportContract, divisions
+from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_gpu_transport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
@@ -92,8 +95,17 @@ def test_halves_that_nccl_adds_are_rounded_at_each_addition(cupy, comm, placemen
     assert (found != updated(sum(gradients, np.zeros(9000, np.float32)))).any()
 
 
+class InOrder(Wrapper):
+    """Runs the calls that move data as a store does: in the order of the caller's stream."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport)
+        for verb in self.data:
+            setattr(self, verb, partial(self.memory.order.run, getattr(transport, verb)))
+
+
 @pytest.mark.ranks(2, 3)
-class TestTransport(DeviceTransportContract):
+class TestTransport(TransportContract):
     gathers = False
 
     @pytest.fixture(autouse=True)
@@ -107,8 +119,21 @@ class TestTransport(DeviceTransportContract):
         with Counting() as self._counting:
             yield
 
-    def allocations(self):
-        return self._counting.count
+    def address(self, transport, array):
+        return int(transport.memory.gpu.address(array))
+
+    def test_sums_allocate_nothing(self, transport):
+        for dtype in (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int16)):
+            send = transport.memory.source(np.ones(self.limit // dtype.itemsize, dtype))
+            recv = transport.memory.source(np.empty(send.size, accumulator(dtype)))
+            counts = divisions(send.size, transport.size)[0]
+            transport.all_to_all(send.view(np.uint8), None)
+            before = self._counting.count
+            transport.allreduce(send, recv)
+            transport.reduce(send, recv, 0)
+            transport.reduce_scatter(send, recv[: counts[transport.rank]], counts)
+            transport.all_to_all(send.view(np.uint8), [count * dtype.itemsize for count in counts])
+            assert self._counting.count == before
 
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)

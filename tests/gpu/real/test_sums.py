@@ -37,15 +37,21 @@ def check(cupy: Any, kv: Any) -> Callable[..., None]:
 @pytest.mark.parametrize("kv", [{}, {"native_halves": True}, {"deterministic": True}], ids=str, indirect=True)
 def test_sums(cupy: Any, kv: Any) -> None:
     """In place and into other arrays, of several dtypes; halves with two roundings, too."""
-    kinds = ((1000, "f4"), ((3, 5), "f2"), (7, "i2"))
+    kinds = ((1000, "f4"), ((3, 5), "f2"), (7, "i2"), ((), "f8"), ((0, 2), "u1"), (3, "?"), (9000, "c8"))
+    names, total = list("abcdefg"), sum(range(1, kv.size + 1))
     arrays = [cupy.full(shape, kv.rank + 1, dtype) for shape, dtype in kinds]
     outs = [cupy.empty_like(array) for array in arrays]
-    assert kv.pushpull(["a", "b", "c"], arrays, out=outs) is outs
-    kv.pushpull(["a", "b", "c"], arrays)
-    for array in (*arrays, *outs):
-        assert (array.get() == sum(range(1, kv.size + 1))).all()
+    gaps = [cupy.zeros((*array.shape, 2), "f8" if array.dtype.kind == "f" else array.dtype)[..., 0] for array in arrays]
+    assert kv.pushpull(names, arrays, out=outs) is outs
+    assert kv.pushpull(names, [[array, cupy.zeros_like(array)] for array in arrays], out=gaps) is gaps
+    kv.pushpull(dict(zip(names, arrays, strict=True)))
+    for array in (*arrays, *outs, *gaps):
+        assert (array.get() == (1 if array.dtype == bool else total)).all()
+    again = [cupy.empty_like(array) for array in outs]
+    kv.pushpull(names, [cupy.ones_like(array) for array in arrays], out=list(map(list, zip(outs, again, strict=True))))
+    for array in (*outs, *again):
+        assert (array.get() == (1 if array.dtype == bool else kv.size)).all()
     assert (kv.broadcast("a", cupy.full(1000, kv.rank, "f4")).get() == 0).all()
-    assert kv._on_gpus == {"a", "b", "c"}
 
 
 class Lent:
@@ -87,29 +93,17 @@ def test_calls_are_in_the_order_of_the_caller(cupy: Any, kv: Any) -> None:
 def test_names_of_the_host_and_of_gpus(kv: Any, check: Callable[..., None]) -> None:
     """Where a name lies may change on all ranks; a list of both is summed on the host."""
     check("b", False)
-    assert not kv._on_gpus
     for names, places in (("a", (True,)), ("ab", (True, False)), ("a", (True,)), ("ab", (True, True)), ("b", (False,))):
         check(names, *places)
-    kv.delete(["a", "b"])
-    with pytest.raises(mpikv.KeyNotInitialized):
-        kv.delete("a")
-    check("ab", True, True)
-
-
-@SEVERAL
-def test_names_of_some_ranks_hosts_are_summed_on_the_host(kv: Any, check: Callable[..., None]) -> None:
-    for _ in range(3):
-        check("a", kv.rank != 1)
-    assert not kv._on_gpus
-    check("b", True)
-    assert kv._on_gpus == {"b"}
 
 
 @SEVERAL
 def test_ranks_that_bring_something_else(cupy: Any, kv: Any, check: Callable[..., None]) -> None:
     ones = cupy.ones(3)
+    with pytest.raises(RankMismatch, match=r"'g' on GPUs, for the first time"):
+        kv.pushpull("g", np.ones(3) if kv.rank == 0 else ones)
     kv.pushpull("g", ones)
-    with pytest.raises(RankMismatch, match=r"\(item 0: 'g' on the host, unlike before against 'g' float64\[3\]\)"):
+    with pytest.raises(RankMismatch, match=r"\(item 1: on the host against on GPUs\)"):
         kv.pushpull("g", np.ones(3) if kv.rank == 0 else ones)
     with pytest.raises(RankMismatch, match=r"\(item 0: 'g' float64\[2\] against 'g' float64\[3\]\)"):
         kv.pushpull("g", cupy.ones(2) if kv.rank == 0 else ones)

@@ -42,8 +42,8 @@ def nothing_loaded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+def test_without_cupy(hide: Any) -> None:
+    hide("cupy")
     with pytest.raises(mpikv.TransportUnavailable, match=r"update<sgd_rule, float32_kind, one>.*pip install 'cupy"):
         CudaKernels().prepare(optimizers.SGD(), FLOAT, False)
 

@@ -150,8 +150,11 @@ def cupy(tmp_path, monkeypatch):
         compiler._get_nvrtc_version()
     except (ImportError, OSError, RuntimeError) as error:
         pytest.skip(f"NVRTC is not installed: {error}")
-    backend = type(compiler._kernel_cache_backend)(str(tmp_path))
-    monkeypatch.setattr(compiler, "_kernel_cache_backend", backend)
+
+    def keep_by(backend):
+        monkeypatch.setattr(compiler, "_kernel_cache_backend", backend)
+
+    keep_by(type(compiler._kernel_cache_backend)(str(tmp_path)))
     built = []
     compile_using_nvrtc = compiler.compile_using_nvrtc
 
@@ -166,7 +169,7 @@ def cupy(tmp_path, monkeypatch):
         monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: arch_of_options)
 
     of("90", "-arch=sm_90", "cubin")
-    return SimpleNamespace(cupy=cupy, compiler=compiler, of=of, built=built, folder=tmp_path / "mpikv")
+    return SimpleNamespace(of=of, keep_by=keep_by, built=built, folder=tmp_path / "mpikv")
 
 
 def image(expression="encode<two_bits>"):
@@ -201,7 +204,7 @@ def test_nothing_is_kept_where_somebody_wants_no_files(cupy, monkeypatch):
         patch.setenv("CUPY_CACHE_IN_MEMORY", "1")
         assert image() == image()
     # Nor with another kind of cache, or in another version of CuPy.
-    monkeypatch.setattr(cupy.compiler, "_kernel_cache_backend", object())
+    cupy.keep_by(object())
     assert image() == image()
     assert len(cupy.built) == 4
     assert not cupy.folder.exists()

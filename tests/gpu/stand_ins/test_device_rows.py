@@ -168,11 +168,9 @@ def test_rows_of_a_gpu_without_a_store() -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_rows_of_a_gpu_and_a_store_on_the_host(
-    filled: KVStore, gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_a_gpu_and_a_store_on_the_host(filled: KVStore, known: FakeGpu, comm: Any) -> None:
     """They are copied to it, and none are filled; an array of the GPU is."""
-    monkeypatch.setattr("mpikv.creation.gpu_of", lambda value: gpu)
+    gpu = known
     rows = RowSparse([1], gpu.upload(np.ones((1, 2))), (6, 2))
     with mpikv.create(comm=comm) as kv:
         kv.init("w", rows)
@@ -299,17 +297,6 @@ def test_the_launches_of_a_push(comm: Any, gpu: FakeGpu, monkeypatch: pytest.Mon
             "update": 1,
             "upload": 1 + 2 * several,
         }
-
-
-def test_a_compiled_pushpull_of_rows_is_made_call_by_call(filled: KVStore, gpu: FakeGpu) -> None:
-    rows, out = RowSparse([1, 4], gpu.upload(np.ones((2, 2))), (6, 2)), gpu.empty((6, 2), np.dtype(np.float64))
-    filled.set_optimizer("sgd", learning_rate=1.0)
-    step = filled.capture("s", rows, out=out)
-    expected = VALUE.copy()
-    for _ in range(4):
-        step()
-        expected[[1, 4]] -= filled.size
-        np.testing.assert_array_equal(on_host(out), expected)
 
 
 def test_rows_of_a_dense_value_take_the_memory_of_rows(gpu, comm, monkeypatch):

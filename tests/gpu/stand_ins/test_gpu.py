@@ -18,16 +18,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import mpikv
 from mpikv.cli.gpus import survey
 from mpikv.cli.info import _gpu_rows
 from mpikv.cli.nccl_faults import faults_of
 from mpikv.cluster.environment import Launch
 from mpikv.compute.cuda.gpu import Staging, choose_gpu, find_gpu, find_nccl, gpu_of
 from mpikv.compute.cuda.sharing import sharing
-from mpikv.errors import TransportUnavailable
+from mpikv.errors import TransportUnavailable, Unsupported
 
 ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
+
+
+def test_an_emulated_gpu_without_a_compiler():
+    command = [sys.executable, ROOT / "tests/support/cuda", "echo", "it runs"]
+    ended = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, timeout=18, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "needs the compiler cc, which is not installed" in ended.stderr
 
 
 # --- Which GPU
@@ -62,13 +70,19 @@ def test_too_few_gpus():
 # --- What is missing
 
 
-def test_without_cupy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
+def test_without_cupy(hide):
+    hide("cupy")
     for find in (lambda: find_gpu(0, 1), find_nccl):
         with pytest.raises(TransportUnavailable, match=r"need the package CuPy .*pip install 'mpikv\[cuda13\]'"):
             find()
     found = survey()
     assert (found.cupy, found.nccl, found.devices, len(found.problems)) == (None, None, [], 1)
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(3))
+        with pytest.raises(TransportUnavailable, match="push: arrays of GPUs need the package CuPy"):
+            kv.push("w", SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (2, 0)))
+        with pytest.raises(Unsupported, match=r"an unknown DLPack device \(8, 0\)"):
+            kv.push("w", SimpleNamespace(__dlpack__=None, __dlpack_device__=lambda: (8, 0)))
 
 
 def run(code: str, **variables: str) -> tuple[str, float]:
@@ -222,7 +236,8 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     cuda = SimpleNamespace(runtime=runtime, Device=use)
     made = SimpleNamespace(__version__="14", ndarray=np.ndarray, cuda=cuda, present=0)
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr("mpikv.compute.cuda.sharing.os", SimpleNamespace(environ={}))
+    made.environ = {}
+    monkeypatch.setattr("mpikv.compute.cuda.sharing.os", made)
     return made
 
 
@@ -253,8 +268,8 @@ def test_an_array_of_a_gpu_that_cannot_be_used(imported):
 
 @pytest.mark.parametrize("name", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
 def test_ranks_that_share_a_gpu_tell_nccl_before_cupy_is_used(imported, monkeypatch, name):
-    environ = {"NCCL_PROTO": "LL"}
-    monkeypatch.setattr("mpikv.compute.cuda.sharing.os", SimpleNamespace(environ=environ))
+    environ = imported.environ
+    environ["NCCL_PROTO"] = "LL"
     monkeypatch.setattr("mpikv.compute.cuda.gpu.launch_of", lambda: Launch("a launcher", 6, 5))
     imported.cuda.runtime.getDeviceCount = lambda: len(environ) > 10 or name in environ
     assert find_gpu(1, 2, sharing=True).name == "cuda:0"

@@ -69,7 +69,10 @@ class Times:
 
     def __init__(self) -> None:
         self.host, self.device = 0.0, 0.0
-        self.gpu = SimpleNamespace(mark=lambda: Mark(self.device))
+        self.gpu = SimpleNamespace(cuda=SimpleNamespace(get_elapsed_time=lambda a, b: 1e3 * (b.time - a.time)))
+
+    def mark(self) -> Any:
+        return SimpleNamespace(time=self.device, synchronize=bool)
 
     def work(self, queueing: float, takes: float) -> Callable[[], None]:
         def run() -> None:
@@ -77,14 +80,6 @@ class Times:
             self.device += takes
 
         return run
-
-
-class Mark:
-    def __init__(self, time: float) -> None:
-        self.time = time
-
-    def seconds_to(self, later: Mark) -> float:
-        return later.time - self.time
 
 
 class Slower:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.arrays.arrays import bfloat16
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
@@ -25,9 +24,8 @@ from mpikv.memory.device import DeviceMemory
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
 from mpikv.testing.fakestreams import FakeStream
-from mpikv.testing.transport import NAMES
 from mpikv.transports.local import LocalTransport
-from mpikv.transports.nccl import WIRES, NcclTransport
+from mpikv.transports.nccl import NcclTransport
 from mpikv.transports.shm import ShmTransport
 from mpikv.transports.watchdog import Watchdog, Work
 
@@ -529,21 +527,3 @@ def test_ranks_have_the_same_settings(group, nccl, monkeypatch):
 def test_calls_that_return_before_they_have_begun_are_refused(group, nccl, monkeypatch):
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     assert "NCCL_COMM_BLOCKING=0 makes NCCL's calls return" in refused(group, nccl)
-
-
-def test_every_dtype_that_can_be_stored_has_a_wire():
-    assert sorted(WIRES) == sorted(NAMES)
-    for name, wire in WIRES.items():
-        if name == "bool":
-            assert wire == ("uint8", "NCCL_UINT8", "NCCL_MAX", 1)
-        elif name.startswith("complex"):
-            assert (wire.each, wire.operation) == (2, "NCCL_SUM")
-            assert np.dtype(wire.dtype).itemsize * 2 == np.dtype(name).itemsize
-        else:
-            assert (wire.each, wire.operation) == (1, "NCCL_SUM")
-            assert np.can_cast(dtype_of(name), wire.dtype)
-        assert wire.constant == f"NCCL_{wire.dtype.upper()}"
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    return bfloat16() if name == "bfloat16" else np.dtype(name)

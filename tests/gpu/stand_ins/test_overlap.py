@@ -59,12 +59,7 @@ class Job:
     """A store on a GPU with values of several messages, and arrays to be pushed and filled."""
 
     def __init__(
-        self,
-        comm: Any,
-        placement: str = "sharded",
-        updater: bool = True,
-        sizes: Sequence[int] = SIZES,
-        **options: Any,
+        self, comm: Any, placement: str = "sharded", updater: bool = True, sizes: Sequence[int] = SIZES, **options: Any
     ) -> None:
         self.gpu = FakeGpu(comm.rank if comm else 0)
         self.kv: KVStore = store_on(self.gpu, comm, placement=placement, **options)
@@ -107,15 +102,11 @@ def test_one_rank_copies_once_before_an_update_or_in_place_of_it(comm: Any, size
 
 
 @SEVERAL
-@pytest.mark.parametrize("captured", [False, True])
-def test_messages_travel_while_others_are_updated_and_copied(comm: Any, captured: bool) -> None:
+def test_messages_travel_while_others_are_updated_and_copied(comm: Any) -> None:
     """Each waits for no more than it needs: NCCL always has the next message before it is done with one."""
     job = Job(comm)
-    call: Callable[[], Any] = job.kv.capture(job.keys, job.sources, job.outs) if captured else job.pushpull
-    for _ in range(3):
-        call()
     with noted(job.gpu) as done:
-        call()
+        job.pushpull()
     sums, updates, gathers = (named(done, work) for work in ("reduceScatter", "update", "allGather"))
     assert len(sums) == len(gathers) > 5
     # Of the last message, which is shorter, a rank may own nothing.
@@ -175,6 +166,21 @@ def test_after_a_push_a_caller_may_change_what_he_pushed_and_waits_for_nothing_e
     job.end()
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_keys_with_rates_of_their_own_are_updated_by_no_more_launches(comm: Any, placement: str) -> None:
+    updates = []
+    for rates in ({}, {f"k{number}": 1 / (1 + number % 3) for number in range(0, 40, 2)}):
+        job = Job(comm, placement, sizes=[number % 7 + 1 for number in range(40)])
+        job.kv.set_optimizer(optimizers.Adam(learning_rate=0.5, wd=0.25, lr_mult=rates))
+        with noted(job.gpu) as done:
+            job.pushpull()
+        updates.append(len(named(done, "update")))
+        job.end()
+    assert updates[0] == updates[1] <= 1
+    assert sum(comm.allgather(updates[0]) if comm else updates) > 0
+
+
 # --- Faults
 
 
@@ -195,7 +201,7 @@ class Skipping:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("verb", ["pushpull", "push", "pull", "capture"])
+@pytest.mark.parametrize("verb", ["pushpull", "push", "pull"])
 @pytest.mark.deadline(120)
 def test_each_wait_that_is_left_out_is_found(comm: Any, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the stand-in, in the call, or when its caller goes on; so none is there for nothing."""
@@ -218,14 +224,12 @@ def without_waits(
     """Make a call without some of its waits; return whether that is found, and whether each wait is a transfer's."""
     job = Job(comm, timeout=1.0, sizes=SMALL)
     order: Any = order_of(job.kv)
-    step = job.kv.capture(job.keys, job.sources, job.outs)
-    step()
+    job.pushpull()
     job.kv.push(job.keys, job.sources)
     calls: dict[str, Callable[[], Any]] = {
         "pushpull": job.pushpull,
         "push": lambda: job.kv.push(job.keys, job.sources),
         "pull": lambda: job.kv.pull(job.keys, job.outs),
-        "capture": step,
     }
     caller, failed = job.gpu.stream(), False
     caller.wait(job.gpu.current().record())
@@ -241,8 +245,7 @@ def without_waits(
                 array.fill(2)
         except (AssertionError, MPIKVError):
             failed = True
-    # A capture that has no end is given up, and the call made plainly.
-    failed |= bool(job.gpu.checker.faults) or (verb == "capture" and not step.captured)
+    failed |= bool(job.gpu.checker.faults)
     job.kv.abandon("for a test")
     job.gpu.checker.faults.clear()
     comm.Barrier()

@@ -45,7 +45,7 @@ class Attaching(MetaPathFinder, Loader):
             ctypes.CDLL(str(self._folder / name), ctypes.RTLD_GLOBAL) for name in ("libcuda.so.1", "libnccl.so.2")
         ]
         module = self._spec.loader.create_module(self._spec)
-        attach(Path(spec.origin), libraries[0])
+        attach(Path(spec.origin).resolve(), libraries[0])
         return module
 
     def exec_module(self, module: ModuleType) -> None:
