@@ -234,11 +234,10 @@ class AsyncKVStore(KVStore):
         plan, arrays = self._verbs.operands.arrays(key, value)
         filled, result = self._verbs.operands.targets(plan, key, given_to_fill(key, value, out), out is None)
         priorities(priority, plan.keys)
-        self._send(plan, arrays)
-        self._fetch(plan, filled)
+        self._send(plan, arrays, filled)
         return answer(result)
 
-    def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]]) -> None:
+    def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -257,12 +256,14 @@ class AsyncKVStore(KVStore):
         if self._bound and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
-        for entry, group in zip(plan.entries, arrays, strict=True):
+        kind = Kind.PUSH if filled is None else Kind.PUSHPULL
+        for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
-            self._pushes[entry.key] = client.ask(Kind.PUSH, _owner_of(entry), entry, payload)
+            self._pushes[entry.key] = client.ask(kind, _owner_of(entry), entry, payload, _filling(given))
         # With a bound a push counts once it is applied: the clock must not run ahead of the updates.
-        if self._bound:
+        if self._bound or filled is not None:
             client.wait([self._pushes[key] for key in plan.keys])
+        if self._bound:
             self._clock += 1
             client.ask(Kind.TICK, _KEEPER, number=self._clock)
         client.raise_failures(plan.keys)
@@ -270,8 +271,7 @@ class AsyncKVStore(KVStore):
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
         for entry, given in zip(plan.entries, arrays, strict=True):
-            outs = (given,) if type(given) is np.ndarray else given
-            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_filling(outs)))
+            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_filling(given)))
         self._client.wait(tickets)
         self._client.raise_failures(plan.keys)
 
@@ -416,9 +416,9 @@ class AsyncKVStore(KVStore):
 
     def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
         """Run the request of a rank. Local; the lock is held."""
-        if kind == Kind.PUSH:
+        if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
-            self._owner.push(rank, ticket, number, body)
+            self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
         elif kind == Kind.PULL:
             self._owner.pull(rank, ticket, number)
         elif kind == Kind.TICK:
@@ -503,9 +503,9 @@ def _owner_of(entry: Entry) -> int:
     return entry.place.block.grid.owner(entry.place.start)
 
 
-def _filling(outs: Sequence[Array]) -> Callable[[Array], None]:
+def _filling(outs: Any) -> Callable[[Array], None]:
     def fill(value: Array) -> None:
-        for out in outs:
+        for out in (outs,) if type(outs) is np.ndarray else outs:
             np.copyto(out, value, casting="unsafe")
 
     return fill

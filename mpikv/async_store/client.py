@@ -39,6 +39,8 @@ class Kind(IntEnum):
     """The only kind without an answer. A LEAVE comes after it, so its arrival is known by then."""
     WAIT = 4
     WHO = 5
+    PUSHPULL = 6
+    """A push that is answered by the value: one message each way instead of two."""
 
 
 class Outcome(IntEnum):

@@ -43,8 +43,8 @@ class KeyOwner:
         self._table, self._updater = table, updater
         self._entries = {entry.index: entry for entry in table.entries()}
 
-    def push(self, rank: int, ticket: int, row: int, payload: Array) -> None:
-        """Update a value by a rank's push.
+    def push(self, rank: int, ticket: int, row: int, payload: Array, pulls: bool = False) -> None:
+        """Update a value by a rank's push; answer with the value if the rank also ``pulls``.
 
         ``payload`` holds the elements or their bytes. The owner may overwrite it, and the caller may reuse it on
         return.
@@ -61,7 +61,7 @@ class KeyOwner:
             if not isinstance(error, Exception) and not self._updater.may_raise:
                 raise
             failure = noted(error, f"updating key {entry.key!r}")
-        self._answer(rank, ticket, self._version(row), failure)
+        self._answer(rank, ticket, self._version(row), failure if failure or not pulls else entry.value)
         if isinstance(failure, (HalfUpdated, KeyboardInterrupt)):
             raise failure
 

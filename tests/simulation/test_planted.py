@@ -103,7 +103,7 @@ def answered_twice(patch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
 
     def twice(self: AsyncKVStore, rank: int, kind: Any, *rest: Any) -> None:
-        if kind == Kind.PUSH and rank == 1 and id(self) not in seen:
+        if kind in (Kind.PUSH, Kind.PUSHPULL) and rank == 1 and id(self) not in seen:
             seen.add(id(self))
             self._owner.push(rank, rest[0], rest[1], rest[2].copy())
         act(self, rank, kind, *rest)

@@ -52,19 +52,19 @@ def unit(size, rank):
 def test_any_order_of_requests(data, size):
     owner, keys = Owner(size, ("a", "b")), ("a", "b")
     sent = {(rank, key): 0 for rank in range(size) for key in keys}
-    steps = st.tuples(st.integers(0, size - 1), st.sampled_from(keys), st.booleans())
-    for ticket, (rank, key, pushes) in enumerate(data.draw(st.lists(steps, max_size=60))):
+    steps = st.tuples(st.integers(0, size - 1), st.sampled_from(keys), st.sampled_from(["push", "pull", "pushpull"]))
+    for ticket, (rank, key, verb) in enumerate(data.draw(st.lists(steps, max_size=60))):
         row, payload = owner.table[key].index, unit(size, rank)
-        sent[rank, key] += pushes
-        if pushes:
-            owner.ledger.push(rank, ticket, row, payload)
+        sent[rank, key] += verb != "pull"
+        if verb != "pull":
+            owner.ledger.push(rank, ticket, row, payload, verb == "pushpull")
             payload[:] = np.nan  # the next letter
         else:
             owner.ledger.pull(rank, ticket, row)
         asker, version, value = owner.answers[ticket]
         assert (asker, version) == (rank, sum(sent[other, key] for other in range(size)))
         assert owner.value(key).tolist() == [sent[other, key] for other in range(size)]
-        assert value is None if pushes else (value == owner.value(key)).all()
+        assert value is None if verb == "push" else (value == owner.value(key)).all()
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
