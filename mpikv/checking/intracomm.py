@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from ..cluster.connecting import connect
 from ..cluster.mpi_library import load_mpi
-from ..cluster.printing import log
+from ..cluster.printing import log, until_read
 from ..cluster.process_group import ProcessGroup
 from ..cluster.tracebacks import place_here
 from ..config import Config
@@ -297,6 +297,7 @@ def _freeing(name: str, plain: Any, self: Any) -> None:
 def _aborting(name: str, plain: Any, self: Any, errorcode: int = 0) -> None:
     if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):  # else the reason is printed already
         log("rank %d calls Abort(%d)%s", self.rank, errorcode, place_here())
+        until_read()
     plain(self, errorcode)
 
 

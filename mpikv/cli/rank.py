@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from ..checking.opening import check_world
 from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
 from ..cluster.mpi_library import may_read_processes
-from ..cluster.printing import flush_output, print_lines, until_read
+from ..cluster.printing import print_lines, until_read
 from ..cluster.runtime import owned
 from ..cluster.tracebacks import place_of, print_last
 from ..config import aborts
@@ -90,7 +90,6 @@ def _fail(report: Report, status: int, rank: int, size: int, process: int) -> No
     """Record a failure, and end all ranks. It returns if only this process's exit status can tell of the failure."""
     with suppress(OSError):  # a full disk must not keep the job alive
         _record(report, rank, status, process)
-    flush_output()
     # A child forked by the script comes here, too, but it is no rank.
     if size > 1 and os.getpid() == process and aborts():
         try:

@@ -46,10 +46,12 @@ def log(text: str, *about: object, level: int = logging.WARNING, trace: BaseExce
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:
-    """Wait until readers have taken the written text from these files, if they are pipes, but not long. Local.
+    """Write out what was printed, and wait until readers have taken it from these files, if they are pipes, but not
+    long. Local.
 
     A launcher that is told to end its job drops the unread output of its ranks.
     """
+    flush_output()
     # Not for ever: nobody may be reading.
     limit = time.monotonic() + seconds
     while any(map(_unread, descriptors)) and time.monotonic() < limit:

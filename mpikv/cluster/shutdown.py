@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import Stalled
 from .environment import GIVEN_UP, run_directory
 from .mpi_library import library_of, load_mpi
-from .printing import flush_output, until_read
+from .printing import until_read
 from .runtime import OfMessages, present
 from .tracebacks import print_last
 from .waiting import Waiting
@@ -110,7 +110,7 @@ def end_job(why: str) -> None:
         if directory := run_directory():
             with suppress(OSError):  # a full disk must not keep the job alive
                 (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
-        flush_output()
+        until_read()
         mpi.COMM_WORLD.Abort(1)
 
 
