@@ -61,8 +61,7 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
 def _is_written(text: str, stream: Any) -> bool:
     try:
         stream.write(text)
-        if hasattr(stream, "flush"):
-            stream.flush()
+        getattr(stream, "flush", lambda: None)()
     except Exception:
         return False
     return True

@@ -188,7 +188,7 @@ class Mailbox:
         return message
 
     def _serve(self) -> None:
-        """Move messages for which nobody waits, until there have been none for a while."""
+        """Move messages that nobody waits for, until there have been none for a while."""
         idle = 0
         while True:
             present().sleep(_LONGEST_NAP)
