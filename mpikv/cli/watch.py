@@ -19,7 +19,7 @@ import stat
 import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,11 +114,7 @@ class Watch:
 
     def _orphans(self) -> set[str]:
         """Return new files without a process: their makers were killed before this one saw their maps."""
-        new = {str(file) for file in _SHARED.glob("*") if not self._knows(file) and _ours(file)}
-        # Read maps after the list: then the maker of a brand-new file already has it in its maps.
-        for process in Path("/proc").glob("[0-9]*") if new else ():
-            new -= shared_files(int(process.name))
-        return new
+        return unused(file for file in _SHARED.glob("*") if not self._knows(file) and _ours(file))
 
     def _look(self, seconds: float) -> None:
         self._see_deaths(seconds)
@@ -184,16 +180,7 @@ def shared_files(pid: int) -> set[str]:
 
 def find_leftovers() -> list[str]:
     """Return the shared files of this user's jobs that were killed as a whole a while ago."""
-    old: dict[tuple[int, int], str] = {}
-    for file in filter(_ours, _SHARED.glob("*")):
-        with contextlib.suppress(OSError):  # it was removed meanwhile
-            state = file.lstat()
-            if stat.S_ISREG(state.st_mode) and time.time() - state.st_mtime > _OLD:
-                old[state.st_dev, state.st_ino] = str(file)
-    for process in Path("/proc").glob("[0-9]*") if old else ():
-        for held in _held(process):
-            old.pop(held, None)
-    return sorted(old.values())
+    return sorted(unused(filter(_ours, _SHARED.glob("*")), _OLD))
 
 
 def remove_leftovers() -> list[str]:
@@ -203,6 +190,21 @@ def remove_leftovers() -> list[str]:
         with contextlib.suppress(OSError):
             os.unlink(name)
     return found
+
+
+def unused(files: Iterable[Path], age: float = 0.0, without: int = 0) -> set[str]:
+    """Return the files of at least that age, in seconds, that no process has, but for one to do ``without``."""
+    found: dict[tuple[int, int], str] = {}
+    for file in files:
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            state = file.lstat()
+            if stat.S_ISREG(state.st_mode) and time.time() - state.st_mtime >= age:
+                found[state.st_dev, state.st_ino] = str(file)
+    # Read processes after the list: then a brand-new file is open or mapped in its maker.
+    for process in Path("/proc").glob("[0-9]*") if found else ():
+        for held in _held(process) if process.name != str(without) else ():
+            found.pop(held, None)
+    return set(found.values())
 
 
 def _held(process: Path) -> set[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import runpy
@@ -242,23 +241,22 @@ for name in ({str(users)!r}, {str(unmapped)!r}, {str(mine)!r}):
         file.truncate(4096)
         if "osc_sm" not in name:
             globals()[name] = mmap.mmap(file.fileno(), 4096)
-time.sleep(0.5)
+while not os.path.exists({str(others)!r}):
+    time.sleep(0.01)
 """
 
-    def make() -> mmap.mmap:
-        """Be another job, which starts after this one and lives on."""
+    def make() -> int:
+        """Be another job, which starts after this one, and is about to map its file."""
         while not mine.exists():
             time.sleep(0.01)
-        with open(others, "w+b") as file:
-            file.truncate(4096)
-            return mmap.mmap(file.fileno(), 4096)
+        return os.open(others, os.O_RDWR | os.O_CREAT)
 
     try:
         with ThreadPoolExecutor(1) as pool:
             made = pool.submit(make)
             status, reason = killed_rank(tmp_path, text)
             left = [path.exists() for path in (mine, unmapped, users, others)]
-            made.result(10).close()
+            os.close(made.result(10))
     finally:
         for path in (mine, unmapped, users, others):
             path.unlink(missing_ok=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support.launching import abandoned, launch, processes_in, remove_abandoned, shared_memory
+from support.launching import launch, processes_in, remove_abandoned, shared_memory
 
 from mpikv.cli.launchers import clean
+from mpikv.cli.watch import shared_files
 
 pytestmark = [pytest.mark.deadline(180), pytest.mark.one_library]
 
@@ -269,7 +270,7 @@ def test_a_failure_costs_one_test_and_not_the_rest(session: Session) -> None:
     expected |= {f"test_is_{what}[ranks=2]": "skipped" for what in ("skipped", "expected_to_fail")}
     expected |= {f"test_is_left_out[ranks={size}]": "skipped" for size in (2, 5)}
     expected |= {"test_with_a_broken_fixture[ranks=2]": "error", "test_exit_of_the_job[ranks=3]": "error"}
-    assert session.outcomes == expected
+    assert session.outcomes == expected, session.texts
     assert session.code == 1
 
 
@@ -339,15 +340,15 @@ def test_a_session_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
     copy_harness(tmp_path)
     (tmp_path / "test_waits.py").write_text(WAITS)
     environ = {**clean(os.environ), "PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}
-    shared_before = shared_memory()
     with subprocess.Popen(pytest_command(), cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as session:
         while session.poll() is None and not (tmp_path / "waits").exists():
             time.sleep(0.02)
+        shared = {file for process in processes_in(tmp_path) for file in shared_files(process)}
         session.terminate()
     assert session.returncode == 143
     assert [path for path in tmp_path.iterdir() if path.name.startswith("ranks-")] == []
     assert processes_in(tmp_path) == []
-    assert abandoned(shared_memory() - shared_before) == set()
+    assert [file for file in shared if os.path.exists(file)] == []
 
 
 def test_simulated_ranks(tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_simulated_ranks(tmp_path: Path) -> None:
     expected |= {"test_takes_no_time[ranks=1]": "failure"}  # whose time is not simulated
     bad = {"fails_on_rank_1": "a reason", "waits_for_ever": "wait for each other", "hangs": "in the_line_that_hangs"}
     expected |= {f"test_{name}[ranks=2]": "failure" for name in bad}
-    assert session.outcomes == expected
+    assert session.outcomes == expected, session.texts
     texts = {name: session.texts[f"test_{name}[ranks=2]"] for name in bad}
     assert {name for name, words in bad.items() if words not in texts[name]} == set(), texts
     assert processes_in(tmp_path) == []

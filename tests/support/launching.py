@@ -37,6 +37,7 @@ import pytest
 from mpikv.cli.gpus import survey
 from mpikv.cli.job import NOT_LISTENING
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.cli.watch import unused
 from mpikv.cluster.environment import visible_gpus
 from mpikv.cluster.runtime import present
 from mpikv.errors import MPIKVError
@@ -639,6 +640,7 @@ def kill_processes_in(folder: Path) -> None:
     for pid in processes_in(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    wait(lambda: not processes_in(folder), 5)  # until they have no files
 
 
 @contextlib.contextmanager
@@ -661,23 +663,9 @@ def shared_memory() -> set[Path]:
 
 
 def remove_abandoned(files: Iterable[Path], ending: int = 0) -> None:
-    """Remove files that no process maps, but for one that is ending."""
-    for path in abandoned(files, ending):
-        path.unlink(missing_ok=True)
-
-
-def abandoned(files: Iterable[Path], ending: int = 0) -> set[Path]:
-    """Return the files that no process maps, but for one that is ending: another job may have made the others."""
-    files = set(files)
-    if not files:
-        return files
-    # A job creates a file some microseconds before it maps it.
-    time.sleep(0.05)
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            mapped += maps.read_text() if maps.parent.name != str(ending) else ""
-    return {path for path in files if str(path) not in mapped}
+    """Remove files that no process has, but for one that is ending: another job may have made the others."""
+    for path in unused(files, without=ending):
+        Path(path).unlink(missing_ok=True)
 
 
 @functools.cache
