@@ -702,7 +702,7 @@ def test_two_stores_at_once():
 def job(folder, text, ranks, limit=40, **variables):
     """Run a script on some ranks; return its status, what it wrote, and seconds."""
     script = folder / "script.py"
-    script.write_text(f"import mpikv, numpy as np, os, signal, sys, time\n{text}")
+    script.write_text(f"import mpikv, numpy as np, os, signal, sys, time\ntold = __file__ + '.told'\n{text}")
     started = time.monotonic()
     command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script)]
     environ = {**clean(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **variables}
@@ -813,17 +813,17 @@ kv.barrier()
 time.sleep(0.5)
 if kv.rank == 1:
     kv.push("w", np.ones(2_000_000))
-    time.sleep(6)
+    until = time.monotonic() + 20
+    while not (arrived := os.path.exists(told)) and time.monotonic() < until: time.sleep(0.05)
+    print("arrived:", arrived)
 else:
-    began = time.monotonic()
-    while not kv.pull("w")[0]:
-        time.sleep(0.05)
-    print("arrived after", "less" if time.monotonic() - began < 5 else "more")
+    while not kv.pull("w")[0]: time.sleep(0.05)
+    open(told, "w").close()
 kv.close()
 """
     status, said, _ = job(tmp_path, text, 2, **NETWORK)
     assert status == 0, said
-    assert "arrived after less" in said
+    assert "arrived: True" in said
 
 
 @pytest.mark.processes
@@ -833,8 +833,7 @@ def test_an_updater_that_does_not_return_ends_the_job(tmp_path, call):
     """Also where its owner's program comes to its end: MPI would wait for the others, who wait for the owner."""
     text = f"""
 def stuck(key, given, stored):
-    while True:
-        time.sleep(0.5)
+    while True: time.sleep(0.5)
 
 kv = mpikv.create("dist_async", timeout=2)
 kv.init("w", np.zeros(4))
@@ -885,8 +884,7 @@ def test_a_thread_that_ends_says_so_at_once(tmp_path):
     """Its rank computes, and will not call the store for long."""
     text = """
 class Breaking(mpikv.optimizers.Optimizer):
-    def rule(self, step, block):
-        raise MemoryError("no more")
+    def rule(self, step, block): raise MemoryError("no more")
 
 kv = mpikv.create("dist_async", timeout=2)
 kv.init("w", np.zeros(4))
@@ -897,7 +895,9 @@ if kv.rank == 1:
         kv.pull("w")
     except mpikv.TransportError as error:
         print("caught", error, flush=True)
+    open(told, "w").close()
 else:
+    while not os.path.exists(told): time.sleep(0.01)
     time.sleep(1)
     print("computed", file=sys.stderr, flush=True)
     try:

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.launching import wait
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/gpu_check"
@@ -159,20 +160,19 @@ def test_what_an_outcome_means(check, dies, status, output, expected):
 def test_a_step_that_hangs_is_ended(check, monkeypatch):
     monkeypatch.setattr(check, "GRACE", 0.5)
     begin = time.monotonic()
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('{\"s\": 1}', flush=True)); time.sleep(60)"
-    )
+    code = "import signal, time; signal.signal(15, lambda *_: print('{\"s\": 1}', flush=True)); time.sleep(60)"
     assert check.run([sys.executable, "-c", code], dict(os.environ), 0.5)[0] is None
     assert time.monotonic() - begin < 5
 
 
 def test_a_step_that_is_interrupted_leaves_no_process(check, tmp_path):
-    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    pid = tmp_path / "pid"
+    code = f"import os, time; os.symlink(str(os.getpid()), {str(pid)!r}); time.sleep(60)"
+    threading.Thread(target=lambda: wait(pid.is_symlink, 15) and os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         check.run([sys.executable, "-c", code], dict(os.environ), 18)
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(os.readlink(pid)), 0)
 
 
 def test_a_step_that_the_budget_ends_is_left_for_the_next_command(check, monkeypatch):

@@ -360,13 +360,13 @@ def test_nccl_refuses_what_was_told_too_late(group, nccl):
 def test_a_warning_while_nccl_connects(group, nccl, caplog):
     nccl.hold_at.add(2)
     told: list[float] = []
-    threading.Timer(TIMEOUT / 2, nccl.released.set).start()
+    threading.Thread(target=lambda: (wait_until(lambda: "to connect" in caplog.text), nccl.released.set())).start()
     waiting = Waiting(20.0, TIMEOUT / 10, lambda waited, missing: told.append(waited))
     control = ShmTransport(group, 4096, Waiting(20.0))
     transport = NcclTransport(group, control, DeviceMemory(nccl.gpu), nccl, 4096, waiting)
     (said,) = [record.getMessage() for record in caplog.records if "to connect" in record.getMessage()]
     about = f"s for NCCL to connect {group.size} ranks; NCCL_DEBUG"
-    assert re.match(rf"create: rank {group.rank} has waited 0\.\d {about}", said)
+    assert re.match(rf"create: rank {group.rank} has waited \d\.\d {about}", said)
     assert not told
     transport.close()
 
