@@ -60,9 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if present().world is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    config.addinivalue_line(
-        "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
-    )
+    config.addinivalue_line("markers", "ranks(*numbers): SPMD code, true for each of these numbers of ranks")
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
     config.addinivalue_line("markers", "gpu: the test needs a GPU, CuPy and NCCL, and is skipped where one is missing")
     config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/support/features.py")

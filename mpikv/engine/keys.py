@@ -225,9 +225,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
     if not isinstance(value, (list, tuple)):
         raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not {a_kind(value)}")
     if len(value) != len(names):
-        raise ValueMismatch(
-            f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key"
-        )
+        raise ValueMismatch(f"{len(names)} keys and {len(value)} {what}s; give one {what}, or a list of them, per key")
     if len(unique) == len(names) and set(map(type, value)) == {np.ndarray}:
         return Form(unique, tuple(zip(value, strict=True)))
     groups: dict[Key, tuple[Any, ...]] = {}

@@ -56,9 +56,7 @@ class Contents:
     def _describe(self) -> list[str]:
         exchange = self._exchange
         if not exchange.transport.memory.is_host:
-            raise Unsupported(
-                "commits hold no values of GPUs; start without --restarts and --keep, and save checkpoints"
-            )
+            raise Unsupported("commits hold no GPU's values; start without --restarts and --keep, and save checkpoints")
         updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
         # Not its options, which a program may change in the loop.
         kind = type(updater).__name__ if isinstance(updater, Optimizer) else updater.settings()

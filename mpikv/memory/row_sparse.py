@@ -113,9 +113,7 @@ class RowSparse:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if not self.on_host:
-            raise TypeError(
-                "rows on a GPU are not copied to the host implicitly; to_dense() returns an array on the GPU"
-            )
+            raise TypeError("rows on a GPU are not copied to the host implicitly; to_dense() returns an array there")
         if copy is False:
             raise ValueError("a RowSparse becomes an array only by a copy; leave copy=False out")
         dense = self.to_dense()

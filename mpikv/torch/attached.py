@@ -99,9 +99,7 @@ def attach(
         >>> attached.detach()
     """
     if kv is not None and not isinstance(kv, KVStore):
-        raise TypeError(
-            f"attach: kv is {a_kind(kv)}, and not a store; pass what mpikv.create() returns, or leave it out"
-        )
+        raise TypeError(f"attach: kv is {a_kind(kv)}, not a store; pass what mpikv.create() returns, or leave it out")
     options = _Options(update, compression, bucket_bytes, buffers)
     return Attached(create() if kv is None else kv, kv is None, model, optimizer, options)
 
@@ -220,9 +218,7 @@ class Attached:
             if name in {gradient.name for gradient in self._sync.gradients}:
                 raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
             if not parameter.requires_grad or not parameter.numel():
-                raise ConfigError(
-                    f"add: {name!r} is frozen or empty, so it has no gradient; call requires_grad_() first"
-                )
+                raise ConfigError(f"add: {name!r} is frozen or empty, and has no gradient; call requires_grad_() first")
             check_parameter(name, parameter, self._sums is not self.kv)
             fill_from_root(self.kv, "*attach/", {name: parameter})
             self._watch({name: parameter})

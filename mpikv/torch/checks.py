@@ -41,9 +41,7 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
         _check_shared(optimizers)
     for name, tensor in tensors_of(model).items():
         if torch.nn.parameter.is_lazy(tensor):
-            raise ConfigError(
-                f"{name!r} has no shape yet, as its module is a lazy one; run one forward pass before attach"
-            )
+            raise ConfigError(f"{name!r} has no shape yet, as its module is lazy; run one forward pass before attach")
     for name, parameter in named.items():
         check_parameter(name, parameter, compressed)
 

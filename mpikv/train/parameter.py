@@ -164,9 +164,7 @@ class Parameter:
 
     def _take(self, array: Array) -> None:
         if array.shape != self.data.shape:
-            raise ValueMismatch(
-                f"a gradient of shape {array.shape} does not fit {self.title} of shape {self.data.shape}"
-            )
+            raise ValueMismatch(f"a gradient of {array.shape} does not fit {self.title} of shape {self.data.shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:

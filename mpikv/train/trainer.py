@@ -616,9 +616,7 @@ class Trainer:
 
     def _check_usable(self) -> None:
         if self._broken:
-            raise Closed(
-                f"{self._broken}: the weights of this rank may now differ from the other ranks'; make a new Trainer"
-            )
+            raise Closed(f"{self._broken}: this rank's weights may now differ from the others'; make a new Trainer")
         if self._kvstore._joining and (not self._on_store or self._scaler is not None):
             raise Unsupported(
                 "in join() a Trainer needs a store that updates, and no loss_scaler: "

@@ -31,15 +31,11 @@ def _find_problem(every: Sequence[dict[str, Any]]) -> str:
     versions = [rank["version"] for rank in every]
     if other := _first_other(versions):
         return (
-            f"rank 0 has NCCL {shown(versions[0])} and rank {other} has {shown(versions[other])}; "
-            "install the same on every host"
+            f"rank 0 has NCCL {shown(versions[0])} and rank {other} has {shown(versions[other])}; install one for all"
         )
     settings = [rank["settings"] for rank in every]
     if other := _first_other(settings):
-        return (
-            f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same settings on all "
-            "ranks"
-        )
+        return f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same on all"
     if settings[0].get("NCCL_COMM_BLOCKING") == "0":
         return "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they have begun; unset it"
     # Versions and settings are equal by now, so the first rank's are those of all.

@@ -170,9 +170,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
         # Now, on every rank, and not in the first push, at the root alone.
         signature.bind("key", "input", "stored")
     except TypeError as error:
-        raise TypeError(
-            f"an updater is called as f(key, input, stored), and this one is f{signature}: {error}"
-        ) from None
+        raise TypeError(f"an updater is called as f(key, input, stored); this one is f{signature}: {error}") from None
     return updater  # type: ignore[no-any-return]
 
 

@@ -82,9 +82,7 @@ class Operands:
             return self._sources(form)
         plan = plan or self.plan(key)
         if (missing := self._exchange.values.unbuffered(plan)) is not None:
-            raise ValueMismatch(
-                f"no value for key {missing!r}, and no buffer; pass one, or fill kv.buffer({missing!r})"
-            )
+            raise ValueMismatch(f"no value for key {missing!r} and no buffer; pass one, or fill kv.buffer({missing!r})")
         return plan, None
 
     def arrays(self, key: Any, value: Any) -> tuple[Plan, Arrays]:

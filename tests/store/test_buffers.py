@@ -166,7 +166,7 @@ def test_a_key_that_was_overwritten(kv):
     buffer, view = kv.buffer("w"), kv.view("w")
     kv.init("w", np.full(5, 2.0), overwrite=True)
     assert kv.version("w") == 0
-    with pytest.raises(mpikv.ValueMismatch, match="no value for key 'w', and no buffer"):
+    with pytest.raises(mpikv.ValueMismatch, match="no value for key 'w' and no buffer"):
         kv.push("w")
     with pytest.raises(TypeError, match="read-only"):
         kv.pull("w", out=view)

@@ -83,7 +83,7 @@ def test_bad_keys(key):
 @pytest.mark.parametrize(
     ("key", "value", "kind", "pattern"),
     [
-        (["a", "b"], [A], ValueMismatch, "2 keys and 1 values; give one value, or one list of them, per key"),
+        (["a", "b"], [A], ValueMismatch, "2 keys and 1 values; give one value, or a list of them, per key"),
         (["a"], A, ValueMismatch, "1 keys need a list of as many values, not an ndarray"),
         ("a", [], ValueMismatch, "an empty list of values for key 'a'"),
         (["a", "b"], [A, []], ValueMismatch, "an empty list of values for key 'b'"),

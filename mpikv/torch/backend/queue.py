@@ -87,9 +87,7 @@ class Queue:
     def check_progress(self, call: str) -> None:
         """Raise Unsupported if a call that is pending can never complete while this thread waits."""
         if self._runs_here():
-            raise Unsupported(
-                f"a function of a future waits for {call}, which comes after it; return the future instead"
-            )
+            raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 
     def end(self, patience: float) -> bool:
         """Let no call in any more; return whether all have completed, within ``patience`` seconds."""

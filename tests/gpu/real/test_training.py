@@ -271,7 +271,7 @@ def test_mistakes(cupy):
         ValueMismatch, match="the gradient is on the host and a parameter on cuda:0; copy the gradient there first"
     ):
         weight.grad = np.ones(3)
-    with pytest.raises(ValueMismatch, match=r"a gradient of shape \(2,\)"):
+    with pytest.raises(ValueMismatch, match=r"a gradient of \(2,\)"):
         weight.grad = cupy.ones(2)
     mpikv.Trainer({"w": weight}, "sgd")
     with pytest.raises(ValueMismatch, match="and parameter 'w' on cuda:0; copy"):

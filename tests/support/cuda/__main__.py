@@ -25,9 +25,7 @@ def build() -> Path:
     """Return the folder with the two libraries, compiled where their sources are new."""
     for compiler in ("cc", "g++"):
         if shutil.which(compiler) is None:
-            raise SystemExit(
-                f"the emulated CUDA needs the compiler {compiler}, which is not installed: apt install g++"
-            )
+            raise SystemExit(f"the emulated CUDA needs the compiler {compiler}, and it is missing: apt install g++")
     folders = [
         include
         for package in ("nvidia.cu13", "nvidia.nccl")
