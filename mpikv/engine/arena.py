@@ -217,7 +217,7 @@ class Arena:
         self._on_host = transport.memory.is_host
         pool = _POOL_BYTES if self._on_host else _POOL_BYTES_OF_GPUS
         self._pool = min(pool, transport.limit) if pooling else 0
-        self._numbers = count()
+        self._numbers, self._cells = count(), 0
         self._segments: dict[int, Array] = {}
         # By segment, the byte from which on no block has been in it: memory beyond is still zero.
         self._reached: dict[int, int] = {}
@@ -371,7 +371,7 @@ class Arena:
         block = Block(
             next(self._numbers),
             values,
-            Grid(length, cell, self._bounds(starts, length), line, padding=length - size),
+            Grid(length, cell, self._bounds(starts, length), line, length - size, self._cells),
             transport.memory,
             private(transport),
             Spans.join([(0, length)]),
@@ -379,6 +379,7 @@ class Arena:
             old=old,
         )
         self._values[block] = 0
+        self._cells += -(-length // cell)
         self._add_load(block, 1)
         return block
 

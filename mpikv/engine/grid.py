@@ -27,6 +27,8 @@ class Grid:
     """Values begin at multiples of this many elements."""
     padding: int = 0
     """Elements at the block's end that no value uses."""
+    number: int = 0
+    """How many cells the blocks before this one have."""
 
     def cell(self, element: int) -> tuple[int, int]:
         """Return the range ``[first, last)`` of the cell that holds this element."""
@@ -39,7 +41,7 @@ class Grid:
 
     def shard(self, placement: Placement, low: int, high: int) -> Shard:
         """Return the owners of ``[low, high)``, all in one cell."""
-        return placement.shard(low, high, self.cell(low), self.bounds)
+        return placement.shard(low, high, self.cell(low), self.bounds, self.number + low // self.cell_size)
 
     def shares(self, placement: Placement, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of ``[low, high)`` in order, as (elements, owner). Replicated ones come once per rank."""

@@ -28,10 +28,12 @@ from ..protocols import Placement, Shard, Transport, Updater
 
 # Shards begin at multiples of this many elements, so that two ranks never write to one cache line.
 _ALIGNMENT = 64
+# So many ranks own a part of each cell, and more only if each has so many elements, 32 KiB of float32.
+_FEWEST_OWNERS, _FEWEST = 32, 8192
 
 
 class Sharded:
-    """Each cell of a block's grid is cut into one shard per rank."""
+    """Each cell of a block's grid is cut into one shard per rank; on many hosts, into one for every so many ranks."""
 
     name = "sharded"
     everywhere = False
@@ -39,15 +41,29 @@ class Sharded:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
         first, last = cell
+        owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
-        most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
+        most = -(-(last - first) // (len(owners) * _ALIGNMENT)) * _ALIGNMENT
         counts = [0] * self._transport.size
-        for rank in range((start - first) // most, -(-(stop - first) // most)):
-            counts[rank] = min(first + (rank + 1) * most, stop) - max(first + rank * most, start)
+        for part in range((start - first) // most, -(-(stop - first) // most)):
+            counts[owners[part]] = min(first + (part + 1) * most, stop) - max(first + part * most, start)
         low = sum(counts[: self._transport.rank])
         return Shard(tuple(counts), low, low + counts[self._transport.rank])
+
+    def _owners(self, elements: int, number: int) -> range:
+        """Return the ranks that own a part of a cell: where there are many, others for each cell in turn. Local."""
+        size, per_host = self._transport.size, self._transport.sharing_size
+        # On one host nothing is sent, and between GPUs each rank's part has to be as long as the others'.
+        if per_host == size or not self._transport.memory.is_host:
+            return range(size)
+        stride = max(1, size // max(_FEWEST_OWNERS, elements // _FEWEST))
+        per_host = min(per_host, stride)
+        # Neighbouring cells are in flight together: their owners are on other hosts, so that all hosts receive.
+        hosts = stride // per_host
+        stride = hosts * per_host
+        return range((number % hosts * per_host + number // hosts) % stride, size, stride)
 
 
 class Owners(Sharded):
@@ -55,7 +71,7 @@ class Owners(Sharded):
 
     name = "owners"
 
-    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]
@@ -73,9 +89,9 @@ class Root(Owners):
         super().__init__(transport)
         self._root = root
 
-    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
         others = self._transport.size - self._root - 1
-        return super().shard(start, stop, cell, (start,) * (self._root + 1) + (stop,) * (others + 1))
+        return super().shard(start, stop, cell, (start,) * (self._root + 1) + (stop,) * (others + 1), number)
 
 
 class Replicated(Sharded):
@@ -84,7 +100,7 @@ class Replicated(Sharded):
     name = "replicated"
     everywhere = True
 
-    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
         return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
 

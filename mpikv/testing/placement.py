@@ -15,6 +15,7 @@ from typing import cast
 
 import numpy as np
 
+from ..memory.host import HOST
 from ..protocols import Placement, Shard, Transport
 
 __all__ = ["PlacementContract"]
@@ -32,7 +33,7 @@ class PlacementContract:
     """Whether values stay whole, so that a range with one owner is reduced to it."""
 
     def make(self, transport: Transport) -> Placement:
-        """Return the placement. It reads ``rank`` and ``size`` of the transport."""
+        """Return the placement. It reads what :class:`Seat` has of the transport."""
         raise AssertionError("a subclass of PlacementContract defines make()")
 
     def test_shards_fill_every_range_exactly(self) -> None:
@@ -64,7 +65,7 @@ class PlacementContract:
     def shards(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[Shard]:
         """Return the shard of each of ``ranks`` ranks for one range."""
         seats = [cast(Transport, Seat(rank, ranks)) for rank in range(ranks)]
-        return [self.make(seat).shard(start, stop, cell, bounds) for seat in seats]
+        return [self.make(seat).shard(start, stop, cell, bounds, number=cell[1]) for seat in seats]
 
     def owners(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[set[int]]:
         """Return the owners of each element."""
@@ -81,6 +82,11 @@ class Seat:
 
     rank: int
     size: int
+    memory = HOST
+
+    @property
+    def sharing_size(self) -> int:
+        return max(1, self.size // 16)
 
 
 def of_one(cell: tuple[int, int], ranks: int) -> Sequence[int]:
@@ -91,7 +97,7 @@ def of_one(cell: tuple[int, int], ranks: int) -> Sequence[int]:
 def cases() -> Iterator[tuple[int, tuple[tuple[int, int], int, int, Sequence[int]]]]:
     """Yield numbers of ranks, and cells with ranges in them."""
     random = np.random.default_rng(0)
-    for ranks in (1, 2, 3, 4, 7):
+    for ranks in (1, 2, 3, 4, 7, 130):
         for cell in CELLS:
             first, last = cell
             cuts = sorted(int(cut) for cut in random.integers(first, last, 2))

@@ -1,8 +1,9 @@
 """The ways of elements between two hosts, when each rank receives its part of all ranks' data.
 
 The ranks of a host share the work of its messages. For every other host, the elements that its ranks, the *owners*,
-receive are cut evenly among this host's ranks, the *carriers*. So each element leaves a host once, whichever rank sums
-it there, and all ranks of a host send at the same time. Values from owners take the same routes back.
+receive are cut evenly among this host's ranks, the *carriers*; a few elements go by some carriers alone, by others to
+each host. So each element leaves a host once, whichever rank sums it there, and all ranks of a host send at the same
+time. Values from owners take the same routes back.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 # Carriers' parts are multiples of so many elements, so a few elements make one message. 64 float32 are 4 cache lines.
 _ALIGNMENT = 64
+# An owner's elements are cut for several carriers only if each gets so many, 32 KiB of float32.
+_FEWEST = 8192
 
 
 class Route(NamedTuple):
@@ -37,30 +40,30 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
     ``hosts`` are the ranks of each host. Rank r owns the r-th part, of ``counts[r]`` elements.
 
     >>> for carrier in 0, 1:
-    ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 100, 28]).as_carrier:
+    ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 64, 64]).as_carrier:
     ...         print(*route)
-    0 2 0 64
-    1 2 64 100
-    1 3 100 128
+    0 3 64 128
+    1 2 0 64
     """
     starts = list(accumulate(counts, initial=0))
     # The same numbers on every rank: no message says who sends which elements.
-    home = next(host for host in hosts if rank in host)
-    away = [host for host in hosts if host is not home]
+    place, home = next((place, host) for place, host in enumerate(hosts) if rank in host)
+    away = [(number, host) for number, host in enumerate(hosts) if host is not home]
     return Routes(
-        tuple(one for host in away for one in _between(home, host, counts, starts) if one.carrier == rank),
-        tuple(one for host in away for one in _between(host, home, counts, starts) if one.owner == rank),
+        tuple(one for to, host in away for one in _between(home, host, to, counts, starts) if one.carrier == rank),
+        tuple(one for _, host in away for one in _between(host, home, place, counts, starts) if one.owner == rank),
     )
 
 
 def _between(
-    carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+    carriers: Sequence[int], owners: Sequence[int], first: int, counts: Sequence[int], starts: Sequence[int]
 ) -> Iterator[Route]:
     """Yield the routes from one host to another: what its owners are to receive, in their order, is cut into equal
-    shares of the carriers.
+    shares of the carriers, beginning with the ``first`` one: another one for each host.
     """
-    wanted = sum([counts[owner] for owner in owners])
-    share = -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
+    parts = [counts[owner] for owner in owners if counts[owner]]
+    shares = min(len(carriers), max(len(parts), sum(parts) // _FEWEST, 1))
+    share = -(-sum(parts) // (shares * _ALIGNMENT)) * _ALIGNMENT
     low = 0
     for owner in owners:
         # Carriers divide a host's elements joined together; the shift leads back to the message's own numbers.
@@ -68,5 +71,5 @@ def _between(
         while low < end:
             number = low // share
             high = min(end, (number + 1) * share)
-            yield Route(carriers[number], owner, low + shift, high + shift)
+            yield Route(carriers[(first + number) % len(carriers)], owner, low + shift, high + shift)
             low = high

@@ -159,7 +159,7 @@ def test_parts_are_what_a_rank_owns(name, size):
 @pytest.mark.parametrize("elements", [1, 1000, 4096])
 def test_shards_are_of_one_size(size, elements):
     """But for the last ones, and begin where no two ranks write to one line of a cache."""
-    counts = Sharded(Seat(0, size)).shard(0, elements, (0, elements), (0,) * (size + 1)).counts
+    counts = Sharded(Seat(0, size)).shard(0, elements, (0, elements), (0,) * (size + 1), 0).counts
     assert sum(counts) == elements
     assert max(counts) < elements / size + 64
     assert all(edge % 64 == 0 for edge in np.cumsum(counts) if edge < elements)
