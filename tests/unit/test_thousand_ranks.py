@@ -77,3 +77,18 @@ def test_addresses_do_not_grow_with_hosts() -> None:
 def addresses() -> int:
     """Return the bytes that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+@pytest.mark.deadline(60)
+def test_values_are_right_where_some_ranks_own_a_bucket() -> None:
+    size, keys, shapes = 64, [0, 1, 2, 3], [(3,), (300, 7), (70_001,), (0, 2)]
+
+    def program(comm: Any) -> None:
+        with mpikv.create(comm=comm) as kv:
+            kv.init(keys, [np.zeros(shape) for shape in shapes])
+            kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+            for step, sum_of in enumerate((-1, -2.5)):
+                values = kv.pushpull(keys, [np.full(shape, kv.rank / size) for shape in shapes])
+                assert all((value == sum_of * (size - 1) / 2).all() for value in values), step
+
+    cluster(size, hosts=8).run(program)

@@ -187,12 +187,8 @@ def test_a_step_that_the_budget_ends_is_left_for_the_next_command(check, monkeyp
 def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     step = replace(check.STEPS["kernels"], expected=6)
     found = check.take("kernels", step, {}, 3)
-    assert found == {
-        "status": "skip",
-        "seconds": 0.0,
-        "reason": "it takes about 6 s, and 3.0 s were left",
-        "unreached": True,
-    }
+    reason = "it takes about 6 s, and 3.0 s were left"
+    assert found == {"status": "skip", "seconds": 0.0, "reason": reason, "unreached": True}
     monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
     for name, step in check.STEPS.items():
         assert step.needs_mpi == (name.endswith(("_2", "_4")) or name == "bench_1"), name
