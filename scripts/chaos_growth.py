@@ -9,6 +9,8 @@ from typing import Any
 
 import mpikv
 
+FEWEST = 4
+"""Samples of which growth is told."""
 WARM = 100
 """Samples from which on the growth of memory counts."""
 ROOM = 4096
@@ -64,7 +66,7 @@ class Resources:
         """Return what rose between the second quarter of the run and its end."""
         count = len(self.samples)
         early, late = self.samples[count // 4 : count // 2], self.samples[-max(1, count // 4) :]
-        if count < 4:
+        if count < FEWEST:
             return []
         grown = []
         for name in self.samples[0]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from chaos_faults import ALL, LEAVE, TIMEOUT, End, Mistake, Wrong
-from chaos_growth import Resources
+from chaos_growth import FEWEST, Resources
 from chaos_program import Program
 
 import mpikv
@@ -235,7 +235,8 @@ class Trial:
             if self.task.simulated:
                 break
             resources.sample()
-            more = self.task.only is None and present().now() - started < 60 * self.task.minutes
+            soon = present().now() - started < 60 * self.task.minutes or number < FEWEST
+            more = self.task.only is None and soon
             if not (self.comm.bcast(more) if self.comm else more):
                 break
         samples = resources.samples
