@@ -53,6 +53,8 @@ _ANSWERS = "mpikv-answers"
 _PATIENCE = 0.5
 # The most ranks of a host to ask, so many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
+# Hosts in one message: of a thousand late ranks a few tell enough.
+_MOST_TOLD = 8
 # Seconds to wait for a host's answer, and seconds to repeat this host's last answer.
 _HOST_PATIENCE, _FRESH = 1.0, 1.0
 _PACKAGE = str(Path(__file__).parents[1])
@@ -140,7 +142,9 @@ class StatusBoard:
             self._inquiry.ask()
         answers = [self._look(missing), *(self._inquiry.collect() if self._inquiry else ())]
         late = tuple(sorted({rank for answer in answers for rank in answer.late}))
-        about = "; ".join(answer.text for answer in answers if answer.text)
+        told = [answer.text for answer in answers if answer.text]
+        rest = [f"{len(told) - _MOST_TOLD} more hosts have late ranks"] * (len(told) > _MOST_TOLD)
+        about = "; ".join(told[:_MOST_TOLD] + rest)
         return Answer(late, f"{self.call}: {about}" if about else self.call)
 
     def _look(self, missing: Sequence[int]) -> Answer:

@@ -137,6 +137,20 @@ def test_a_rank_that_raises_or_leaves_is_named_by_the_others(fault: Any, hosts: 
         assert "its process is gone" in text or hosts == 3
 
 
+def test_a_message_tells_of_some_hosts() -> None:
+    def program(comm: Any) -> str:
+        with mpikv.create(comm=comm, timeout=1) as kv:
+            try:
+                time.sleep(5 * (comm.rank > 0))
+                kv.barrier()
+            except mpikv.Stalled as error:
+                return str(error)
+        return ""
+
+    text = cluster(12, hosts=12).run(program)[0]
+    assert (text.count("late or gone"), "3 more hosts have late ranks" in text) == (8, True), text
+
+
 def test_a_planted_error_is_raised_where_the_program_waits() -> None:
     def program(comm: Any) -> str:
         started = time.monotonic()
