@@ -60,7 +60,7 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
-from .options import checked
+from .options import as_codec
 from .topk import TopK
 
 __all__ = [
@@ -119,14 +119,17 @@ def create(compression: Any) -> Codec | None:
     if isinstance(compression, str):
         compression = {"type": compression}
     if not isinstance(compression, Mapping):
-        return checked(compression, _WANTED)
+        return as_codec(compression, _WANTED)
     if "type" not in compression:
         raise ConfigError(f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted(_KINDS))})")
-    return _named(**compression)
+    return _create_named(**compression)
 
 
 # ``type`` is MXNet's name in the dict that is unpacked here.
-def _named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
+def _create_named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
+    """Return the codec of a name with these options, in error feedback unless told otherwise; ConfigError if one is
+    unknown.
+    """
     # A list or a dict has no hash, and is an unknown name like any other.
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
@@ -134,6 +137,6 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     check_switch("error_feedback", error_feedback)
     known = [*inspect.signature(kind).parameters, "error_feedback"]
     check_names(f"option of compression {type!r}", options, known, _REMOVED)
-    codec = checked(kind(**options), _WANTED)
+    codec = as_codec(kind(**options), _WANTED)
     # A registered codec may bring feedback of its own; two would subtract the error twice.
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

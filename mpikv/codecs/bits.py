@@ -47,7 +47,7 @@ class _Codes(ABC):
         return 4 * -(-count // (4 * self.per_byte))
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add to each element the value of its code; bits behind the last element are ignored."""
+        """Add to each element of ``total`` the value of its code; bits behind the last element are ignored."""
         spare = _SUMS.array.reshape(-1, self.per_byte)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
@@ -104,7 +104,7 @@ class TwoBit(_Codes):
         return f"2bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the codes of the gradient."""
+        """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
         threshold, spare = np.float32(self.threshold), _CODES.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
@@ -118,7 +118,7 @@ class TwoBit(_Codes):
             # The payload ends in zeros, whatever the last block left in this scratch memory.
             spare[0, part.size :] = 0
             words = payload[low // 4 : (low + BLOCK) // 4]
-            words[:] = _packed(spare[0])[: words.size]
+            words[:] = _pack_codes(spare[0])[: words.size]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class OneBit(_Codes):
         return f"1bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the codes of the gradient."""
+        """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
         threshold, spare = np.float32(self.threshold), _CODES.array[0].view(np.bool_)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
@@ -171,8 +171,8 @@ class OneBit(_Codes):
             words[packed.size :] = 0
 
 
-def _packed(codes: Array) -> Array:
-    """Return the two-bit codes of a block, four in a byte; they are overwritten."""
+def _pack_codes(codes: Array) -> Array:
+    """Overwrite the two-bit codes of a block by words with four codes in the lowest byte, and return these words."""
     words: Array = codes.view("<u4")
     # The product is a sum of shifted numbers without common bits: the highest byte has the first code above the
     # second, and so on.

@@ -47,14 +47,14 @@ class Float16(_Cast):
         return "fp16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the gradient in half precision."""
+        """Write the gradient into the payload in half precision; numbers beyond 65504 become 65504."""
         halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
             narrow(np.clip(part, -_LARGEST, _LARGEST, out=spare[: part.size]), halves[low : low + BLOCK])
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add in float32."""
+        """Add the payload to ``total``, in float32."""
         add_widened(total, payload.view(np.float16))
 
 
@@ -76,7 +76,7 @@ class Bfloat16(_Cast):
         return "bf16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the upper halves of the gradient, rounded."""
+        """Write the upper halves of the gradient into the payload, rounded."""
         halves, spare = payload.view(np.uint16), _WORDS.array
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)
@@ -89,7 +89,7 @@ class Bfloat16(_Cast):
             halves[low : low + BLOCK] = rounded
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add in float32."""
+        """Add the payload to ``total``, in float32."""
         halves, spare = payload.view(np.uint16), _WORDS.array
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]

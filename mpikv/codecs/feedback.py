@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
-from .options import SamePayloads, Scratch, checked
+from .options import SamePayloads, Scratch, as_codec
 
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
@@ -36,7 +36,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
         >>> total, residual.round(1)
         (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
     """
-    checked(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
+    as_codec(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
     return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)
@@ -102,7 +102,9 @@ class ValueFeedback:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Exchange the residual plus the gradient, and leave the part that this rank's share of the sum lacks."""
+        """Yield the exchanges of residual plus gradient; leave in the residual the part that this rank's share of the
+        sum lacks.
+        """
         assert residual is not None
         np.add(residual, gradient, out=residual)
         # A copy: the codec may overwrite its gradient, and the residual is still needed.

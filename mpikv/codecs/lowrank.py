@@ -54,7 +54,9 @@ class LowRank:
         return f"lowrank(rank={self.rank}, seed={self.seed})"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the columns that start the first push."""
+        """Return {'start': the first thin matrix}, equal on all ranks without a message; {} if a value is sent
+        unchanged. Local.
+        """
         rows, columns = _sides(shape)
         # More columns than a side has cannot be orthogonal, and no fewer numbers need no factors.
         if self.rank > min(rows, columns) or (rows + columns) * self.rank >= rows * columns:
@@ -66,7 +68,9 @@ class LowRank:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Sum the product with the start; make it orthogonal, and sum the product with that."""
+        """Yield two sums of thin matrices, and write the start of the next push into ``state``; a value sent unchanged
+        takes one sum.
+        """
         if "start" not in state:
             total = yield Sum(gradient)
             return total, gradient
@@ -88,7 +92,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _start_next(start: Array, right: Array) -> None:
-    """Start the next push from these columns, at a length that cannot overflow a product.
+    """Overwrite ``start`` by these columns for the next push, at a length that cannot overflow a product.
 
     A column of zeros predicts nothing about the next gradient and would stay zero for ever: the old one remains.
     """

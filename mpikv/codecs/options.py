@@ -46,10 +46,11 @@ class SamePayloads:
         return repr(self.codec)
 
 
-def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
-    """Return the object if it has all attributes of a codec. ``wanted`` begins the error: the accepted values.
+def as_codec(codec: Any, wanted: str, advice: str = "") -> Codec:
+    """Return the object itself; TypeError if it lacks an attribute of a codec. ``wanted`` begins the error: the
+    accepted values.
 
-    >>> checked("2bit", "ErrorFeedback takes a codec")
+    >>> as_codec("2bit", "ErrorFeedback takes a codec")
     Traceback (most recent call last):
     TypeError: ErrorFeedback takes a codec, not '2bit'
     """

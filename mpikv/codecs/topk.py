@@ -67,13 +67,13 @@ class TopK:
         return min(max(math.ceil(round(self.ratio * size, 6)), 1), size)
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return nothing."""
+        """Return {}: nothing is kept between pushes."""
         return {}
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Gather every rank's largest elements."""
+        """Yield one gather of the largest elements and their places; return the sum, and this rank's share of it."""
         count = self.chosen(gradient.size)
         places = largest(gradient, count)
         # Places before numbers: both are then aligned.

@@ -25,7 +25,7 @@ class NumpyKernels:
 
 
 def find_kernels(name: str) -> Kernels:
-    """Return the kernels with a name in :data:`mpikv.config.KERNELS`. Local.
+    """Return the kernels of a name in :data:`mpikv.config.KERNELS`; import numba if it is asked for. Local.
 
     Raises:
         TransportUnavailable: numba cannot be imported.
@@ -49,4 +49,4 @@ def compile_codec(codec: Codec, kernels: str) -> Codec:
         return codec
     from .numba import codecs as compiled
 
-    return compiled.compiled(codec)
+    return compiled.compile_codec(codec)

@@ -179,7 +179,7 @@ class Exchange:
         if self.updater.assigns:
             return None
         assert isinstance(self._kernels, GpuKernels)
-        return self._kernels.table(self.updater, self.transport.memory, len(plan.keys), set(plan.dtypes))
+        return self._kernels.step_table(self.updater, self.transport.memory, len(plan.keys), set(plan.dtypes))
 
     # --- Compression
 

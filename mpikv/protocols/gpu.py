@@ -139,9 +139,9 @@ class Gpu(Protocol):
     def download(self, array: Array, out: Array) -> None:
         """Fill a numpy array of the same shape and dtype, and wait for it."""
 
-    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return, for each array rounded to a dtype, its sum of squares and whether all its numbers are finite. Waits
-        for it.
+    def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        """Return each array's sum of squares and whether it is finite, once rounded to a dtype; wait for the GPU.
+        Local.
 
         The sums have the bits of the host's optimizers.
 

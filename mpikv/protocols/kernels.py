@@ -110,9 +110,8 @@ class GpuKernels(Kernels, Protocol):
         kernel for it.
         """
 
-    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return memory for ``count`` steps of an optimizer with a rule, and compile its table updates for these
-        dtypes. Local.
+    def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
+        """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local.
 
         Call :meth:`~Kernels.prepare` for the dtypes first.
 

@@ -360,7 +360,7 @@ class FakeGpu:
         self.current().synchronize()
         out[...] = array._beneath
 
-    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> NoReturn:
+    def squares_and_finite(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> NoReturn:
         raise MisuseError("norms are measured by CUDA's kernels, on the emulated GPU")
 
     def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:

@@ -46,8 +46,8 @@ class Located(NamedTuple):
         return address_of(self.outline), self.array.shape, self.array.strides, self.array.dtype.name
 
 
-def readable(value: Any) -> Located:
-    """Return an array to read from, without a copy; an array on a GPU becomes one of the GPU's library.
+def locate_source(value: Any) -> Located:
+    """Return an array to read from, with its GPU, and never a copy; TypeError if it is no array.
 
     Raises:
         TypeError: not an array.
@@ -56,8 +56,8 @@ def readable(value: Any) -> Located:
     return _on_gpu(value) if lies_elsewhere(value) else Located(source(value), None)
 
 
-def writable(value: Any) -> Located:
-    """Return an array over the same memory, to write to.
+def locate_target(value: Any) -> Located:
+    """Return an array over the same memory, to write to, with its GPU; TypeError if it cannot be written.
 
     Raises:
         TypeError: not an array, or one that cannot be written.
@@ -69,8 +69,8 @@ def writable(value: Any) -> Located:
     return _on_gpu(value)
 
 
-def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Return a new array with the sum of arrays on a GPU, summed from left to right in ``dtype``."""
+def add_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Queue a sum of arrays on a GPU, from left to right in ``dtype``; return it as a new array."""
     # The GPU's copy kernel casts, since CuPy does not add bfloat16.
     total, term = (gpu.empty(arrays[0].shape, dtype) for _ in range(2))
     gpu.copy((total,), (arrays[0],))

@@ -48,7 +48,7 @@ class LocalUpdate:
         return [optimizer.step(name, self.states[name].count + 1) for name in parameters]
 
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights by the prepared steps."""
+        """Update the weights in place by the prepared steps; the gradients stay. On a GPU it is queued."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
             kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
@@ -75,8 +75,8 @@ class LocalUpdate:
         if name in self.states:
             _restart_master(self.states[name], parameter)
 
-    def on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter in numpy arrays."""
+    def state_on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
+        """Return the state of a parameter in numpy arrays: its memory, or from a GPU copies, after a wait for them."""
         # A parameter without state gets it at its first update, and not here: its weight may still be set, and the
         # master would keep the old one.
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu
@@ -88,7 +88,9 @@ class LocalUpdate:
         return KeptState(state, kept.count)
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter, or a new one for its first update."""
+        """Return the state of a parameter, or a new one for its first update; ConfigError if the optimizer needs other
+        state.
+        """
         slots = optimizer.slots(parameter.data.dtype)
         kept = self.states.get(name)
         if kept is None:
@@ -104,7 +106,7 @@ class LocalUpdate:
         return kept
 
     def _memory_of_sum(self, parameter: Parameter) -> Array:
-        """Return memory for the sum of a weight's gradients. On the host all parameters share it."""
+        """Return undefined memory for the sum of a weight's gradients. On the host all parameters share it."""
         weight, dtype = parameter.data, accumulator(parameter.data.dtype)
         if parameter.gpu is not None:
             return parameter.gpu.empty(weight.shape, dtype)

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..options import check_number
 from ..protocols import Array, Gpu
-from .array_location import writable
+from .array_location import locate_target
 from .parameter import Parameter
 
 Item = TypeVar("Item")
@@ -56,13 +56,13 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """
     check_number("max_norm", max_norm, "(0, inf)")
     # By their places: of an array that is there twice the squares would count twice.
-    given = map(writable, (array for array in arrays if array is not None))
+    given = map(locate_target, (array for array in arrays if array is not None))
     there = _by_gpu((gpu, array) for array, gpu in {each.extent: each for each in given}.values())
     here = there.pop(None, [])
     with np.errstate(all="ignore"):
-        squares = [_squares(array) for array in here]
+        squares = [_sum_squares(array) for array in here]
         for gpu, some in there.items():
-            squares += [each for each, _ in gpu.measure(some, [array.dtype for array in some])]
+            squares += [each for each, _ in gpu.squares_and_finite(some, [array.dtype for array in some])]
         # fsum rounds once: the norm has the same bits whatever the order of the arrays.
         norm = math.sqrt(math.fsum(squares))
         if math.isfinite(norm) and norm > max_norm:
@@ -82,7 +82,7 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
     return groups
 
 
-def _squares(array: Array) -> float:
+def _sum_squares(array: Array) -> float:
     """Return the sum of the squares of an array, by numpy's sum: BLAS's result depends on the number of threads."""
     # In float64: the square of a large half is infinite in its own dtype.
     flat = array.reshape(-1)
@@ -134,7 +134,9 @@ class LossScaler:
         self.loss_scale, self._without = state["loss_scale"], int(state["without"])
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
+        """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight; wait for GPUs.
+        Local.
+        """
         return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
     def record(self, overflow: bool) -> None:
@@ -147,9 +149,7 @@ class LossScaler:
 
 
 def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
-    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. For each GPU one small copy comes
-    to the host.
-    """
+    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. It waits for each GPU."""
     there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
     with np.errstate(all="ignore"):
         if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
@@ -157,7 +157,7 @@ def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> boo
     for gpu, some in there.items():
         # Integers and booleans are finite, whatever their rounding.
         floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
-        found = gpu.measure([array for array, _ in floats], [dtype for _, dtype in floats])
+        found = gpu.squares_and_finite([array for array, _ in floats], [dtype for _, dtype in floats])
         if not all(finite for _, finite in found):
             return False
     return True

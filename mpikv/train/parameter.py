@@ -15,7 +15,7 @@ from ..errors import ConfigError, ValueMismatch, a_kind
 from ..memory.host import HOST, HostMemory
 from ..options import check_choice
 from ..protocols import Array, Gpu
-from .array_location import Located, added_up, readable, writable
+from .array_location import Located, add_up, locate_source, locate_target
 
 # Bound on numpy's search for common elements of two arrays, in candidate solutions (max_work).
 _MOST_WORK = 100_000
@@ -50,7 +50,7 @@ class Parameter:
         self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
     ) -> None:
         # Not copied: the program and the Trainer see the same weight.
-        self._located = _writable(data)
+        self._located = _locate_writable(data)
         self._on_host = self._located.gpu is None
         self.data: Array = self._located.array
         """The weight, as an array over the given memory: numpy's, or on a GPU CuPy's."""
@@ -136,7 +136,7 @@ class Parameter:
                     f"a gradient of shape {array.shape} and {array.dtype} does not fit {self.title} of shape {shape} "
                     f"and {dtype}"
                 )
-        self.grad = local_sum(arrays, dtype) if self.gpu is None else added_up(self.gpu, arrays, accumulator(dtype))
+        self.grad = local_sum(arrays, dtype) if self.gpu is None else add_up(self.gpu, arrays, accumulator(dtype))
 
     def poison(self) -> None:
         """Fill the gradient with NaN."""
@@ -153,8 +153,8 @@ class Parameter:
         self.summed = self.summed and self.used
 
     def _locate(self, gradient: Any) -> Array:
-        """Return a gradient as an array on the weight's device, without a copy."""
-        found = readable(gradient)
+        """Return a gradient as an array on the weight's device, without a copy; ValueMismatch if it lies elsewhere."""
+        found = locate_source(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
                 f"the gradient is on {found.where} and {self.title} on {self._located.where}; copy the gradient there "
@@ -163,18 +163,22 @@ class Parameter:
         return found.array
 
     def _take(self, array: Array) -> None:
+        """Keep an array as the gradient, or with ``add`` a copy, or add it in place; ValueMismatch if its shape
+        differs.
+        """
         if array.shape != self.data.shape:
             raise ValueMismatch(f"a gradient of {array.shape} does not fit {self.title} of shape {self.data.shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:
             # A copy: later gradients are added in place, and the caller's array must not change.
-            self._grad = array.copy() if self.gpu is None else added_up(self.gpu, (array,), array.dtype)
+            self._grad = array.copy() if self.gpu is None else add_up(self.gpu, (array,), array.dtype)
         else:
             self._check_addable()
             self._add(self._grad, array)
 
     def _add(self, grad: Array, array: Array) -> None:
+        """Add an array to the gradient in place, in the wider dtype; on a GPU it is queued."""
         if self.gpu is None:
             np.add(grad, array, out=grad, casting="same_kind")
             return
@@ -182,7 +186,7 @@ class Parameter:
             raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
         # As numpy's add does on the host, in the wider dtype, rounded once.
         widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
-        self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
+        self.gpu.copy((grad,), (add_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
         if self._grad_req == "add" and (self.summed or self.used):
@@ -230,7 +234,7 @@ def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
-    """Raise if two parameters have elements in common: both would update them."""
+    """Raise ValueMismatch if two parameters have elements in common: both would update them."""
     # As numpy sees the places, also of arrays on GPUs: only addresses count.
     outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
     reaching: list[tuple[int, str]] = []
@@ -254,11 +258,14 @@ def _byte_bounds(array: Array) -> tuple[int, int]:
     return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize
 
 
-def _writable(data: Any) -> Located:
+def _locate_writable(data: Any) -> Located:
+    """Return an array over the caller's memory, never a copy, to update in place; raise TypeError if read-only.
+    Local.
+    """
     if isinstance(data, np.generic) or not is_array(data):
         raise TypeError(f"a parameter is an array, not {a_kind(data)}; pass numpy.array(value) and keep it")
     if not lies_on_host(data):
-        return writable(data)
+        return locate_target(data)
     if isinstance(data, np.ndarray) and not data.dtype.isnative:
         raise TypeError("a parameter in foreign byte order cannot be updated in place; pass value.astype(float)")
     array = source(data)

@@ -32,7 +32,7 @@ from ..options import check_number, check_switch
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
-from .array_location import writable
+from .array_location import locate_target
 from .local_update import LocalUpdate, can_update, place_state
 from .loss_scaling import LossScaler
 from .parameter import Parameter, first_names, name_parameters
@@ -268,6 +268,7 @@ class Trainer:
             self.optimizer._user = self._token
 
     def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
+        """Overwrite these parameters by the root's weights, and let the store keep them. Collective."""
         weights = _weights(parameters)
         self._kvstore.broadcast(list(parameters), weights, out=weights)
 
@@ -479,11 +480,11 @@ class Trainer:
         return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state outside of the store."""
+        """Return the state outside of the store, with the memory of weights; ConfigError before a start. Local."""
         if not self._started:
             raise ConfigError("a kept Trainer has not started; call its start() before kv.steps")
         optimizer, states = self.optimizer, self._local.states
-        kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in states}
+        kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in states}
         return {
             "updates": self._updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -494,6 +495,7 @@ class Trainer:
         }
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
+        """Overwrite weights, optimizer state, counts and scale by a result of :meth:`_state`. Local."""
         self._updates = state["updates"]
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -512,6 +514,7 @@ class Trainer:
         return self._on_store and self._own[name].grad_req != "null"
 
     def _pull_trained(self) -> None:
+        """Overwrite the weights that the store updates by its values. Collective."""
         if pulled := {name: one for name, one in self._own.items() if self._is_pulled(name)}:
             self._kvstore.pull(list(pulled), out=_weights(pulled))
 
@@ -537,7 +540,9 @@ class Trainer:
             store.raise_on_all_ranks(error, verb)
 
     def _decide_where(self) -> bool:
-        """Return whether the store updates the weights; raise if this Trainer cannot use the store. Local."""
+        """Return whether the store updates, or raise if it cannot be used; with ``resume`` adopt the store's optimizer.
+        Local.
+        """
         store = self._kvstore
         if not store._in_rounds:
             raise Unsupported(
@@ -557,7 +562,7 @@ class Trainer:
                 "MXNET_UPDATE_ON_KVSTORE=0 is set; use another store, or unset the variable"
             )
         if self._resume:
-            self._check_resumable(present if is_free else None, known)
+            self._adopt_optimizer(present if is_free else None, known)
         elif known:
             raise KeyAlreadyInitialized(
                 f"the store has a value of {min(known)!r} already; give each Trainer a store, or names, of its own; "
@@ -567,8 +572,10 @@ class Trainer:
             raise ConfigError("the store has an updater already; give each Trainer a store of its own")
         return bool(on_store)
 
-    def _check_resumable(self, present: Any, known: Container[str]) -> None:
-        """Adopt the optimizer of a loaded store."""
+    def _adopt_optimizer(self, present: Any, known: Container[str]) -> None:
+        """Adopt the optimizer of a loaded store; ConfigError if it is of another kind, or the store lacks parameters.
+        Local.
+        """
         if type(present) is not type(self._optimizer):
             raise ConfigError(
                 f"resume=True: the optimizer of the store, {present!r}, is not of the kind of {self._optimizer!r}, or "
@@ -592,7 +599,9 @@ class Trainer:
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
-        """Apply the settings of a step until ``settings`` is left; return the parameters to update. Local."""
+        """Apply the settings of a step until ``settings`` is left; return the parameters to update, or raise
+        StaleGradient. Local.
+        """
         self._check_usable()
         optimizer = self.optimizer
         # Each time: the store's optimizer is another object after a load.
@@ -615,6 +624,9 @@ class Trainer:
         return {name: one for name, one in trained if one.fresh and one.grad is not None}
 
     def _check_usable(self) -> None:
+        """Raise Closed after an update that failed here, and Unsupported in a block of join that allows no update.
+        Local.
+        """
         if self._broken:
             raise Closed(f"{self._broken}: this rank's weights may now differ from the others'; make a new Trainer")
         if self._kvstore._joining and (not self._on_store or self._scaler is not None):
@@ -624,12 +636,13 @@ class Trainer:
             )
 
     def _check_halves(self, verb: str) -> None:
+        """Raise unless this Trainer can reduce and update in two calls. Local."""
         self._check_usable()
         if self._on_store:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
-        """Raise unless each gradient can be replaced by its sum over ranks. Local."""
+        """Raise unless each gradient can be replaced by its sum over ranks, in place. Local."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         first: dict[int, str] = {}
@@ -642,7 +655,7 @@ class Trainer:
                 raise ValueMismatch(
                     f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
                 )
-            writable(parameter.grad)
+            locate_target(parameter.grad)
             if (other := first.setdefault(id(parameter.grad), name)) != name:
                 raise ValueMismatch(
                     f"parameters {other!r} and {name!r} share one array as their gradient; give one of them a copy"
@@ -662,7 +675,9 @@ class Trainer:
         return options
 
     def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by the first names of their parameters; the store must keep all of these."""
+        """Return the values by the first names of their parameters; Unsupported if the store does not keep one.
+        Local.
+        """
         first = {id(parameter): name for name, parameter in self._own.items()}
         # In one order on all ranks, whatever the order of their dicts.
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
@@ -679,6 +694,7 @@ class Trainer:
     # --- The two halves, where the store only sums
 
     def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
+        """Replace gradients by their sums over ranks, in place; by NaN if one of any rank overflows. Collective."""
         self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse inf and nan, on one rank only; and the sum would not be finite either.
@@ -693,7 +709,9 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter. Collective if an optimizer has changed."""
+        """Return the optimizer's step for each parameter; RankMismatch if ranks differ. Collective if an optimizer has
+        changed.
+        """
         # Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
         steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
@@ -705,6 +723,9 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
+        """Update the weights, unless a gradient overflows; a failure here ends the Trainer's use. Collective with a
+        loss scaler.
+        """
         if self._has_overflow(verb, ready):
             return
         try:
@@ -716,7 +737,7 @@ class Trainer:
         self._updates += 1
 
     def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
-        """Return whether a gradient of any rank holds an inf or a nan; then no rank may update. Collective."""
+        """Return whether a gradient of any rank holds an inf or a nan, and change the loss scale. Collective."""
         if self._scaler is None:
             return False
         overflow = self._any_overflow(verb, ready)
@@ -724,6 +745,7 @@ class Trainer:
         return overflow
 
     def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        """Return whether a gradient of any rank holds an inf or a nan. Collective."""
         assert self._scaler is not None
         overflow: bool = self._kvstore.any_rank(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
         return overflow
@@ -737,13 +759,19 @@ class Trainer:
                 self._kvstore.check_equal(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
+        """Write the state of the parameters on rank 0; yield before each slow part, as often on all ranks.
+        Collective.
+        """
         self._check_usable()
         optimizer, weights = self.optimizer, self._trainable()
-        kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in weights}
+        kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in weights}
         # All ranks have the same state: one of them writes it.
         yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
     def _load(self, fname: Any) -> Generator[str]:
+        """Read the state of the parameters, and adopt it once all ranks have it; yield before each slow part.
+        Collective.
+        """
         self._check_usable()
         optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
@@ -768,6 +796,7 @@ def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
 
 
 def _check_summed(parameters: Mapping[str, Parameter]) -> None:
+    """Raise ConfigError if a gradient is not the sum over ranks."""
     for name, parameter in parameters.items():
         if not parameter.summed:
             raise ConfigError(

@@ -103,12 +103,12 @@ def codes() -> Numbers:
 
     from mpikv import codecs
     from mpikv.compute.cuda.codes import CudaCodec
-    from mpikv.compute.cuda.copies import exceeding
+    from mpikv.compute.cuda.copies import flag_exceeding
 
     size = 64 * MB
     gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")
     flags = cupy.zeros(1, "u1")
-    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: exceeding([gradient], flags, 2.0**100)) / 1e9}
+    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: flag_exceeding([gradient], flags, 2.0**100)) / 1e9}
     with store() as kv:
         kv.init("w", gradient)
         for name in ("2bit", "1bit", "fp16", "bf16"):

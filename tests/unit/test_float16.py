@@ -101,14 +101,14 @@ def test_compiled_loops_round_and_add_as_numpy_does(dtype: np.dtype[Any]) -> Non
 
     numbers, random = around(dtype), np.random.default_rng(0)
     value = np.empty(numbers.size, dtype)
-    compiled_halves.rounding(numbers, value)(None)
+    compiled_halves.bind_rounding(numbers, value)(None)
     assert same(value, numbers.astype(dtype))
     first, value = every(dtype), np.empty(1 << 16, dtype)
     wide = random.standard_normal(1 << 16).astype(np.float32)
     for _ in range(8):
         second = random.permutation(first)
         for one, other in ((first, second), (wide, second), (first, wide), (wide, wide)):
-            compiled_halves.adding(value)(one, other, None)
+            compiled_halves.bind_adding(value)(one, other, None)
             assert same(value, (one.astype(np.float32) + other.astype(np.float32)).astype(dtype))
 
 
@@ -163,7 +163,7 @@ def test_halves_do_not_vanish_with_subnormal_numbers(kernels: str) -> None:
             float16.add_widened(total, finite)
             float16.narrow(total, value)
         else:
-            compiled_halves.adding(value)(finite, finite, None)
+            compiled_halves.bind_adding(value)(finite, finite, None)
     assert vanished
     assert (bits(value) == bits(doubled)).all()
     if kernels == "numpy":

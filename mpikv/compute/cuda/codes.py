@@ -14,7 +14,7 @@ from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import argument, kernel, pointer
+from .loading import argument_dtype, kernel, pointer
 
 PART, THREADS = 1 << 12, 256
 """Elements per block, and threads per block."""
@@ -68,20 +68,23 @@ class CudaCodec(SamePayloads):
             kernel("codes.cu", expression)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Encode as the codec does, on the current stream."""
+        """Queue the codec's encoding on the current stream: it writes the payload, and changes the residual in place.
+        Local.
+        """
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = pointer(gradient)
             kernel("codes.cu", self._encode)((self._blocks(payload),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Decode and add as the codec does, on the current stream."""
+        """Queue the codec's decoding on the current stream: it adds the payload to ``total``. Local."""
         if total.size:
             given = self._given(total, payload, total.size)
             kernel("codes.cu", self._decode_add)((self._blocks(payload),), (THREADS,), (given,))
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
-        given = np.zeros(1, argument("codes.cu", "Codes"))
+        """Return the argument of a launch: addresses and sizes. It keeps no array alive."""
+        given = np.zeros(1, argument_dtype("codes.cu", "Codes"))
         numbers_at = 0 if numbers is None else pointer(numbers)
         given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
         return given

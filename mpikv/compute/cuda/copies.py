@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ...protocols import Array
-from .loading import argument, kernel
+from .loading import argument_dtype, kernel
 
 MOST = 127
 PART, CAST_PART = 1 << 15, 1 << 12
@@ -63,9 +63,10 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         _launch(cast, facts, CAST_PART)
 
 
-def exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
-    """Set the flag of each array with a NaN, or with an element larger than ``bound`` in size, to 1. It runs on the
-    current stream, with one launch for all arrays of a dtype. Local.
+def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
+    """Set the flag of each array with a NaN, or with an element larger than ``bound`` in size, to 1; other flags stay.
+
+    Local. It runs on the current stream, with one launch for all arrays of a dtype.
 
     Args:
         arrays: CuPy's arrays of the current GPU, of any float dtype of numpy, or bfloat16.
@@ -87,7 +88,7 @@ def exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Compile or load the kernel that copies one dtype to another. Local."""
+    """Compile or load the kernel that copies one dtype to another, for the current GPU. Local."""
     if dtype == wanted:
         kernel("copies.cu", "copy_bytes")
     elif cast := _cast(dtype, wanted):
@@ -106,7 +107,7 @@ class _Arguments(threading.local):
     """Memory for the argument of a launch, one per thread; a launch copies it before it returns."""
 
     def __init__(self) -> None:
-        self.pairs = np.zeros(1, argument("copies.cu", "Pairs"))
+        self.pairs = np.zeros(1, argument_dtype("copies.cu", "Pairs"))
         columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
         self.facts, self.ends = columns[:3], columns[3]
         self.count, self.bound = self.pairs["count"], self.pairs["bound"]
@@ -116,6 +117,7 @@ _arguments = _Arguments()
 
 
 def _launch(expression: str, facts: Facts, part: int, bound: float = 0.0) -> None:
+    """Queue a kernel of copies.cu over pairs of addresses, each cut into parts: one launch for up to 127 pairs."""
     run, arguments = kernel("copies.cu", expression), _arguments
     for low in range(0, len(facts), MOST):
         some = facts[low : low + MOST]

@@ -57,7 +57,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Return the GPU of a rank. Local.
+    """Import CuPy; return the GPU of a rank, and make it the thread's current one. TransportUnavailable if that fails.
+    Local.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 
@@ -86,7 +87,9 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
 
 
 def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visible: str | None) -> int:
-    """Return the number of a rank's GPU among ``count`` visible ones. Arguments as for :func:`find_gpu`. Local.
+    """Return the number of a rank's GPU among ``count`` visible ones, or raise if they are too few. Local.
+
+    Arguments as for :func:`find_gpu`.
 
     >>> choose_gpu(8, 3, 8, False, None), choose_gpu(1, 3, 8, False, "GPU-5e8c"), choose_gpu(2, 3, 4, True, None)
     (3, 0, 1)
@@ -109,7 +112,8 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
 
 
 def find_nccl() -> Any:
-    """Return the module ``cupy.cuda.nccl`` with its library. Local; it needs no GPU.
+    """Import and return the module ``cupy.cuda.nccl``; TransportUnavailable if its library is missing. Local; it needs
+    no GPU.
 
     Raises:
         TransportUnavailable: CuPy or the library is missing.
@@ -139,7 +143,10 @@ _known = _Known()
 
 
 def gpu_of(value: Any) -> CupyGpu:
-    """Return the GPU of another library's array, for this thread. It need not be the current one. Local.
+    """Return this thread's GPU object, kept from the first call, for another library's array; the current GPU stays.
+    Local.
+
+    The first call imports CuPy.
 
     Raises:
         TransportUnavailable: CuPy, the GPU or its driver is missing.
@@ -169,7 +176,7 @@ def _is_installed(package: str) -> bool:
 
 
 def find_cupy(what: str = "sums on GPUs") -> Any:
-    """Return the module ``cupy``. Local.
+    """Import and return the module ``cupy``; TransportUnavailable if it is missing. Local.
 
     Raises:
         TransportUnavailable: it is missing.
@@ -186,7 +193,7 @@ def find_cupy(what: str = "sums on GPUs") -> Any:
 
 
 def count_gpus(cupy: Any, visible: str | None) -> int:
-    """Return the number of visible GPUs, at least 1. Local.
+    """Return the number of visible GPUs; TransportUnavailable if there is none. Local.
 
     Raises:
         TransportUnavailable: none is visible.
@@ -262,6 +269,7 @@ class CupyGpu:
         return self  # as of its streams
 
     def lacking(self, error: Exception) -> MemoryError:
+        """Return a MemoryError with advice for CUDA's error, to be raised."""
         why = str(error).rstrip(".")
         return MemoryError(
             f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
@@ -280,7 +288,9 @@ class CupyGpu:
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
-        """Make this thread's current GPU this one, and let it query events while another thread captures a graph."""
+        """Make this the thread's current GPU; from now on its queries of events end no other thread's capture of a
+        graph.
+        """
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
@@ -297,6 +307,7 @@ class CupyGpu:
 
     @_translated()
     def capturing(self) -> bool:
+        """Return whether torch's or CuPy's current stream records its work instead of running it."""
         # Torch has its own current stream. The module may be missing, or half imported by another thread.
         torch_captures = getattr(sys.modules.get("torch.cuda"), "is_current_stream_capturing", bool)
         return bool(torch_captures() or self.cuda.get_current_stream(self.ordinal).is_capturing())
@@ -327,6 +338,9 @@ class CupyGpu:
         return self._adopt(value)
 
     def _adopt(self, value: Any) -> Array:
+        """Return an array over another library's memory, never a copy; Unsupported if it lies elsewhere or CuPy cannot
+        use it.
+        """
         kind, ordinal = map(int, value.__dlpack_device__())
         if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
             where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
@@ -365,6 +379,9 @@ class CupyGpu:
 
     @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
+        """Return GPU memory with a numpy array's content, ``out`` if given; queued. The caller may change the array on
+        return.
+        """
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
         if out is None or out is whole:
@@ -374,6 +391,7 @@ class CupyGpu:
 
     @_translated()
     def download(self, array: Array, out: Array) -> None:
+        """Copy GPU memory into a numpy array, and wait for it."""
         whole = self.cupy.ascontiguousarray(array)
         flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         self._stage().download(whole.data.ptr, flat.reshape(-1).view(np.uint8))
@@ -381,6 +399,7 @@ class CupyGpu:
             out[...] = flat
 
     def _stage(self) -> Staging:
+        """Return the pinned memory for copies, allocated in the first call."""
         with self._making:
             if self._staging is None:
                 pinned = [self.cuda.alloc_pinned_memory(_PIECE) for _ in range(_PIECES)]
@@ -406,11 +425,14 @@ class CupyGpu:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
     @_translated()
-    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+    def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        """Return each array's sum of squares and whether it is finite, once rounded to a dtype; wait for the GPU.
+        Local.
+        """
+        sums, counts = norms.sum_squares([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         there = np.empty(sums.shape, sums.dtype)
         self.download(sums, there)
-        squares, bad = norms.joined(there).T.tolist()
+        squares, bad = norms.join_pieces(there).T.tolist()
         found, first = [], 0
         for count in counts:
             last = first + count
@@ -420,6 +442,7 @@ class CupyGpu:
 
     @_translated()
     def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        """Queue a multiplication of arrays in place, in float64, rounded once."""
         whole = [self.cupy.ascontiguousarray(array) for array in arrays]
         norms.scale(whole, factor)
         apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
@@ -435,6 +458,7 @@ class CupyGpu:
 
     @_translated()
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Queue a copy of each source to its target, cast where the dtypes differ."""
         if len(targets) == 1:
             (target,), (source,) = targets, sources
             if target.dtype == source.dtype and target.flags.c_contiguous and source.flags.c_contiguous:
@@ -445,8 +469,11 @@ class CupyGpu:
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
+        """Return for each array whether an element is NaN or larger than the bound; overwrite ``flags``; wait for the
+        GPU.
+        """
         flags.fill(0)
-        copies.exceeding(arrays, flags, bound)
+        copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
         self._stage().download(self.address(flags), found.view(np.uint8))
         flagged: list[bool] = found.tolist()
@@ -474,6 +501,7 @@ class CupyGpu:
 
     @_translated()
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        """Queue sums of runs of rows, each in its order, and return them as new GPU memory."""
         total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
         numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
         cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
@@ -491,6 +519,7 @@ class _Tensor(NamedTuple):
 
 
 def _forget(known: dict[int, _Tensor], name: int, gone: object) -> None:
+    """Remove a tensor that is gone from the cache, unless a new tensor has taken its id."""
     if name in known and known[name].gone is gone:
         del known[name]
 
@@ -574,6 +603,7 @@ class CupyGraph:
 
     @_translated("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
+        """Queue all recorded work on the current stream; TransportError if the graph was closed."""
         if (graph := self._graph) is None:  # another thread has discarded it
             raise TransportError(f"the graph recorded on {self.gpu.name} was discarded")
         graph.launch()
@@ -623,7 +653,7 @@ class Staging:
         self._now = now
         # The weight of a Trainer keeps its GPU, and any thread may use the weight.
         self._using = threading.Lock()
-        finalize(self, _leave, self._pieces).atexit = False
+        finalize(self, _keep_busy, self._pieces).atexit = False
         for _ in range(len(_left)):
             with suppress(IndexError):  # another thread may empty it, too
                 left = _left.popleft()
@@ -639,19 +669,19 @@ class Staging:
                 self._send(piece, target + start, piece.ctypes.data, part.size)
 
     def download(self, source: int, target: Array) -> None:
-        """Fill bytes from an address, and wait for them."""
+        """Copy from an address into bytes of the host, piece by piece, and wait for it."""
         coming: deque[tuple[Array, Array, Any]] = deque()
         with self._using:
             for start, piece in self._cut(target.size):
                 part = target[start : start + piece.size]
                 coming.append((part, piece, self._send(piece, piece.ctypes.data, source + start, part.size)))
                 if len(coming) == len(self._pieces):
-                    _arrive(*coming.popleft())
+                    _receive(*coming.popleft())
             while coming:
-                _arrive(*coming.popleft())
+                _receive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """Yield the begin of each part, with a free piece of pinned memory."""
+        """Yield the begin of each part, with a piece of pinned memory, after a wait until that piece is free."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]
@@ -661,6 +691,9 @@ class Staging:
             start += piece.size
 
     def _send(self, piece: Array, target: int, source: int, nbytes: int) -> Any:
+        """Queue a copy from or to a piece of pinned memory, move the piece to the end of the queue, and return the
+        copy's event.
+        """
         self._move(target, source, nbytes)
         event = self._now()
         self._pieces.popleft()
@@ -668,11 +701,11 @@ class Staging:
         return event
 
 
-def _leave(pieces: deque[tuple[Array, Any]]) -> None:
+def _keep_busy(pieces: deque[tuple[Array, Any]]) -> None:
     # CuPy gives freed pinned memory to the next caller, even if a copy is in flight, e.g. when a thread has ended.
     _left.extend(pair for pair in pieces if pair[1] is not None)
 
 
-def _arrive(target: Array, piece: Array, event: Any) -> None:
+def _receive(target: Array, piece: Array, event: Any) -> None:
     event.synchronize()
     target[...] = piece[: target.size]

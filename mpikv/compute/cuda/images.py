@@ -27,8 +27,8 @@ class Image(NamedTuple):
     name: str
 
 
-def image_of(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> Image:
-    """Return the kernel for a C++ name in a source and the current GPU of CuPy, from the cache or compiled. Local.
+def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> Image:
+    """Return a kernel's code for the current GPU, not loaded yet, from the cache on disk or compiled. Local.
 
     Raises: CuPy's exceptions if the kernel cannot be compiled.
     """
@@ -73,7 +73,9 @@ def _build_of(compiler: Any, architecture: str) -> str:
 
 
 def cached_image(folder: Path, facts: Sequence[str], build: Callable[[], Image]) -> Image:
-    """Return the image built from these facts, by this process or an earlier one. Two processes may both build it."""
+    """Return the image of these facts from its file in the folder, or build it and write the file. Two processes may
+    both.
+    """
     key = sha256(repr(tuple(facts)).encode()).digest()
     path = folder / key.hex()
     image = _read(path, key)
@@ -84,6 +86,7 @@ def cached_image(folder: Path, facts: Sequence[str], build: Callable[[], Image])
 
 
 def _read(path: Path, key: bytes) -> Image | None:
+    """Return the image in a file; None if the file is missing, damaged or unreadable, with a line in the log."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -101,6 +104,7 @@ def _read(path: Path, key: bytes) -> Image | None:
 
 
 def _write(path: Path, key: bytes, image: Image) -> None:
+    """Write an image to a file; log a failure, and raise nothing."""
     body = image.name.encode() + b"\0" + image.code
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

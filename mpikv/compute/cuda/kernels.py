@@ -20,7 +20,7 @@ from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaCodec, has_code
 from .copies import copy, prepare
-from .loading import Kernel, addresses_of, argument, kernel, pointer
+from .loading import Kernel, addresses_of, argument_dtype, kernel, pointer
 from .steps import NUMBERS, Row, Table, rows_of
 
 STATES = 8
@@ -111,7 +111,8 @@ class CudaKernels:
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # NCCL sums completely; there is no second addend left
 
-    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
+    def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
+        """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local."""
         assert isinstance(updater, Optimizer)
         with self._present():
             table = Table(updater, memory, count)
@@ -131,6 +132,7 @@ class CudaKernels:
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
+    """Return a function that copies the sum to the value, or one that does nothing if both are the same memory."""
     if pointer(value) == pointer(total):
         return _nothing  # the sum was made in the value's memory
     return lambda step: copy((value,), (total,))
@@ -147,7 +149,7 @@ class _Updates:
         self._optimizer, self._whole = optimizer, whole
         self._dtype, self._room = whole.value.dtype.name, room
         self._ends = np.array(ends, np.int64)
-        self._arguments = np.zeros(1, argument("rules.cu", "Update", ranges=room.ranges, rows=room.rows))
+        self._arguments = np.zeros(1, argument_dtype("rules.cu", "Update", ranges=room.ranges, rows=room.rows))
         given = self._given = self._arguments[0]
         self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
         for field, address in addresses_of(optimizer, whole, STATES).items():
@@ -158,22 +160,26 @@ class _Updates:
         low = 0
         while low < len(steps):
             some = steps[low : low + self._room.ranges]
-            rule, count = self._use_table(some) if isinstance(some[0], Row) else self._write(some)
+            rule, count = self._use_table(some) if isinstance(some[0], Row) else self._use_steps(some)
             # A step of all ranges uses the same cut each time: rewrite the argument only if it differs.
             if self._cut != (low, low + count):
-                self._take(low, low + count)
+                self._choose_ranges(low, low + count)
             if self._blocks:
                 _kernel_of(rule, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
             low += count
 
     def _use_table(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Use rows of a table for the ranges. Return the rule, and the number of ranges."""
+        """Let the launch read its numbers from rows of a table in GPU memory. Return the rule, and the number of
+        ranges.
+        """
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
         return steps[0].rule, len(steps)
 
-    def _write(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Use these steps for the ranges, as many as fit into the rows. Return the rule, and the number of ranges."""
+    def _use_steps(self, steps: Sequence[Any]) -> tuple[Rule, int]:
+        """Write the numbers of these steps, as many as fit, into the launch's argument. Return the rule, and the number
+        of ranges.
+        """
         rows, different = rows_of(steps, self._room.rows)
         for row, step in enumerate(different):
             # Options may have changed since the last call.
@@ -183,8 +189,8 @@ class _Updates:
         self._rows[: len(rows)] = rows
         return rule, len(rows)
 
-    def _take(self, low: int, high: int) -> None:
-        """Choose the ranges of the next launch."""
+    def _choose_ranges(self, low: int, high: int) -> None:
+        """Write the ranges of the next launch into its argument."""
         begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
         self._given["begin"], self._given["count"] = begin, high - low
         self._given["end"][: high - low] = self._ends[low:high]
@@ -192,7 +198,7 @@ class _Updates:
 
 
 def _prepare(rule: Rule, dtype: np.dtype[Any]) -> None:
-    """Compile or load the kernels for values of a dtype."""
+    """Compile or load a rule's kernels for values of a dtype; Unsupported if it has too many numbers or states."""
     if len(rule.numbers) >= NUMBERS or len(rule.states) > STATES:
         most = f"more than {NUMBERS - 1} different numbers or {STATES} states: compute some in correction()"
         raise Unsupported(f"{rule.name} cannot be compiled for a GPU: it has {most}, or use a store on the host")

@@ -12,7 +12,7 @@ from ...optimizers.layerwise import LAMB, LARS, Layerwise
 from ...optimizers.optimizer import Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Updater, Whole
-from .loading import address_of, addresses_of, argument, kernel, room
+from .loading import address_of, addresses_of, argument_dtype, kernel, room
 from .norms import CELL, PIECES, THREADS, cells_of
 from .steps import rows_of
 
@@ -23,7 +23,7 @@ PARTS = {"direct": "norms<{0}, {1}_kind>", "adapt": "rates<{0}>", "rule": "desce
 
 
 def has_kernels(updater: Updater) -> TypeGuard[Layerwise]:
-    """Return whether this module updates values by an updater."""
+    """Return whether this module has kernels for an updater: for LARS and LAMB, not for subclasses."""
     return type(updater) in (LARS, LAMB)  # their descent uses the rate by itself
 
 
@@ -72,7 +72,7 @@ class _Batch:
         self._dtype = wholes[0].value.dtype.name
         self._cells = sum(cells_of(whole.value.size) for whole in wholes)
         self._sums = room(2 * PIECES * self._cells + len(wholes))
-        self._given = np.zeros(1, argument("layerwise.cu", "Layers"))
+        self._given = np.zeros(1, argument_dtype("layerwise.cu", "Layers"))
         given = self._given[0]
         for number, whole in enumerate(wholes):
             given["size"][number] = whole.value.size
@@ -83,6 +83,7 @@ class _Batch:
         given["count"] = len(wholes)
 
     def update(self, steps: Sequence[Step]) -> None:
+        """Queue the three launches that update the values, by a step each; twice as many if too many steps differ."""
         given, mine = self._given[0], [steps[place] for place in self._places]
         rows, different = rows_of(mine, ROWS)
         if len(rows) < len(mine):  # too many different steps for one launch

@@ -16,7 +16,7 @@ from ...errors import TransportError, TransportUnavailable, ValueMismatch
 from ...optimizers.optimizer import Optimizer
 from ...optimizers.recording import Rule
 from ...protocols import Array, Whole
-from .images import image_of
+from .images import compiled_image
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the current stream. The argument is a numpy array of one
@@ -33,21 +33,21 @@ HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h", "elements
 """Headers put before a source, besides ``numbers.h``."""
 
 
-def source(name: str, rule: Rule | None = None) -> str:
-    """Return the text to compile for a source of this package, with its headers and the rule that it runs."""
+def source_of(name: str, rule: Rule | None = None) -> str:
+    """Return the text to compile for a source file of this package: headers, the rule that it runs, and the source."""
     folder = Path(__file__).parent
     *headers, own = ((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
     return "".join((*headers, print_rule(rule) if rule else "", own))
 
 
 @cache
-def argument(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
-    """Return the dtype of a launch's argument, from its C++ struct in a source of this package. Local.
+def argument_dtype(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
+    """Return the dtype of a launch's argument, read from its C++ struct in a source of this package. Local.
 
     ``sizes`` gives the constants in lengths of arrays that no enum has there. Every GPU takes at least 4096 bytes, and
     some no more.
     """
-    text = source(name)
+    text = source_of(name)
     constants = "".join(re.findall(r"^enum {(.*)};", text, re.MULTILINE))
     known = {word: int(number) for word, number in re.findall(r"(\w+) = (\d+)", constants)} | sizes
     (body,) = re.findall(rf"struct {struct} {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
@@ -76,8 +76,9 @@ template <class T> struct {rule.name} {{
 
 
 def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
-    """Return a kernel of a source by its C++ name, such as ``cast<int32_kind, float32_kind>``, ready to run on the
-    current GPU. ``rule``: as for :func:`source`. Local.
+    """Return a kernel of a source by its C++ name, compiled and loaded on the current GPU at the first call. Local.
+
+    A name is such as ``cast<int32_kind, float32_kind>``. ``rule``: as for :func:`source_of`.
 
     Raises:
         TransportUnavailable: CuPy, its compiler or a GPU is missing.
@@ -85,7 +86,7 @@ def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
     try:
         import cupy
 
-        return loaded(name, expression, rule, cupy.cuda.runtime.getDevice())
+        return load_kernel(name, expression, rule, cupy.cuda.runtime.getDevice())
     except Exception as error:
         # NVRTC may be missing, of another version, or too new for the GPU: CuPy has an exception class for each.
         raise TransportUnavailable(
@@ -95,11 +96,11 @@ def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
 
 
 @cache
-def loaded(name: str, expression: str, rule: Rule | None, ordinal: int) -> Kernel:
-    """Return the kernel on a GPU; this GPU must be the current one."""
+def load_kernel(name: str, expression: str, rule: Rule | None, ordinal: int) -> Kernel:
+    """Compile or load a kernel on the current GPU, number ``ordinal``, once per process. The first one imports CuPy."""
     import cupy
 
-    image = image_of(cupy, source(name, rule), OPTIONS, expression)
+    image = compiled_image(cupy, source_of(name, rule), OPTIONS, expression)
     module = cupy.cuda.function.Module()
     module.load(image.code)
     # A function keeps its module.
@@ -141,7 +142,7 @@ def zeros(count: int, dtype: np.dtype[Any]) -> Array:
 
 
 def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
-    """Return an array's address, after checks: a kernel would write beyond a smaller array.
+    """Return an array's address, or raise if its dtype or size is another: a kernel would write beyond a smaller array.
 
     Raises:
         ValueMismatch: it has gaps, or another dtype or size.
@@ -161,7 +162,8 @@ def pointer(array: Array) -> int:
 
 
 def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, Any]:
-    """Return the addresses of what an update changes, by the names in a launch's argument; check the arrays.
+    """Return the addresses of all that an update changes, by their names in a launch's argument, or raise if one does
+    not fit.
 
     Raises: as :func:`address_of`.
     """

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import address_of, argument, kernel, room
+from .loading import address_of, argument_dtype, kernel, room
 
 MOST = 160
 CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
@@ -19,17 +19,19 @@ CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
-    """Sum the squares of each array, rounded to a dtype, and count its numbers that are not finite then. Local; on the
-    current stream, with one launch for up to 160 arrays of a dtype.
+def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
+    """Queue sums of each array's squares, rounded to a dtype, and counts of numbers not finite then; return GPU memory.
+    Local.
+
+    On the current stream, with one launch for up to 160 arrays of a dtype.
 
     Args:
         arrays: CuPy's contiguous arrays of the current GPU, of float16, bfloat16, float32 or float64.
         dtypes: one of these for each array.
 
     Returns:
-        An array on the GPU, for :func:`joined`, and the number of cells of each array. The sum over an array's cells,
-        one after the other, is its result.
+        An array on the GPU, for :func:`join_pieces`, and the number of cells of each array. The sum over an array's
+        cells, one after the other, is its result.
 
     Raises:
         Unsupported: an array has another dtype.
@@ -52,10 +54,10 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
     return sums, counts
 
 
-def joined(sums: Array) -> Array:
-    """Return two sums for each cell, on the host, from the result of :func:`measure`: numpy's last two halvings.
+def join_pieces(sums: Array) -> Array:
+    """Return two sums for each cell, from a host's copy of the sums of :func:`sum_squares`: numpy's last two halvings.
 
-    >>> joined(np.arange(16.0)).tolist()
+    >>> join_pieces(np.arange(16.0)).tolist()
     [[12.0, 16.0], [44.0, 48.0]]
     """
     piece = sums.reshape(-1, PIECES, 2)
@@ -65,8 +67,9 @@ def joined(sums: Array) -> Array:
 
 
 def scale(arrays: Sequence[Array], factor: float) -> None:
-    """Multiply arrays in place, in float64, and round once. Local; on the current stream, with one launch for up to 160
-    arrays of a dtype. Arrays and errors as in :func:`measure`.
+    """Queue a multiplication of arrays in place, in float64, rounded once. Local.
+
+    On the current stream, with one launch for up to 160 arrays of a dtype. Arrays and errors as in :func:`sum_squares`.
     """
     kinds: defaultdict[str, list[Array]] = defaultdict(list)
     for array in arrays:
@@ -98,8 +101,8 @@ def _runs(members: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _given(arrays: Sequence[Array], part: int) -> Array:
-    """Return the argument of a launch for some arrays, each cut into parts."""
-    given, count = np.zeros(1, argument("norms.cu", "Arrays")), len(arrays)
+    """Return the argument of a launch for some arrays, each cut into parts; it keeps no array alive."""
+    given, count = np.zeros(1, argument_dtype("norms.cu", "Arrays")), len(arrays)
     given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
     given["size"][0, :count] = [array.size for array in arrays]
     given["end"][0, :count] = np.cumsum([-(-array.size // part) for array in arrays])
@@ -108,6 +111,7 @@ def _given(arrays: Sequence[Array], part: int) -> Array:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype in norms.cu; Unsupported if it is not one of four floats."""
     if dtype.name not in FLOATS:
         raise Unsupported(
             f"an array of {dtype.name} on a GPU cannot be measured or scaled (known: {', '.join(FLOATS)})"

@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import ValueMismatch
 from ...protocols import Array
 from .copies import prepare as prepare_copies
-from .loading import argument, kernel, pointer
+from .loading import argument_dtype, kernel, pointer
 
 THREADS, GROUP = 256, 4
 """Threads per block; rows per thread, which are also the numbers added at once."""
@@ -58,6 +58,7 @@ def _adding(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
 
 
 def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
+    """Queue a gather or a scatter of rows, in the widest loads and stores that addresses and row length allow."""
     nbytes = prod(target.shape[1:]) * target.itemsize
     places = 0 if source is None else _address(source), _address(target), _address(ids), 0
     # Its lowest set bit is the widest power of two that divides all addresses and the row length.
@@ -66,6 +67,7 @@ def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
 
 
 def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts: int) -> None:
+    """Queue additions of rows, four elements at once if addresses and row length allow it."""
     places, width = (_address(source), _address(target), _address(ids), starts), prod(target.shape[1:])
     # A vector access must be aligned to its own size; else elements go one by one.
     at_once = width % GROUP == 0 and not any(
@@ -75,12 +77,12 @@ def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts
 
 
 def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int, piece: int) -> None:
-    """Launch a kernel for ``count`` rows of ``size``, in pieces of ``piece``."""
+    """Queue a kernel for ``count`` rows of ``size``, in pieces of ``piece``."""
     width = size // piece
     if not count or not width:
         return
     shift = min((width - 1).bit_length(), THREADS.bit_length() - 1)
-    arguments = np.zeros(1, argument("rows.cu", "Rows"))
+    arguments = np.zeros(1, argument_dtype("rows.cu", "Rows"))
     arguments[0] = (*places, count, width, piece, shift)
     kernel("rows.cu", name)((-(-count // (GROUP * (THREADS >> shift))),), (THREADS,), (arguments,))
 

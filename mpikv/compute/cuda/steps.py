@@ -12,7 +12,7 @@ import numpy as np
 from ...optimizers.optimizer import Optimizer, Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Memory
-from .loading import argument, kernel, pointer
+from .loading import argument_dtype, kernel, pointer
 
 NUMBERS = 12
 """Numbers per row, as in ``Update`` of rules.cu."""
@@ -60,13 +60,16 @@ class Table:
         self.rows: Sequence[Any] = [Row(self.rule, self._address, row) for row in range(count)]
         # Of each launch of the last write the first row, the rows of keys, and numbers: equal ones need no launch.
         self._last_written: list[tuple[int, list[int], list[tuple[float, ...]]]] = []
-        self._arguments = np.zeros(1, argument("steps.cu", "Numbers"))
+        self._arguments = np.zeros(1, argument_dtype("steps.cu", "Numbers"))
         self._launch = kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:
         return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:
+        """Queue launches that write the numbers of steps into the first rows; none if they are those of the last call.
+        Local.
+        """
         batches, low, given = [], 0, self._arguments[0]
         while low < len(steps):
             rows, different = rows_of(steps[low : low + KEYS], ROWS)

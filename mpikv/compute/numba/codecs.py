@@ -36,7 +36,7 @@ class _Loops(NamedTuple):
     """``decode_add(payload, total, decoded)``; ``decoded`` is the codec's table of values per byte, or empty."""
 
 
-def compiled(codec: Codec) -> Codec:
+def compile_codec(codec: Codec) -> Codec:
     """Return the compiled codec with the same payloads, or the codec itself if it has no loop."""
     if isinstance(codec, ElementwiseFeedback) and type(codec.codec) in _LOOPS:
         return CompiledRanges(codec)
@@ -73,6 +73,7 @@ class CompiledRanges(SamePayloads):
 
 
 def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    """Write the codes of residual plus gradient into the payload, and leave the encoding error in the residual."""
     none = np.float32(0)
     codes = np.empty(_CHUNK, np.uint8)
     for low in range(0, residual.size, _CHUNK):
@@ -89,6 +90,7 @@ def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any)
 
 
 def _encode_one_bit(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    """Write the codes of residual plus gradient into the payload, and leave the encoding error in the residual."""
     one = np.float32(1)
     bits = np.empty(_CHUNK, np.uint8)
     for low in range(0, residual.size, _CHUNK):
@@ -106,6 +108,7 @@ def _encode_one_bit(gradient: Any, payload: Any, residual: Any, threshold: Any) 
 
 
 def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
+    """Add to ``total`` the values of its codes, as the table of each byte's values says."""
     whole = total.size // 4
     for byte in range(whole):
         code = payload[byte]
@@ -116,6 +119,7 @@ def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
 
 
 def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
+    """Add to ``total`` the values of its codes, as the table of each byte's values says."""
     whole = total.size // 8
     for byte in range(whole):
         code = payload[byte]
@@ -126,6 +130,7 @@ def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
 
 
 def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    """Write residual plus gradient, rounded, into the payload, and leave the encoding error in the residual."""
     halves = payload.view(np.uint16)
     bits = residual.view(np.uint32)
     for place in range(residual.size):
@@ -140,6 +145,7 @@ def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any)
 
 
 def _add_bfloat16(payload: Any, total: Any, table: Any) -> None:
+    """Add the payload to ``total``, in float32. The table is not used."""
     halves = payload.view(np.uint16)
     one = np.empty(1, np.uint32)
     number = one.view(np.float32)

@@ -45,14 +45,14 @@ def is_half(dtype: np.dtype[Any]) -> bool:
     return dtype.name in _LOOPS
 
 
-def rounding(total: Array, value: Array) -> Callable[[Any], None]:
-    """Return a function of a step; it rounds the float32 total into the value."""
+def bind_rounding(total: Array, value: Array) -> Callable[[Any], None]:
+    """Return a function of a step; it overwrites the value by the float32 total, rounded."""
     loop, singles, halves = compile_cached(_LOOPS[value.dtype.name][0], _ROUND), total.reshape(-1), _bits(value)
     return lambda step: loop(singles, halves)
 
 
-def adding(value: Array) -> Callable[[Array, Array, Any], None]:
-    """Return a function of two addends and a step; it rounds their sum into the value."""
+def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
+    """Return a function of two addends and a step; it overwrites the value by their sum, rounded."""
     round_singles, add_halves = (
         compile_cached(loop, signature)
         for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
@@ -123,6 +123,7 @@ def _moved(half: Any) -> Any:
 
 
 def _round_float16(singles: Any, halves: Any) -> None:
+    """Write float32 numbers to ``halves``, as bits of float16."""
     sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     for low in range(0, halves.size, _CHUNK):
         part = singles[low : low + _CHUNK]
@@ -130,6 +131,7 @@ def _round_float16(singles: Any, halves: Any) -> None:
 
 
 def _add_float16(first: Any, second: Any, halves: Any) -> None:
+    """Write the sums of two arrays to ``halves``, all three as bits of float16."""
     left, right = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     total, term, scale = left.view(np.float32), right.view(np.float32), np.float32(2.0**112)
@@ -146,7 +148,9 @@ def _add_float16(first: Any, second: Any, halves: Any) -> None:
 
 @inner
 def _round_chunk(singles: Any, words: Any, sums: Any, powers: Any, halves: Any) -> None:
-    """Round float32 numbers, with the bits ``words``, to float16; ``sums`` and ``powers`` are scratch memory."""
+    """Write float32 numbers, with the bits ``words``, to ``halves`` as float16; ``sums`` and ``powers`` are scratch
+    memory.
+    """
     total, power = sums.view(np.float32), powers.view(np.float32)
     for i in range(halves.size):
         powers[i] = _power_of(words[i])
@@ -163,6 +167,7 @@ def _round_bfloat16(singles: Any, halves: Any) -> None:
 
 
 def _add_bfloat16(first: Any, second: Any, halves: Any) -> None:
+    """Write the sums of two arrays to ``halves``, all three as bits of bfloat16."""
     left, right = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     total, term = left.view(np.float32), right.view(np.float32)
     for low in range(0, halves.size, _CHUNK):

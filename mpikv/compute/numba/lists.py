@@ -35,7 +35,9 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Implement :meth:`mpikv.protocols.ListKernels.bind_list`. Local."""
+    """Return these arrays bound to compiled loops; None if they are few or have gaps, or if numpy's layout is unknown.
+    Local.
+    """
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
@@ -49,6 +51,7 @@ class BoundList:
         self._begin = address_of(self._objects)
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
+        """Return whether the others are as many arrays, contiguous, of the same classes, shapes and dtypes. Local."""
         # Lengths first: the loop below reads as many addresses as this list has.
         if len(others) != self._count:
             return False
@@ -56,12 +59,15 @@ class BoundList:
         return bool(compile_cached(_all_alike)(address_of(objects), self._begin, self._count, flags, own))
 
     def take(self, others: Sequence[Any]) -> bool:
-        return self._copied(_objects_of(others), len(others), taking=True)
+        return self._copy(_objects_of(others), len(others), taking=True)
 
     def give(self, others: Sequence[Any]) -> bool:
-        return self._copied(_objects_of(others), len(others), taking=False)
+        return self._copy(_objects_of(others), len(others), taking=False)
 
-    def _copied(self, objects: Array, count: int, taking: bool) -> bool:
+    def _copy(self, objects: Array, count: int, taking: bool) -> bool:
+        """Copy from the others, or to them; return False at the first pair that does not fit: earlier ones are copied
+        then.
+        """
         if count != self._count:
             return False
         theirs = address_of(objects)
@@ -86,6 +92,7 @@ def _reads_headers() -> bool:
 
 
 def _has_known_header(array: Array) -> bool:
+    """Return whether the fields read at an array's address are those that numpy tells."""
     words = {at: ctypes.c_uint64.from_address(id(array) + at).value for at in (_TYPE, _DATA, _BASE, _DTYPE)}
     numbers = {at: ctypes.c_int32.from_address(id(array) + at).value for at in (_NDIM, _FLAGS)}
     base = 0 if array.base is None else id(array.base)
@@ -109,7 +116,9 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
 
 
 def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
-    """Copy arrays in turn; return False at the first pair not alike. Arguments: addresses of numpy objects."""
+    """Copy arrays in turn, given addresses of numpy objects; return False at the first pair not alike. Earlier ones are
+    copied.
+    """
     for i in range(nbytes.size):
         target, source = _word(targets + 8 * i), _word(sources + 8 * i)
         # Check both directions again: another thread may have changed an array since ``fits``.

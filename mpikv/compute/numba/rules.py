@@ -31,20 +31,20 @@ from ...optimizers.optimizer import Optimizer, Step
 from ...optimizers.recording import Rule, call_of, is_recordable, rule_of
 from ...protocols import Array, Updater
 from .compiling import compile_cached, inner
-from .half_rules import adding as adding_halves
-from .half_rules import is_half, rounding
+from .half_rules import bind_adding as bind_adding_halves
+from .half_rules import bind_rounding, is_half
 from .lists import bind_list as bind_list
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-    """Compile, or load, the loop for the updater's current options and values of this dtype. Local."""
+    """Compile, or load from disk, the loop for the updater's current options and values of this dtype. Local."""
     nothing = np.empty(0, dtype)
     if updater.assigns and is_half(dtype):
         with suppress(OSError):
-            rounding(np.empty(0, np.float32), nothing)
-            adding_halves(nothing)
+            bind_rounding(np.empty(0, np.float32), nothing)
+            bind_adding_halves(nothing)
         return
-    if not _is_compiled(updater, nothing):
+    if not _has_loop(updater, nothing):
         return
     rule = rule_of(updater)
     arrays = nothing, nothing if adding else None, *[nothing] * (1 + len(rule.states))
@@ -54,32 +54,37 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-    """Return ``updater.bind`` compiled, or ``updater.bind`` itself if these arrays have no loop."""
+    """Return a compiled function of a step that updates these arrays, or that of ``updater.bind`` if they have no loop.
+    Local.
+    """
     if updater.assigns and is_half(value.dtype):
-        return rounding(total, value)
-    if not _is_compiled(updater, total, value, *state.values()):
+        return bind_rounding(total, value)
+    if not _has_loop(updater, total, value, *state.values()):
         return updater.bind(total, value, state)
-    return partial(_bound(updater, value, state), total.reshape(-1), None)
+    return partial(_bind_loop(updater, value, state), total.reshape(-1), None)
 
 
 def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
-    """Return a compiled update by the sum of two arrays; None if these arrays have no loop."""
+    """Return a compiled function that updates by the sum of two arrays and a step; None if these arrays have no loop.
+    Local.
+    """
     if updater.assigns and is_half(value.dtype):
-        return adding_halves(value)
-    return _bound(updater, value, state) if _is_compiled(updater, value, *state.values()) else None
+        return bind_adding_halves(value)
+    return _bind_loop(updater, value, state) if _has_loop(updater, value, *state.values()) else None
 
 
-def _is_compiled(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
+def _has_loop(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
     dtype = arrays[0].dtype
     fits = all(array.flags.carray and array.dtype == dtype for array in arrays)
     return fits and dtype.name in ("float32", "float64") and is_recordable(updater)
 
 
-def _bound(
+def _bind_loop(
     optimizer: Optimizer, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array | None, Step], None]:
+    """Return a function of a sum, a second addend or None, and a step; it updates value and state in place."""
     dtype = value.dtype
     arrays_of = cache(lambda rule: [array.reshape(-1) for array in (value, *map(state.__getitem__, rule.states))])
 

@@ -323,9 +323,9 @@ def test_a_code_that_nobody_sends_says_nothing() -> None:
 
 
 def sums_of(arrays: Any, dtypes: Any) -> Any:
-    sums, counts = norms.measure([there(array) for array in arrays], dtypes)
+    sums, counts = norms.sum_squares([there(array) for array in arrays], dtypes)
     assert counts == [norms.cells_of(array.size) for array in arrays]
-    return norms.joined(sums.get())
+    return norms.join_pieces(sums.get())
 
 
 def test_every_way_of_halving() -> None:

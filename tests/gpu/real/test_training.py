@@ -12,7 +12,7 @@ from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, Value
 from mpikv.compute.cuda import norms
 from mpikv.compute.cuda.gpu import CupyGpu
 from mpikv.testing.updater import available
-from mpikv.train.array_location import writable
+from mpikv.train.array_location import locate_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 CELL = norms.CELL
@@ -170,7 +170,7 @@ def test_arrays_without_elements_lie_nowhere(cupy, monkeypatch):
     there = cupy.array([3.0, 4.0])
     assert clip_global_norm([empty, there, empty], 1.0) == 5
     np.testing.assert_allclose(cupy.asnumpy(there), [0.6, 0.8])
-    outline = writable(empty).outline
+    outline = locate_target(empty).outline
     assert (outline.shape, outline.itemsize) == ((2, 0), 2)
 
 

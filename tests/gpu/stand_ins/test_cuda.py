@@ -36,9 +36,9 @@ def test_cupy_is_loaded_late() -> None:
 
 @pytest.fixture
 def nothing_loaded() -> Iterator[None]:
-    loading.loaded.cache_clear()
+    loading.load_kernel.cache_clear()
     yield
-    loading.loaded.cache_clear()
+    loading.load_kernel.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_loaded")
@@ -116,7 +116,7 @@ def test_a_launch_has_the_address_of_its_arguments_which_live_until_it_has_copie
 
     def given() -> tuple[Any]:
         nonlocal alive, address
-        made = np.zeros(1, loading.argument("rows.cu", "Rows"))
+        made = np.zeros(1, loading.argument_dtype("rows.cu", "Rows"))
         alive, address = weakref.ref(made), made.ctypes.data
         return (made,)
 
@@ -145,7 +145,7 @@ def expressions(name: str) -> list[str]:
         "cast": [f"<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b],
     }
     declared = r"^(?:template <(.*)> )?__global__ void (?:LAUNCH_BOUNDS\(.*\)\s)?(\w+)\("
-    found = re.findall(declared, loading.source(name), re.MULTILINE)
+    found = re.findall(declared, loading.source_of(name), re.MULTILINE)
     return [f"{kernel}{each}" for given, kernel in found for each in by_name.get(kernel, arguments.get(given, []))]
 
 
@@ -162,9 +162,9 @@ def texts(name: str) -> list[tuple[str, list[str]]]:
             for part, rule in parts
         ]
     else:
-        return [(loading.source(name), expressions(name))]
+        return [(loading.source_of(name), expressions(name))]
     return [
-        (loading.source(name, rule), list({text.format(f"{kind}_kind"): None for text in names for kind in FLOATS}))
+        (loading.source_of(name, rule), list({text.format(f"{kind}_kind"): None for text in names for kind in FLOATS}))
         for rule, names in each
     ]
 

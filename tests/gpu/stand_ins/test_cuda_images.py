@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpikv.compute.cuda import images, loading
-from mpikv.compute.cuda.images import Image, cached_image, image_of
+from mpikv.compute.cuda.images import Image, cached_image, compiled_image
 
 ROOT = Path(__file__).parents[3]
 FACTS = ("14.2", "-arch=sm_90", "cubin", "V13.5.37", "-std=c++17", "scale<float>", "source")
@@ -134,7 +134,7 @@ def test_the_compiler_is_told_the_given_options_and_no_others():
 
     compiler = SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc)  # of which nothing is kept
     cupy = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
-    assert image_of(cupy, "text", loading.OPTIONS, "scale") == Image(b"code", "_Z5scale")
+    assert compiled_image(cupy, "text", loading.OPTIONS, "scale") == Image(b"code", "_Z5scale")
     assert told == [(("text", loading.OPTIONS), {"name_expressions": ("scale",), "cache_in_memory": True})]
 
 
@@ -175,7 +175,7 @@ def cupy(tmp_path, monkeypatch):
 def image(expression="encode<two_bits>"):
     import cupy
 
-    return image_of(cupy, loading.source("codes.cu"), loading.OPTIONS, expression)
+    return compiled_image(cupy, loading.source_of("codes.cu"), loading.OPTIONS, expression)
 
 
 @pytest.mark.deadline(120)
