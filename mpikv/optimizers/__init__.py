@@ -156,7 +156,7 @@ def kind_of(name: str) -> type[Optimizer] | None:
 
 
 def create(name: str, **options: Any) -> Optimizer:
-    """Make an optimizer from its name, in any case, and its options.
+    """Make an optimizer from its name, in any case, and its options; ConfigError if one is unknown or bad.
 
     >>> create("SGD", momentum=0.9)
     SGD(momentum=0.9)

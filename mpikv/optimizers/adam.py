@@ -33,14 +33,18 @@ class Moments(Optimizer):
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
-        """Update both averages by the gradient; return that of the gradient."""
+        """Update both averages by the gradient, in place; return that of the gradient. It overwrites the spare
+        memory.
+        """
         (mean, variance), (spare,) = block.state, block.spare
         average(mean, block.gradient, self.beta1, spare)
         average_squares(variance, block.gradient, self.beta2, spare)
         return mean
 
     def root(self, step: Step, block: Block) -> Array:
-        """Return, in the spare memory, the rule's divisor times the root of the variance's correction."""
+        """Write the rule's divisor, times the root of the variance's correction, to the spare memory, and
+        return that.
+        """
         (_, variance), (root,) = block.state, block.spare
         # The corrections go into scalars, epsilon with them: that saves two passes over the arrays.
         np.sqrt(variance, out=root)
@@ -72,6 +76,7 @@ class Adam(Moments):
     """
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight, mean and variance of a block in place. Local."""
         first, second = step.correction
         mean, direction = self.update_averages(block), self.root(step, block)
         np.divide(mean, direction, out=direction)
@@ -111,6 +116,7 @@ class AdamW(Moments):
         return super().correction(count) if self.correct_bias else (1.0, 1.0)
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight, mean and variance of a block in place. It may overwrite the gradient. Local."""
         first, second = step.correction
         mean, direction = self.update_averages(block), self.root(step, block)
         np.divide(mean, direction, out=direction)
@@ -150,6 +156,7 @@ class Nadam(Moments):
     """How fast the momentum grows, in [0, inf), default 0.004."""
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return the factors of the gradient and of the mean, and the root of the variance's correction."""
         product = 1.0
         for update in range(1, count + 1):
             product *= self._momentum(update)
@@ -165,6 +172,7 @@ class Nadam(Moments):
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight, mean and variance of a block in place. It overwrites the gradient. Local."""
         (of_gradient, of_mean, second), direction = step.correction, block.gradient
         mean, (spare,) = self.update_averages(block), block.spare
         np.multiply(direction, of_gradient, out=direction)
@@ -212,6 +220,7 @@ class Adamax(Optimizer):
         return (1.0 - self.beta1**count,)
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight, mean and largest magnitudes of a block in place. Local."""
         (mean, largest), (spare,), (first,) = block.state, block.spare, step.correction
         average(mean, block.gradient, self.beta1, spare)
         np.abs(block.gradient, out=spare)

@@ -40,6 +40,7 @@ class AdaGrad(Optimizer):
     """Added to the root against division by zero, in (0, inf), default 1e-6."""
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight and history of a block in place. Local."""
         (history,), (spare,) = block.state, block.spare
         np.multiply(block.gradient, block.gradient, out=spare)
         np.add(history, spare, out=history)
@@ -80,6 +81,7 @@ class AdaDelta(Optimizer):
     """Added under both roots; it makes the first step possible. In (0, inf), default 1e-6."""
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight and both averages of a block in place. It overwrites the gradient. Local."""
         (squares, delta_squares), (spare,) = block.state, block.spare
         delta = block.gradient  # overwritten by the step, to save a second spare array
         average_squares(squares, block.gradient, self.rho, spare)
@@ -140,6 +142,7 @@ class RMSProp(Optimizer):
         return ("mean", "variance", "momentum") if self.centered else ("variance",)
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight and averages of a block in place; with ``clip_weights`` bound the weight, too. Local."""
         (spare,) = block.spare
         if self.centered:
             mean, variance, velocity = block.state
@@ -200,6 +203,7 @@ class FTRL(Optimizer):
     """Slows the first steps, in (0, inf), default 1."""
 
     def rule(self, step: Step, block: Block) -> None:
+        """Compute z, n and from these the weight of a block, in place; a rate of zero changes nothing. Local."""
         if not step.rate:  # the rule divides by it
             return
         (z, n), (sigma, root) = block.state, block.spare

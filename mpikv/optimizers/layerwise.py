@@ -29,6 +29,9 @@ class Layerwise(Optimizer):
     elementwise = False
 
     def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Change value and state in place: norms of the whole value first, then the rule. ``total`` is overwritten.
+        Local.
+        """
         with np.errstate(all="ignore"):
             blocks = self.blocks(total, value, state)
             step = Step(self.adapt(step, *self.norms(step, blocks)), step.wd, step.correction)
@@ -39,7 +42,7 @@ class Layerwise(Optimizer):
                 block.store()
 
     def norms(self, step: Step, blocks: Sequence[Block]) -> tuple[float, float]:
-        """Make all directions, and return the norms of the weight and of what the gradients then are."""
+        """Run :meth:`direct` on all blocks, in place; return the norms of the weight and of the changed gradient."""
         wide = self.scratch(WIDE, 1)[0]
         weights = gradients = 0.0
         for block in blocks:
@@ -106,6 +109,7 @@ class LARS(Layerwise):
         return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
 
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
+        """Return the rate times the layer's trust; the rate alone for a skipped key, or if a norm is 0."""
         # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
         gradient_norm = gradient_norm * abs(self.rescale)
         if step.correction[0] or not weight_norm or not gradient_norm:
@@ -113,6 +117,7 @@ class LARS(Layerwise):
         return step.rate * (self.eta * weight_norm / (gradient_norm + step.wd * weight_norm + self.epsilon))
 
     def rule(self, step: Step, block: Block) -> None:
+        """Make the gradient, and change weight and momentum of a block in place. It overwrites the gradient. Local."""
         self.prepare(step, block)
         if self.momentum:
             (velocity,) = block.state
@@ -158,7 +163,9 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def direct(self, step: Step, block: Block) -> None:
-        """Put the direction in the place of the gradient: its norm is known only after the last block."""
+        """Overwrite the gradient by the direction, and update both averages: the norm is known only after the last
+        block.
+        """
         self.prepare(step, block)
         (spare,), (first, second), direction = block.spare, step.correction, block.gradient
         np.divide(self.update_averages(block), self.root(step, block), out=direction)
@@ -168,6 +175,9 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
             np.add(direction, spare, out=direction)
 
     def adapt(self, step: Step, weight_norm: float, direction_norm: float) -> float:
+        """Return the rate times the bounded norm of the weight over that of the direction; the rate alone if
+        one is 0.
+        """
         if self.lower_bound is not None:
             weight_norm = max(weight_norm, self.lower_bound)
         if self.upper_bound is not None:

@@ -193,7 +193,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Make a scheduler begin with a rate that the user gave beside it."""
+        """Replace the scheduler by a copy that begins with the user's rate; ConfigError if it cannot take one."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
@@ -252,7 +252,9 @@ class Optimizer:
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
-        """Set other options inside a block. If a block sets the same ones again, ranks see no change to compare.
+        """Set other options inside a block, and restore them after it.
+
+        If a block sets the same ones again, ranks see no change to compare.
 
         Example:
             >>> optimizer = Optimizer(rescale_grad=0.5)
@@ -290,7 +292,7 @@ class Optimizer:
         self._steps.clear()
 
     def take_options(self, other: Optimizer) -> None:
-        """Take all options of an optimizer of the same kind."""
+        """Take all options of an optimizer of the same kind; ranks see a change."""
         self._restore(other.chosen())
         self._change()
 
@@ -308,7 +310,9 @@ class Optimizer:
         self.wd_mult = factors
 
     def rate(self, count: int) -> float:
-        """Return the learning rate of the update number ``count`` (1 at the first) before the key's multiplier."""
+        """Return the rate of update ``count`` after ``begin_num_update``, without the key's factor; ConfigError if it
+        is bad.
+        """
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
@@ -338,7 +342,10 @@ class Optimizer:
         raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return the state arrays of a value of this dtype: their names and dtypes."""
+        """Return names and dtypes of the state arrays of a value of this dtype; Unsupported if it is no float.
+
+        It warns once if rounding may lose small updates.
+        """
         dtype = np.dtype(dtype)
         precision = self._precision(dtype)
         # State of half-precision values is float32: averages of float16 squares would underflow below 6e-8.
@@ -361,7 +368,10 @@ class Optimizer:
         return own or self.lr_scheduler is not None
 
     def step(self, key: Key, count: int) -> Step:
-        """Return the numbers of one update that depend on the key or on its ``count`` (1 at the first).
+        """Return the numbers of one update that depend on the key or on its ``count``; ConfigError if a schedule's rate
+        is bad.
+
+        ``count`` is 1 at the first.
 
         Keys with the same multipliers and count get the same object.
         """
@@ -379,16 +389,17 @@ class Optimizer:
         """Change ``value`` and ``state`` in place by the sum of a push, ``total``, which is overwritten."""
         # Diverging training makes inf and nan. A warning that is an error would leave the value half updated.
         with np.errstate(all="ignore"):
-            self._bound(total, value, state)(step)
+            self._bind_blocks(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         """Return a function of a step that updates these arrays once, under the caller's numpy rules for overflows."""
         # On a GPU blocks are as large as the arrays, and each binding would keep scratch memory of that size.
         if type(self).update is not Optimizer.update or not isinstance(value, np.ndarray):
             return lambda step: self.update(step, total, value, state)
-        return self._bound(total, value, state)
+        return self._bind_blocks(total, value, state)
 
-    def _bound(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
+    def _bind_blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
+        """Return a function of a step that runs ``prepare`` and the rule on all blocks of these arrays, in place."""
         blocks, prepare, rule = self.blocks(total, value, state), self.prepare, self.rule
 
         def run(step: Step) -> None:
@@ -418,7 +429,9 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.options() if name != "average" or self.average}
 
     def prepare(self, step: Step, block: Block) -> None:
-        """Turn the sum in ``block.gradient`` into the gradient of the rule."""
+        """Turn the sum in ``block.gradient`` into the gradient of the rule, in place. It may overwrite the spare
+        memory.
+        """
         gradient = block.gradient
         if self.rescale != 1.0:
             np.multiply(gradient, self.rescale, out=gradient)
@@ -430,7 +443,7 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Cut contiguous arrays of any shape into blocks. The caller loads, changes and stores each block.
+        """Return blocks of views of contiguous arrays of any shape. The caller loads, changes and stores each block.
 
         Arrays of a GPU become one block: it has no cache to stay in.
         """
@@ -470,7 +483,7 @@ class Optimizer:
         return arrays
 
     def _precision(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype of computation for values of this dtype."""
+        """Return the dtype of computation for values of this dtype; Unsupported if it is no float."""
         if dtype.name in _FLOATS:
             return accumulator(dtype)
         raise Unsupported(

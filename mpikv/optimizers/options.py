@@ -52,7 +52,7 @@ def rate(default: float) -> Any:
 
 def suffixes(*default: str) -> Any:
     """Return the field of a tuple of key endings."""
-    return field(default=default, metadata={"check": _strings})
+    return field(default=default, metadata={"check": _check_strings})
 
 
 def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
@@ -82,7 +82,8 @@ def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     return sorted(factors.items(), key=lambda item: (isinstance(item[0], str), item[0]))
 
 
-def _multipliers(where: str, value: Any) -> Multipliers:
+def _check_multipliers(where: str, value: Any) -> Multipliers:
+    """Return a read-only copy of a mapping of keys to factors; ConfigError if a key or a factor is bad."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
     for key in value:
@@ -94,7 +95,8 @@ def _multipliers(where: str, value: Any) -> Multipliers:
     )
 
 
-def _callable(where: str, value: Any) -> Any:
+def _check_callable(where: str, value: Any) -> Any:
+    """Return the value; ConfigError if it is a class, or neither None nor callable."""
     if value is not None and not callable(value):
         raise ConfigError(f"{where}={value!r} cannot be called with the number of updates; see mpikv.schedules")
     if isinstance(value, type):
@@ -102,14 +104,14 @@ def _callable(where: str, value: Any) -> Any:
     return value
 
 
-def _strings(where: str, value: Any) -> tuple[str, ...]:
+def _check_strings(where: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{where}={value!r} is not a sequence of strings")
     return tuple(value)
 
 
-MULTIPLIERS = {"check": _multipliers, "default": {}}
+MULTIPLIERS = {"check": _check_multipliers, "default": {}}
 """Metadata of the field of a factor per key."""
 
-SCHEDULER = {"check": _callable}
+SCHEDULER = {"check": _check_callable}
 """Metadata of the field of a callable from the number of updates to a rate."""

@@ -65,12 +65,13 @@ def is_recordable(updater: object) -> TypeGuard[Optimizer]:
 
 
 def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
-    """Return the rule for the optimizer's present options. Raises as :func:`call_of`."""
+    """Return the rule for the optimizer's present options, recorded at first. Raises as :func:`call_of`."""
     return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))), parts)[0]
 
 
 def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
-    """Return the rule for the optimizer's present options, and for the step the bits and the numbers.
+    """Return the rule for the optimizer's present options, recorded at first, and for the step the bits and the
+    numbers.
 
     ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
     gradient in float64, and puts the rate in the place of the weight.
@@ -88,8 +89,11 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
+    """Record parts of an optimizer; return the rule, and a function of its calls. Unsupported if they cannot be
+    recorded.
+    """
     recorder = _Recorder(optimizer, corrections, parts)
-    run = recorder.express if parts == ("adapt",) else recorder.follow
+    run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
         (code, _), (again, call) = run({}), run({})
         if code != again:
@@ -127,8 +131,10 @@ class _Recorder:
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
     def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
-        """Return the statements from one on, and an expression for the call. It must not compute numbers of other ways:
-        zeros stand for these.
+        """Record the parts along all ways; return C++ statements from number ``begin`` on, and an expression for the
+        call.
+
+        Begin with no answers. The expression must not compute numbers of other ways: zeros stand for these.
         """
         self._lines, self._used = list[str](), set[str]()
         try:
@@ -149,16 +155,16 @@ class _Recorder:
         ways = (f"if ({test}) {{\n{indent(chr(10).join(part), '    ')}\n}}" for test, part in parts if part)
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
-    def express(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Return the statement of the rate of a layer, and an expression for the call. The statement asks the
-        questions, which are about norms.
+    def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
+        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Begin with no answers.
+        Local.
         """
         trial, step, _ = self._start(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
         except _Question as asked:
             (question,) = asked.args
-            yes, no = (self.express({**answers, question: each})[0][0] for each in (True, False))
+            yes, no = (self.follow_rate({**answers, question: each})[0][0] for each in (True, False))
             code = f"if ({question} != 0) {{\n{indent(yes, '    ')}\n}} else {{\n{indent(no, '    ')}\n}}"
         if "**" in code:
             raise _Refusal("adapt uses **, whose bits differ between Python and GPUs")
@@ -167,7 +173,9 @@ class _Recorder:
         return (code,), f"(0, {', '.join(self.numbers)})"
 
     def _start(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
-        """Return the optimizer, its step and its block; all that happens to them is reported here."""
+        """Return stand-ins of the optimizer, a step and a block, and forget earlier ones; all that happens to them is
+        recorded here.
+        """
         if len(answers) > _QUESTIONS:
             raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
         self._answers, options = answers, vars(self._optimizer)
@@ -193,7 +201,9 @@ class _Recorder:
         return trial, step, Block(array("gradient"), array("weight"), states, spares, None, False)
 
     def _option(self, name: str, value: Any) -> Any:
-        """Return what a rule reads as an option."""
+        """Return a stand-in for an option that a rule reads, and record the guard that it implies; refuse other
+        types.
+        """
         if type(value) in (int, float):
             self.guards[f"o.{name} is not None"] = None
             return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
@@ -203,7 +213,9 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true."""
+        """Return whether a number is true. Raise _Question if it depends on the step and has no answer; else record a
+        guard.
+        """
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
         if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
             if text not in self._answers:
@@ -214,7 +226,7 @@ class _Recorder:
         return answer
 
     def operate(self, operation: Any, inputs: Any, out: Any = None, **options: Any) -> _Array:
-        """Add the operation to the record. Return the array of its result."""
+        """Add an operation to the record, or refuse it; return the array of its result."""
         arrays = [type(each) is _Array for each in inputs]
         if operation not in OPERATIONS or options or not any(arrays):
             raise _Refusal(f"it uses {operation.__name__}{''.join(f' with {name}=' for name in options)}")
@@ -223,6 +235,7 @@ class _Recorder:
         return self.assign(out, OPERATIONS[operation].format(*map(self.operand, inputs)))
 
     def assign(self, target: Any, text: str) -> _Array:
+        """Add a statement to the record that writes to an array of the block, or to a new one; return that array."""
         target = _Array(self, f"new{len(self._lines)}") if target is None else target
         if not isinstance(target, _Array):
             raise _Refusal("it writes to an array that is not of its block")
@@ -231,6 +244,9 @@ class _Recorder:
         return target
 
     def operand(self, operand: Any) -> str:
+        """Return an operand as C++, and note a number of the call; refuse an array that is read before it is
+        written.
+        """
         if isinstance(operand, _Array):
             if operand.text not in self._written:
                 raise _Refusal(f"it reads {operand.text} before it writes it")
@@ -293,6 +309,7 @@ class _Number(_Symbol):
         return _Number(self.recorder, f"magnitude_of({self.text})")
 
     def compute(self, symbol: str, other: Any, turned: bool = False) -> Any:
+        """Return the number of an operation on two numbers, as text."""
         if type(other) not in (int, float, _Number):
             return NotImplemented
         left, right = self.text, other.text if isinstance(other, _Number) else repr(float(other))

@@ -54,6 +54,9 @@ class SGD(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight and momentum of a block in place. It may overwrite the gradient, so do not read that
+        afterwards. Local.
+        """
         if not self.momentum:
             np.multiply(block.gradient, step.rate, out=block.gradient)  # may be overwritten, so no spare is needed
             np.subtract(block.weight, block.gradient, out=block.weight)
@@ -106,6 +109,7 @@ class Signum(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
+        """Change weight and momentum of a block in place. It may overwrite the gradient. Local."""
         (direction,) = block.spare
         mean = block.gradient
         if self.momentum:

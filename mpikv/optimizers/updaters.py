@@ -24,6 +24,7 @@ UPDATING: set[int] = set()
 
 @contextmanager
 def _updating() -> Iterator[None]:
+    """Mark this thread inside a block as one that runs an updater's function, for :func:`check_outside`."""
     thread = get_ident()
     if thread in UPDATING:  # this function pushes to a store of one rank; the outer call clears the mark
         yield
@@ -76,6 +77,9 @@ class Assign:
         self.bind(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
+        """Return a function that copies the sum to the value, rounded if need be; it does nothing if both are one
+        memory.
+        """
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return _nothing  # the sum was made in its place
@@ -137,7 +141,7 @@ class CallableUpdater:
             # A function may keep them. Writing later would hit memory of another value, or the sum of another push.
             stored.flags.writeable = (given.values if isinstance(given, RowSparse) else given).flags.writeable = False
         if result is not None:
-            np.copyto(value, _checked(step, result, value), casting="same_kind")
+            np.copyto(value, _check_result(step, result, value), casting="same_kind")
         elif before is not None and np.array_equal(before, value):
             self._warn_unchanged(step, received)
             return
@@ -162,8 +166,8 @@ class CallableUpdater:
         return f"callable {module}.{getattr(self._function, '__qualname__', type(self._function).__name__)}"
 
 
-def _checked(key: Key, result: Any, value: Array) -> Array:
-    """Return an updater's result if it can be stored."""
+def _check_result(key: Key, result: Any, value: Array) -> Array:
+    """Return an updater's result as an array; TypeError or ValueMismatch if it cannot be stored."""
     if type(value) is not np.ndarray and type(result) is not type(value):
         raise TypeError(
             f"the updater returned a {_kind(result)} for key {key!r}, whose value is a {_kind(value)}; return an array "
