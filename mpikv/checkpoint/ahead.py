@@ -29,7 +29,7 @@ class Ahead(Generic[Item]):
         exception. Local.
         """
         self.source = items
-        return self._taken()
+        return self._take_items()
 
     def start(self) -> None:
         """Start the thread. Local. If the system has no thread left, the first use of an item raises RuntimeError."""
@@ -50,7 +50,10 @@ class Ahead(Generic[Item]):
             self._stops = True
             self._changed.wait_for(lambda: self.ended)
 
-    def _taken(self) -> Iterator[Item]:
+    def _take_items(self) -> Iterator[Item]:
+        """Yield each item of the thread, after a wait for it; then raise the exception of the iterator, if it
+        has one.
+        """
         taken = 0
         while True:
             with self._changed:
@@ -64,6 +67,9 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
+        """Run the iterator in the thread, until its end or :meth:`stop`, and keep its exception for the taker
+        of items.
+        """
         assert self.source is not None
         failure = None
         try:

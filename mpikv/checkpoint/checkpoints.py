@@ -54,15 +54,17 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
+        """Prepare a save of the whole store and of ``state``; Unsupported if values are sums of gradients. Local."""
         self._check_weights()
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
     def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Save all but sums of gradients; the owner's weights are in ``state``."""
+        """Prepare a save of all but sums of gradients; the owner's weights are in ``state``. Local."""
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
+        """Prepare a save of the optimizer's state alone; ConfigError without an optimizer. Local."""
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)
@@ -79,6 +81,7 @@ class Checkpoints:
         wait: bool = True,
         packed: Mapping[str, Array] = MappingProxyType({}),
     ) -> PreparedCall:
+        """Return the call of a save, and the function that makes it; Unsupported if no file can hold it. Local."""
         path = os.fsdecode(path)
         self._exchange.check_slots()
         header = Header(*self._describe_keys(), values, updater)
@@ -105,6 +108,9 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
+        """Write the file with all ranks; without ``wait`` copy arrays, and return the work of a thread that writes.
+        Collective.
+        """
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -150,7 +156,7 @@ class Checkpoints:
         return None
 
     def give_up(self) -> None:
-        """Discard the pending save, and free its memory. Local."""
+        """Discard the pending save, remove its unfinished file, and free its memory. Local."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving = None
@@ -159,15 +165,19 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
+        """Prepare a load: read the file's header, and raise if it does not fit the store. Local."""
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_states(self, path: Any) -> PreparedCall:
+        """Prepare a load of the optimizer's state: read the file's header, and raise if it does not fit. Local."""
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Load a file of :meth:`save_rest`; the present optimizer stays, with the options of the saved one."""
+        """Prepare a load of a file of :meth:`save_rest`. The present optimizer stays, and takes the saved options at
+        once. Local.
+        """
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
             present.take_options(updater)
@@ -179,11 +189,15 @@ class Checkpoints:
         return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
+        """Return the call of a load, and the function that makes it; raise if the updater and the placement do not fit.
+        Local.
+        """
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
 
     def _load(self, call: Call, source: Source, updater: Updater) -> dict[str, Any]:
+        """Read the file into the store, adopt its updater and counts, and return the program's state. Collective."""
         # A new store has nothing to lose, so it reads the file once; a known one verifies it first, and reads it twice.
         is_new = source.header.values and not self._entries()
         # The file was inspected before the call; the reader checks that it is still the same one.
@@ -219,7 +233,9 @@ class Checkpoints:
             raise
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Load over existing keys, after all ranks have verified the whole file. Collective."""
+        """Load over existing keys, after all ranks have verified the whole file; a later failure ends the store.
+        Collective.
+        """
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._agreement.run_together(call, program.read, reader)
         # Residuals may find no memory on one rank: that must come before the first value changes.
@@ -265,6 +281,9 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
+        """Yield the parts of a read into this rank's values and state; arrays of a GPU get theirs at the end.
+        Collective.
+        """
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -281,6 +300,7 @@ class Checkpoints:
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:
+        """Set the counts of all keys to those of the file; if it has states alone, versions stay. Local."""
         table = self._exchange.values.table
         rows, kind_of = [entry.index for entry in table.find(header.keys)], np.array(header.kind_of, np.intp)
         updates, earlier = np.array([[kind.updates, kind.earlier] for kind in header.kinds], np.int64).reshape(-1, 2).T
@@ -336,6 +356,7 @@ class Checkpoints:
             )
 
     def _get_optimizer(self) -> Optimizer:
+        """Return the store's optimizer; ConfigError if it has none."""
         updater = self._exchange.updater
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer and so no state; call set_optimizer first")
@@ -343,6 +364,7 @@ class Checkpoints:
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
+    """Return the call of a save or load, for ranks to compare: its verb, path, contents and options."""
     texts = [f"path {path!r}", _describe(header), *others]
     return Call(
         verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: [texts[0], *header.parts, *texts[1:]]

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 def cut_array(begin: int, array: Array) -> list[Piece]:
-    """Return the pieces of a contiguous array; ``begin`` is the offset of its first byte."""
+    """Return the pieces of a contiguous array, views of its memory; ``begin`` is the offset of its first byte."""
     memory = array.reshape(-1).view(np.uint8).data
     return [Piece(low, memory[low - begin : high - begin]) for low, high in cut(begin, begin + memory.nbytes, CHUNK)]
 
@@ -100,9 +100,9 @@ def write_arrays(
 
 
 def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Iterator[Window]:
-    """Write one window after the other; yield its chunks, and this rank's contribution to their checksums."""
-    for chunks, (mine,) in _windows(header.nbytes, pieces):
-        sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, header.start + offset))
+    """Write and flush one window after the other; yield its chunks, and this rank's contribution to their checksums."""
+    for chunks, (mine,) in _cut_windows(header.nbytes, pieces):
+        sums = _sum_moved(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, header.start + offset))
         if mine:
             # Per window: a full or failing disk shows now, and not at the end.
             draft.flush()
@@ -110,26 +110,27 @@ def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Ite
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Read the pieces of this rank (``own``) and those read by every rank (``shared``). Collective: every rank runs its
-    parts. With ``checks``, compare the checksums; without, only check that the file is unchanged.
+    """Fill the pieces of this rank (``own``), and those that every rank reads (``shared``), from the file. Collective.
+
+    Every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is unchanged.
     """
     nbytes = reader.source.header.nbytes
-    for chunks, (mine, everyones) in _windows(nbytes, own, shared):
+    for chunks, (mine, everyones) in _cut_windows(nbytes, own, shared):
         if checks:
             # Every rank reads the shared pieces: exclusive or over the ranks would cancel them, so they are added
             # after.
-            sums, known = (_sum(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
+            sums, known = (_sum_moved(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
             yield sums
             _check_sums(sums ^ known, reader.source, chunks)
         else:
-            for run in _runs([*mine, *everyones]):
+            for run in _join_runs([*mine, *everyones]):
                 reader.read([piece.memory for piece in run], run[0].offset)
             yield NO_SUMS
     reader.check_unchanged()
     yield NO_SUMS
 
 
-def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
+def _cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
     """Yield the chunks of each window, and the pieces of each kind in them. The windows are the same on all ranks."""
     # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
@@ -140,12 +141,12 @@ def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list
         yield chunks, [pieces[low:high] for pieces, (low, high) in zip(ordered, edges, strict=True)]
 
 
-def _sum(
+def _sum_moved(
     pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
 ) -> Array:
     """Write or read pieces; return their contribution to each chunk's checksum, computed while the cache holds them."""
     sums, found = np.zeros(chunks.stop - chunks.start, np.uint32), list[tuple[int, int, int]]()
-    for run in _runs(pieces):
+    for run in _join_runs(pieces):
         move([piece.memory for piece in run], run[0].offset)
         crc = 0
         for piece in run:
@@ -159,7 +160,7 @@ def _sum(
     return sums
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _join_runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     """Yield lists of adjacent pieces of one chunk; one system call moves each list."""
     run: list[Piece] = []
     for piece in pieces:

@@ -169,7 +169,8 @@ def check_dumpable(optimizer: Optimizer) -> None:
 
 
 def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
-    """Return the updater described by a checkpoint: a new object, or the store's present one. Local.
+    """Return the updater described by a checkpoint, a new object or the present one; CheckpointError if neither fits.
+    Local.
 
     Raises:
         CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.
@@ -207,6 +208,7 @@ def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
+    """Make an optimizer of a file's name and options; CheckpointError if it cannot be made here."""
     try:
         return optimizers.create(name, **{option: _decode(value) for option, value in options.items()})
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
@@ -217,6 +219,7 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
 
 
 def _encode(value: Any) -> Any:
+    """Return an option in JSON's types; raise _Unwritable if they cannot hold it."""
     if value is None or isinstance(value, (bool, str)):
         return value
     # numpy's numbers are none for JSON. A bool is an Integral in Python, and was returned above.
@@ -235,6 +238,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
+    """Return an option from the form of :func:`_encode`; a forged one may raise any error."""
     if not isinstance(value, Mapping):
         return value
     if "by_key" in value:

@@ -157,6 +157,7 @@ class Draft:
                 self._remove_leftover(os.path.join(folder, name))
 
     def _remove_leftover(self, path: str) -> None:
+        """Remove the draft of a killed job; CheckpointError if a live job has it. One of another user stays."""
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
@@ -170,7 +171,9 @@ class Draft:
             os.close(file)
 
     def _lock(self, file: int) -> bool:
-        """Lock a draft of this checkpoint; return whether the file system has locks."""
+        """Lock a draft of this checkpoint, or raise CheckpointError if a job has it; return whether the file system has
+        locks.
+        """
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -232,7 +235,8 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Read the header of a checkpoint.
+    """Return the header of the checkpoint at a path, with its checksums and identity; CheckpointError if it is no whole
+    one.
 
     Raises:
         CheckpointError: the file is no whole checkpoint.
@@ -257,7 +261,7 @@ class Reader:
         self._file = -1
 
     def open(self) -> None:
-        """Open the file.
+        """Open the file; CheckpointError if the path has another one by now.
 
         Raises:
             CheckpointError: the path has another file than before.
@@ -271,7 +275,10 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill up to :data:`MOST_PARTS` buffers, one behind the other, from an offset of the arrays on."""
+        """Fill buffers, one behind the other, from an offset of the arrays on; CheckpointError if the file ends before.
+
+        It takes up to :data:`MOST_PARTS` of them.
+        """
         offset += self.source.start
         while parts:
             done = os.preadv(self._file, parts, offset)
@@ -307,6 +314,7 @@ def _identity(file: int) -> tuple[int, ...]:
 
 
 def _read_header(file: int) -> bytes:
+    """Return the text of a file's header; CheckpointError if the file is none, or is truncated."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError("it is not a file")

@@ -344,6 +344,7 @@ def _check_places(header: Header, text: str, end: int) -> None:
 
 
 def _parse_sums(text: str, chunks: int) -> Array:
+    """Return the checksums of a text of hexadecimal digits; CheckpointError unless there is one for each chunk."""
     try:
         sums = np.frombuffer(bytes.fromhex(text), ">u4")[1:].astype(np.uint32)
     except ValueError:
@@ -361,6 +362,7 @@ def _decode(text: bytes) -> str:
 
 
 def _parse_tree(text: str) -> dict[str, Any]:
+    """Return the dict of a JSON text; CheckpointError if it is none."""
     try:
         tree = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -370,6 +372,7 @@ def _parse_tree(text: str) -> dict[str, Any]:
 
 
 def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of an object in JSON; ValueError if a name occurs twice."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -382,6 +385,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
 
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:
+    """Return the header that a tree describes; CheckpointError if it has a fault, KeyError if an entry is missing."""
     if tree["version"] != _VERSION:
         raise CheckpointError(
             f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
@@ -402,7 +406,7 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
 def _parse_kinds(
     trees: Sequence[Any], kind_of: Sequence[Any], keys: Sequence[Key]
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Return the kinds of keys, and the number of each key's kind."""
+    """Return the kinds of keys, and the number of each key's kind; CheckpointError if they are none."""
     if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
         raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
     # Reversed, so that the first key of each kind stays, and is named in an error.
@@ -412,6 +416,7 @@ def _parse_kinds(
 
 
 def _parse_updater(value: Any) -> dict[str, Any]:
+    """Return a file's description of an updater; CheckpointError, or KeyError, if it is none."""
     updater: dict[str, Any] = _check_type(value, dict)
     if updater["kind"] not in list(_UPDATERS):
         raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
@@ -422,7 +427,7 @@ def _parse_updater(value: Any) -> dict[str, Any]:
 
 
 def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
-    """Return a kind; ``key`` is one of its keys, for errors."""
+    """Return a kind; CheckpointError if it is impossible. ``key`` is one of its keys, for errors."""
     state: dict[str, str] = _check_type(tree["state"], dict)
     # Texts first: a list as a name would fail in a look-up, with an error that names no key.
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
@@ -451,6 +456,7 @@ def _parse_shape(value: Any) -> tuple[int, ...]:
 
 
 def _check_count(value: Any) -> int:
+    """Return the value if it is a length, else raise CheckpointError."""
     number: int = _check_type(value, int)
     if not 0 <= number <= _LARGEST:
         raise CheckpointError(f"{brief(number, 40)} is not a length")
@@ -458,7 +464,7 @@ def _check_count(value: Any) -> int:
 
 
 def _check_type(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
-    """Return the value if it has one of the types; a bool is no int."""
+    """Return the value if it has one of the types, else raise CheckpointError; a bool is no int."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise CheckpointError(f"its header has {brief(repr(value), 40)}, a value of the wrong type")
     return value

@@ -80,12 +80,12 @@ class Program:
                     self.own += cut_array(begin, blob)
 
     def read(self, reader: Reader) -> None:
-        """Read the state alone, from a file whose checksums were compared. Local."""
+        """Read the state alone into this object's memory, from a file whose checksums were compared. Local."""
         for piece in (*self.own, *self.shared):
             reader.read([piece.memory], piece.offset)
 
     def decode(self, tells: bool) -> dict[str, Any]:
-        """Return the state from the read bytes. ``tells``: warn of lost parts."""
+        """Return the state from the read bytes; CheckpointError if they hold none. ``tells``: warn of lost parts."""
         if self._lost and tells:
             log(
                 "the checkpoint has a state for each rank under %s, and this store has another number of ranks: these "

@@ -34,7 +34,8 @@ def pack_residuals(exchange: Exchange, header: Header) -> Array:
 
 
 def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[], object]:
-    """Return a function that replaces the store's residuals by those ``found`` in a file, or drops them. Local.
+    """Make memory for residuals; return a function that replaces the store's by those ``found`` in a file, or drops
+    them. Local.
 
     Raises:
         CheckpointError: what was found is none.

@@ -43,7 +43,8 @@ class Copies:
         self._room = np.empty(0, np.uint8)
 
     def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
-        """Copy arrays; return their pieces of the file, as long as possible. Local.
+        """Copy arrays to host memory, over the copies of the last save; return their pieces of the file, as long as
+        possible. Local.
 
         Raises:
             MemoryError: there is too little memory for the copies.
@@ -134,6 +135,7 @@ class SaveWork:
         return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
 
     def _finish(self) -> None:
+        """Run the rest of the save with the other ranks; keep its exception, and raise it. Collective."""
         # Before the run: a failed save is over as well, and wait() raises its error again.
         self.done = True
         try:

@@ -66,7 +66,9 @@ def is_tensor(tree: Any) -> bool:
 
 
 def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> Any:
-    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape."""
+    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape. A forged one may raise
+    any error.
+    """
     if isinstance(tree, list):
         return [decode(each, take) for each in tree]
     if not isinstance(tree, dict):
@@ -84,6 +86,7 @@ def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> 
 
 
 def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
+    """Return a new tensor with these bytes; ConfigError if torch is not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise ConfigError("this state has tensors; import torch before it is loaded")
@@ -120,7 +123,7 @@ def unpack(memory: Array, name: str) -> Any:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise CheckpointError for what cannot be read of a state: a forged file may hold any bytes."""
+    """Raise errors of a block as CheckpointError, since a state cannot be read: a forged file may hold any bytes."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:

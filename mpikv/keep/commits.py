@@ -115,7 +115,9 @@ class Commits:
             self._slots.release()
 
     def run(self, step: int, total: int) -> Iterator[int]:
-        """Yield the steps from ``step`` on. Collective where ranks meet."""
+        """Yield the steps from ``step`` on; where ranks meet, commit and save, and after SIGTERM raise SystemExit.
+        Collective there.
+        """
         note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
         began = self._began = self._saved = present().now()
         apart, since = 1, 0
@@ -136,6 +138,7 @@ class Commits:
                     began, since = present().now(), 0
 
     def _save(self, disk: Disk, step: int) -> None:
+        """Wait for the last save, and begin one of this step in the background. Collective."""
         disk.checkpoints.finish()
         self._collective("save", self._prepare_save, disk, step)
         self._saved = present().now()
@@ -183,8 +186,11 @@ class Commits:
         return call, partial(self._restore, call)
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
+        """Put back the newest commit that all ranks have; return how, and whether the file on disk is newer.
+        Collective.
+        """
         together = partial(self._agreement.run_together, call)
-        briefing, saved = together(self._begin)
+        briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
         epochs, last, saves = gather(self._control, np.array([epoch, begun, saved], np.int64)).T
         saved, step = int(saves.max()), 0
@@ -203,12 +209,14 @@ class Commits:
         again = max(int(last.max()) - step, 0)
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
-    def _begin(self) -> tuple[Briefing, int]:
-        """Lock this rank's files, and take room for its commits. Return how it was started, and the step on disk."""
+    def _open_files(self) -> tuple[Briefing, int]:
+        """Record the layout, lock this rank's files after a wait, and reserve them; return its start, and the step on
+        disk. Local.
+        """
         self._contents.check_owners({state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
-            self._contents.fix_layout()
+            self._contents.record_layout()
             self._layout = json.dumps(self._contents.layout).encode()
             self._slots.open(self._timeout / 2)
             self._slots.reserve(*self._collect())
@@ -229,6 +237,7 @@ class Commits:
         return briefing, step
 
     def _check_epochs(self, folder: Path, epochs: Array) -> None:
+        """Raise ConfigError if the commits of some ranks are missing, and others have several."""
         # No rank begins its second commit before all have the first.
         if not epochs.min() and epochs.max() > 1:
             raise ConfigError(
@@ -237,6 +246,7 @@ class Commits:
             )
 
     def _check_other(self, briefing: Briefing, step: int) -> None:
+        """Raise ConfigError if a newer commit is of another number of ranks."""
         if briefing.other_step > step:
             raise ConfigError(
                 f"the newest commit, of step {briefing.other_step}, is in {briefing.other_folder}, and fits only as "
@@ -244,7 +254,9 @@ class Commits:
             )
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the store and of the program in this rank's commit, if they fit."""
+        """Return the state of the store and of the program in this rank's commit; ConfigError if they do not fit.
+        Local.
+        """
         text, take = slots.read(slots.newest())
         layout, tree = map(json.loads, text.split(b"\n"))
         there, here = (
@@ -261,6 +273,7 @@ class Commits:
         return decode(tree["store"], take), objects
 
     def _put_back(self, store: dict[str, Any], objects: dict[str, Any]) -> None:
+        """Overwrite this rank's part of the store, and the kept objects. Local."""
         self._contents.put_back(store)
         for name, state in self._states.items():
             state.set(objects[name])
@@ -270,6 +283,9 @@ class Commits:
         return call, partial(self._agreement.run_together, call, self._take_objects, path, saved)
 
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
+        """Give the kept objects their state from a checkpoint; ConfigError if one that is no generator has
+        none. Local.
+        """
         for name, state in self._states.items():
             if (key := _OBJECT + name) in saved:
                 state.set(saved[key])
@@ -290,7 +306,9 @@ class Commits:
         return call, partial(self._meet, call, step, pace, is_last)
 
     def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
-        """Commit if it is time. Return how many steps are left to the next meeting, and whether to save and to end."""
+        """Commit if it is time. Return how many steps are left to the next meeting, and whether to save and to end.
+        Collective.
+        """
         now = present().now()
         mine = [pace, now - self._began, now - self._saved, self._cost, self._seconds, self._asked]
         slowest, elapsed, unsaved, cost, seconds, asked = gather(self._control, np.array(mine)).max(axis=0).tolist()
@@ -305,6 +323,7 @@ class Commits:
         return max(math.ceil(self._apart / slowest), 1) if slowest else 1, saves, bool(asked)
 
     def _commit(self, call: Call, slots: Slots, step: int) -> None:
+        """Write a commit of this step on all ranks, and note the time that it took. Collective."""
         began = present().now()
         self._agreement.run_together(call, self._write, slots, self._epoch + 1, step)
         # Each rank confirms after its header is written: from here on all have this commit, and it counts.
@@ -312,11 +331,12 @@ class Commits:
         self._seconds += self._cost
 
     def _write(self, slots: Slots, epoch: int, step: int) -> None:
+        """Write this rank's commit over the older one; Unsupported if the store's layout has changed. Local."""
         self._contents.check_layout()
         slots.write(epoch, step, *self._collect())
 
     def _collect(self) -> tuple[bytes, list[Array]]:
-        """Return the text and the arrays of a commit."""
+        """Return the text of a commit, and its arrays: the memory of the store itself, not copies. Local."""
         arrays: list[Array] = []
         objects = {name: encode(state.get(), arrays, f"keep: {name}") for name, state in self._states.items()}
         tree = {"objects": objects, "store": encode(self._contents.collect(), arrays, "the store")}

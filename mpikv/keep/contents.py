@@ -39,8 +39,12 @@ class Contents:
                     "returned, has the weights; call its steps(), or pass it to kv.keep before kv.steps"
                 )
 
-    def fix_layout(self) -> None:
-        """Let the present layout be that of the loop. Raises Unsupported for values on a GPU."""
+    def record_layout(self) -> None:
+        """Record the layout for check_layout, and what collect and put_back take. Raises Unsupported for values on a
+        GPU.
+        """
+        if not self._exchange.transport.memory.is_host:
+            raise Unsupported("commits hold no GPU's values; start without --restarts and --keep, and save checkpoints")
         values = self._exchange.values
         self._blocks, self._rows = list(values.blocks), [entry.index for entry in values.table.entries()]
         # Small values share a block, most of which may hold none.
@@ -54,9 +58,8 @@ class Contents:
         return [entry for entry in table.entries() if entry.key not in table.summed]
 
     def _describe(self) -> list[str]:
+        """Return the texts of the present layout of the store."""
         exchange = self._exchange
-        if not exchange.transport.memory.is_host:
-            raise Unsupported("commits hold no GPU's values; start without --restarts and --keep, and save checkpoints")
         updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
         # Not its options, which a program may change in the loop.
         kind = type(updater).__name__ if isinstance(updater, Optimizer) else updater.settings()
@@ -76,7 +79,7 @@ class Contents:
         return texts
 
     def check_layout(self) -> None:
-        """Raise Unsupported if the layout is not that of the loop any more."""
+        """Raise Unsupported if the layout is not the recorded one any more."""
         # Cheap, as this precedes each commit: the planner is replaced with the updater, the placement and the codec.
         if (now := self._identify()) == self._identity:
             return
@@ -102,6 +105,7 @@ class Contents:
         }
 
     def _list_owned(self) -> Iterator[Array]:
+        """Yield this rank's elements of values and state, as views of the store's memory."""
         planner = self._exchange.values.planner
         for block, end in self._ends.items():
             for low, high in planner.owned(block).within(0, end):
@@ -141,7 +145,8 @@ class Contents:
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first text of each of two layouts that the other does not have; None if they are the same.
+    """Return the first text that only ``before`` has, and the first that only ``after`` has; None if neither. Order is
+    ignored.
 
     >>> find_difference(["a", "b"], ["b"])
     ('a', 'nothing')

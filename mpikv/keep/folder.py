@@ -35,7 +35,7 @@ def seal(commit: Commit) -> bytes:
 
 
 def read_header(file: int) -> Commit:
-    """Return the commit of an open file, if it is whole."""
+    """Return the whole commit of an open file; if there is none, one of epoch 0."""
     text = os.pread(file, HEADER.size, 0)
     commit = Commit(*HEADER.unpack(text)[:3]) if len(text) == HEADER.size else Commit()
     return commit if text == seal(commit) else Commit()

@@ -41,7 +41,8 @@ class Slots:
         self._files: list[int] = []
 
     def open(self, seconds: float) -> None:
-        """Open the files, once no process of an earlier start has them any more.
+        """Make or open the files, and wait for the lock that a process of an earlier start may have; ConfigError if it
+        keeps it.
 
         Raises:
             ConfigError: one still has them after so many seconds.
@@ -65,6 +66,7 @@ class Slots:
             present().sleep(_NAP)
 
     def _lock(self) -> bool:
+        """Try to lock the files; return whether it worked. ConfigError if their file system has no locks."""
         try:
             fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -124,7 +126,7 @@ class Slots:
         return begins
 
     def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
-        """Write a commit over the one before the newest."""
+        """Write a commit over the one before the newest, and flush it if commits shall outlive the host."""
         # The text may have grown: room is taken before the commit there is voided.
         begins, file = self.reserve(text, arrays), self._files[epoch % 2]
         _void(file)
@@ -160,7 +162,9 @@ class Slots:
         return read_note(self._files[0])
 
     def map_note(self) -> memoryview:
-        """Return the note in shared memory, for this process: a call of the system in each step would take longer."""
+        """Write this process into the note, and return it in shared memory: a call of the system in each step would
+        take longer.
+        """
         note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[NOTE_AT:].cast("q")
         note[1] = present().process
         return note
@@ -171,6 +175,7 @@ def _align(place: int) -> int:
 
 
 def _write(file: int, content: Any, offset: int) -> None:
+    """Write all of the content at an offset."""
     rest = memoryview(content)
     while rest:
         # The system may write less than asked, e.g. at a signal.

@@ -28,7 +28,7 @@ class ObjectState(NamedTuple):
 
 
 def find_state(name: str, kept: Any) -> ObjectState:
-    """Return the state of an object that a program keeps under a name.
+    """Return the functions that get and set the state of a kept object; TypeError if it has none. Local.
 
     >>> numbers = [1, 2]
     >>> find_state("numbers", numbers).set([3])
@@ -71,6 +71,7 @@ def _refill(target: Any, state: Any) -> None:
 
 
 def _renew(old: Any, new: Any) -> Any:
+    """Refill the old array, tensor, dict or list in place, and return it; if the new one is not alike, return that."""
     both = any(isinstance(old, kind) and isinstance(new, kind) for kind in (dict, list))
     if not both and not _are_alike(old, new):
         return new
