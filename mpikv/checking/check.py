@@ -41,8 +41,8 @@ Describe = Callable[[], tuple[str, Sequence[int]]]
 """Returns an operation in words, and the ranks without which it does not end, as far as one knows."""
 
 
-def _tell_origin(group: ProcessGroup, made_by: str) -> str:
-    """Tell which communicator this is, and its ranks, which messages name by their numbers in it. Local."""
+def _describe_origin(group: ProcessGroup, made_by: str) -> str:
+    """Return words about a communicator for messages: its call and place, and its ranks if they are not all. Local."""
     ranks = group.comm.group.Translate_ranks(None, group.mpi.COMM_WORLD.group) if group.size > 1 else [0]
     those = f", whose ranks are {reprlib.repr(ranks)} of COMM_WORLD" if ranks != [*range(group.size)] else ""
     return f" on the communicator of {made_by}{place_here()}{those}"
@@ -55,7 +55,7 @@ class Check(Standing):
         """Collective. ``made_by`` is the call that made the communicator."""
         self.group, self.config = group, config
         # Of one that the program has made: several may be in use.
-        self._about = "" if made_by in ("Init", "checked") else _tell_origin(group, made_by)
+        self._about = "" if made_by in ("Init", "checked") else _describe_origin(group, made_by)
         self._process, self._thread = os.getpid(), get_ident()
         self._board = StatusBoard(group, config.report, self._about)
         waits = _heeding(group, Waiting(config.timeout, config.warn_after, self._board.warn))
@@ -106,7 +106,9 @@ class Check(Standing):
             raise
 
     def _resume(self, call: Call) -> None:
-        """Raise unless a call may be the refused one. Local."""
+        """Forget a refused call; raise RankMismatch, and end the checks, unless this call may be the same one.
+        Local.
+        """
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
@@ -114,7 +116,9 @@ class Check(Standing):
             raise error
 
     def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
-        """Start a nonblocking call, and return its request; it is compared later. Local."""
+        """Start a nonblocking call, and return its request; it is compared later. Local, but with 512 not compared it
+        waits for all.
+        """
         self.check_usable()
         self._thread = get_ident()
         self._resume(call)
@@ -134,7 +138,7 @@ class Check(Standing):
             self._compare_first()
 
     def _compare_first(self) -> None:
-        """Wait for all ranks to make the first call that is not compared, and compare it."""
+        """Wait for all ranks to make the first call that is not compared, and compare it. Collective."""
         number, call, place = self._pending[0]
         try:
             equal = self._tickets.meet(number)
@@ -212,6 +216,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
+        """Name the communicator in an error, and end the checks unless all ranks know of it. Local."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
@@ -239,7 +244,7 @@ class Check(Standing):
             log("rank %d never waited for %s", self.group.rank, text)
 
     def announce_end(self) -> None:
-        """Make the end of the program this rank's next call, and log what was left. Local."""
+        """Make the end of the program this rank's next call, and log what was left. May end the job. Local."""
         if self._about and self.group.rank == 0:
             log("%s was never freed", self._about.removeprefix(" on "))
         self._tell_left()

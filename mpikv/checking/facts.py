@@ -98,7 +98,9 @@ def _kind(message: Any) -> Fact:
 
 
 def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
-    """Return kind and numbers of the elements of a message that has a number for each rank."""
+    """Return kind and numbers of the elements of a message that has a number for each rank; raise Unknown if it cannot
+    tell.
+    """
     kind, counts, _, whole = unpack(message, vector=True)
     if counts is None:
         counts = [whole // size + (rank < whole % size) for rank in range(size)]
@@ -106,8 +108,10 @@ def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
 
 
 def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
-    """Return the kind of a message's elements, the count, or counts, and the displacements that it names, else None,
-    and the number of elements of its buffer.
+    """Return kind, counts and displacements that a message names, else None, and its elements; raise Unknown if it
+    cannot tell.
+
+    The elements are those of the whole buffer.
     """
     try:
         buffer, *rest = message if isinstance(message, (list, tuple)) else (message,)
@@ -123,15 +127,17 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
             # PyTorch's kinds have other names: torch.float32.
             kind = kind if isinstance(kind, np.dtype) else np.dtype(str(kind).removeprefix("torch."))
         else:  # a derived one is not among them
-            kind = _plain_kinds()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
+            kind = _dtypes_by_handle()[(MPI._typedict[datatype] if isinstance(datatype, str) else datatype).handle]
         return kind, count, displacements, getattr(buffer, "nbytes", 0) // kind.itemsize
     except (TypeError, ValueError, LookupError, AttributeError, BufferError, ArithmeticError) as error:
         raise Unknown("a derived datatype, or no buffer") from error  # a mistake mpi4py names itself, on this rank
 
 
 @cache
-def _plain_kinds() -> dict[int, np.dtype[Any]]:
-    """Return the kinds of MPI's own datatypes without gaps, by their handles. Asking MPI for one takes microseconds."""
+def _dtypes_by_handle() -> dict[int, np.dtype[Any]]:
+    """Return numpy's dtype of each MPI datatype without gaps, by handle. Cached, since MPI is slow: do not change it.
+    Local.
+    """
     kinds = dict[int, np.dtype[Any]]()
     for one in vars(MPI).values():
         if isinstance(one, MPI.Datatype) and one != MPI.DATATYPE_NULL:
@@ -172,6 +178,7 @@ def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
 
 
 def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
+    """Return the facts of an Allgatherv: kind, all counts, and this rank's part if it fits none."""
     (kind, counts), send = counts_of(recvbuf, comm.size), _block(sendbuf)
     own = (kind, count) if (count := counts[comm.rank]) else _EMPTY
     return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"

@@ -44,7 +44,9 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return the parts of a message, flat: as many, of the counts that it names, if it does. Local."""
+        """Return flat views of as many parts of a message, of the counts that it names; TypeError or ValueError at a
+        mistake. Local.
+        """
         buffer = message[0] if isinstance(message, (list, tuple)) else message
         if not on_gpus((buffer,)):
             raise TypeError(f"one buffer lies on a GPU, and {type(buffer).__name__} does not; pass cupy.asarray(it)")
@@ -109,6 +111,9 @@ class Gpus:
     # --- Collective
 
     def _exchange(self, sends: Sequence[Array] | None, receives: Sequence[Array], mover: Any) -> None:
+        """Compare sizes on all ranks, then send an array to each and receive one from each; no sends: in place.
+        Collective.
+        """
         sends = sends or [part.copy() for part in receives]
         table = np.array([[[part.nbytes for part in parts] for parts in (sends, receives)]] * self._size)
         # Of other sizes NCCL would wait for ever, or write beyond an array.
@@ -117,7 +122,10 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run a step after the work on the current stream, and wait for its end; ranks have agreed on it."""
+        """Run a step after the work on the current stream, and wait for its end; a failure ends the checks. Collective.
+
+        Ranks have agreed on it.
+        """
         try:
             self.mover = self.mover or self._check.join_gpus(self._memory, self._nccl)
             self.order.run(step, self.mover)

@@ -78,7 +78,7 @@ def _settle_all(requests: Iterable[Any]) -> None:
 
 
 def _settle_any(requests: Sequence[Any]) -> None:
-    """Wait until one of several requests is complete."""
+    """Wait until one of several requests is complete; if some have no checks, return at once: MPI waits."""
     checked = _with_checks(requests)
 
     def describe() -> tuple[str, Sequence[int]]:
@@ -91,6 +91,7 @@ def _settle_any(requests: Sequence[Any]) -> None:
 
 
 def _look_at(requests: Iterable[Any]) -> None:
+    """Compare the nonblocking calls that every rank has made by now. Local, unless they differ."""
     for request in _with_checks(requests):
         request.check.look()
 
@@ -166,6 +167,9 @@ _start_of = cache(lambda name: getattr(_Comm, _nonblocking(name)))
 
 
 def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, posts: bool = False) -> _Run:
+    """Return a method that compares a collective call over ranks, and then makes it; ``posts``: a nonblocking one,
+    compared later.
+    """
     # Objects are pickled, wherever their arrays lie, and say nothing of the call.
     of_buffers = verb[0].isupper()
     first = 1 if of_buffers else 2
@@ -217,6 +221,8 @@ def _bind(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> Mapping[
 
 
 def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
+    """Return a function that describes a message: its call, peers and tag, and the ranks that it waits for. Local."""
+
     def describe() -> tuple[str, Sequence[int]]:
         arguments, words, peers = _bind(name, given, named), list[str](), set[int]()
         for key, way in (("dest", "to"), ("source", "from")):
@@ -231,7 +237,8 @@ def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
 
 
 @_unless_free
-def _waited(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _call_and_wait(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Make a blocking call by its nonblocking form, and wait for it with the deadline."""
     # The place of the status, which the nonblocking call lacks.
     options, at = dict(named), len(_signature(_nonblocking(name)).parameters) - 1
     status = given[at] if len(given) > at else options.pop("status", None)
@@ -246,12 +253,14 @@ def _waited(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
 
 
 @_unless_free
-def _probed(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _probe(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Look for a message until there is one, with the deadline."""
     return self.check.wait(partial(_start_of(name), self, *given, **named), _describing(self, name, *given, **named))
 
 
 @_unless_free
-def _received(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _receive_object(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Wait for a message with the deadline, then receive its object."""
     way = _bind(name, given, named)
     buf, source, tag, status = (way[key] for key in ("buf", "source", "tag", "status"))
     # Not irecv: without a buffer it takes messages up to 32 KiB only.
@@ -261,7 +270,8 @@ def _received(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> An
 
 
 @_unless_free
-def _exchanged(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _exchange_objects(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Send an object and receive one, both with the deadline."""
     way = _bind(name, given, named)
     send = _Comm.isend(self, way["sendobj"], way["dest"], way["sendtag"])
     received = self.recv(way["recvbuf"], way["source"], way["recvtag"], way["status"])
@@ -270,7 +280,8 @@ def _exchanged(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> A
 
 
 @_unless_free
-def _started(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _start_message(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Start a nonblocking message, and return its request, to be waited for with the deadline. Local."""
     # Without the buffer or object, which would live as long as the description.
     place = {key: value for key, value in named.items() if key not in ("buf", "obj")}
     describe = _describing(self, name, None, *given[1:], **place)
@@ -278,7 +289,10 @@ def _started(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any
 
 
 @_unless_free
-def _making(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+def _make_communicator(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
+    """Make a communicator of this one, and begin its checks. Collective over both; Create_group over the new
+    one alone.
+    """
     if name != "Create_group":  # other ranks do not call it
         self.check.begin(call_of(name, ()))
     made = plain(self, *given, **named)
@@ -286,7 +300,8 @@ def _making(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
 
 
 @_unless_free
-def _freeing(name: str, plain: Any, self: Any) -> None:
+def _free_communicator(name: str, plain: Any, self: Any) -> None:
+    """Compare the call, end the checks, and free the communicator. Collective."""
     check, self.check = self.check, None
     check.begin(call_of(name.capitalize(), ()))
     check.close()
@@ -294,7 +309,8 @@ def _freeing(name: str, plain: Any, self: Any) -> None:
 
 
 @_unless_free
-def _aborting(name: str, plain: Any, self: Any, errorcode: int = 0) -> None:
+def _abort(name: str, plain: Any, self: Any, errorcode: int = 0) -> None:
+    """Log this rank and the place of the call, and end the job."""
     if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):  # else the reason is printed already
         log("rank %d calls Abort(%d)%s", self.rank, errorcode, place_here())
         until_read()
@@ -307,18 +323,18 @@ for _name, _facts in BUFFERS.items():
 for _name, _facts in OBJECTS.items():
     _add(_name, partial(_collective, facts=_facts))
 _add("barrier", lambda name, plain: _collective("Barrier", plain))  # the two names of one call
-_add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _waited)
+_add("Send Ssend send ssend Recv Sendrecv Sendrecv_replace", _call_and_wait)
 # MPI's own, unchecked, but for arrays of GPUs.
 _passed = _unless_free(lambda _, own, *given, **named: own(*given, **named))
 _add(f"Bsend Rsend {' '.join(each for each in dir(_Comm) if each.endswith('_init'))}", _passed)
-_add("Probe Mprobe probe mprobe", _probed)
-_add("recv", _received)
-_add("sendrecv", _exchanged)
-_add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _started)
-_add("Dup Dup_with_info Clone Create Split Split_type", _making)
-_add("Create_group Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _making)
-_add("Free Disconnect free", _freeing)
-_add("Abort", _aborting)
+_add("Probe Mprobe probe mprobe", _probe)
+_add("recv", _receive_object)
+_add("sendrecv", _exchange_objects)
+_add("Isend Issend Ibsend Irsend Irecv isend issend ibsend irecv", _start_message)
+_add("Dup Dup_with_info Clone Create Split Split_type", _make_communicator)
+_add("Create_group Create_cart Create_graph Create_dist_graph Create_dist_graph_adjacent", _make_communicator)
+_add("Free Disconnect free", _free_communicator)
+_add("Abort", _abort)
 
 
 class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc]  # as above

@@ -30,6 +30,7 @@ class SharedTickets(Tickets, Arrivals):
         self._place = self._stamp = 0
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Post a token, wait for those of all ranks, and return whether they are equal. Collective."""
         number, self.early = self.early or self.post(token), 0
         words, place, stamp = self._flags, self._place, self._stamp
         for peer in self._peers:
@@ -40,6 +41,7 @@ class SharedTickets(Tickets, Arrivals):
         return True
 
     def post(self, token: int) -> int:
+        """Write a token and its number where the other ranks see them, and return the number. Local."""
         words, number = self._flags, self._posted + 1
         # With the number: one look tells that a rank has posted the same token, and not long ago.
         self._place, self._stamp = _HEAD + number % _ROOM, token ^ number
@@ -56,6 +58,7 @@ class SharedTickets(Tickets, Arrivals):
         return min(self._flags[:: self._stride].tolist()) >= number
 
     def meet(self, number: int) -> bool:
+        """Wait for all ranks' tokens of a number, and return whether they are equal; ANY equals all. Collective."""
         words, place = self._flags, _HEAD + number % _ROOM
         try:
             for peer in self._peers:

@@ -154,15 +154,18 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return structure.unflatten(_call_when_compiled(kv, verb, call, shapes)(leaves))
     jax.effects_barrier()
-    return structure.unflatten(_like(leaves, call(leaves)))
+    return structure.unflatten(_place_like(leaves, call(leaves)))
 
 
 def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
-    """Return the outline of a tree; ``structure`` is the tree's, and leaf names begin with ``prefix``. Local."""
+    """Return the outline of a tree, made at first and kept for the store. Local.
+
+    ``structure`` is the tree's; names of leaves begin with ``prefix``.
+    """
     known: dict[Any, _Outline] = _outlines.setdefault(kv, {})
     outline = known.get((prefix, structure))
     if outline is None:
-        nodes = list(_nodes(tree))
+        nodes = list(_list_nodes(tree))
         paths = [path for path, kind in nodes if not kind]
         # The number makes names unique: a user's class may give two leaves the same path.
         names = [f"{prefix}{place}{path}" for place, path in enumerate(paths)]
@@ -170,10 +173,10 @@ def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
     return outline
 
 
-def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+def _list_nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield the path of each node of a tree, and its kind. Items of a tuple are written (0), and those of a list [0].
 
-    >>> list(_nodes({"b": (1.0, None), "w": 2.0}))
+    >>> list(_list_nodes({"b": (1.0, None), "w": 2.0}))
     [('', 'a dict of 2'), ("['b']", 'a tuple of 2'), ("['b'](0)", ''), ("['b'](1)", 'None'), ("['w']", '')]
     """
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)
@@ -183,11 +186,11 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
     yield path, "None" if node is None else f"{a_kind(node)} of {len(children)}"
     for (entry,), child in children:
         index = getattr(entry, "idx", None) if isinstance(node, tuple) else None
-        yield from _nodes(child, path + (str(entry) if index is None else f"({index})"))
+        yield from _list_nodes(child, path + (str(entry) if index is None else f"({index})"))
 
 
 def refuse(kv: KVStore, error: Exception, verb: str) -> NoReturn:
-    """Raise an error of this rank on every rank. Collective."""
+    """Raise an error of this rank on every rank, after a wait for compiled functions. Collective."""
     jax.effects_barrier()  # another thread may be in an exchange of a compiled function
     kv.raise_on_all_ranks(error, verb)
 
@@ -237,7 +240,8 @@ def _await_compiled() -> None:
 
 
 def _on_host(leaf: Any, dtype: Any) -> Array:
-    """Return the numpy array of a leaf on the host, without a copy if possible. Local.
+    """Return the numpy array of a leaf on the host, without a copy if possible; ConfigError if JAX has changed its
+    dtype. Local.
 
     >>> _on_host(np.ones(2, np.float32), np.dtype(np.float64))
     Traceback (most recent call last):
@@ -253,7 +257,9 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective."""
+    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it; nothing for a known one.
+    Collective.
+    """
     # Without the comparison, the store would report different names of leaves, but not the node that differs.
     known = _kinds.setdefault(kv, {})
     kinds = {name: (array.shape, array.dtype) for name, array in zip(outline.names, arrays, strict=True)}
@@ -276,6 +282,7 @@ def _check_store(kv: Any, verb: str) -> None:
 
 
 def _check_sums(kv: Any) -> None:
+    """Raise ConfigError if the store makes no sums."""
     if not (kv._in_rounds and kv._assigns):
         raise ConfigError(
             f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; pass "
@@ -284,6 +291,7 @@ def _check_sums(kv: Any) -> None:
 
 
 def _check_compiling() -> None:
+    """Raise Unsupported if this JAX, or several devices of pmap or shard_map, cannot call the host."""
     if jax.__version_info__ < _COMPILES:
         raise Unsupported(
             f"JAX {jax.__version__} ends the process where a compiled function has a product of matrices and a call of "
@@ -305,8 +313,8 @@ def _is_traced(leaves: Sequence[Any]) -> bool:
     return isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)  # all leaves may be constants of the function
 
 
-def _like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
-    """Return host arrays as arrays of each leaf's library, on its devices."""
+def _place_like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
+    """Return host arrays as arrays of each leaf's library, on its devices. JAX may take over their memory."""
     # Older versions of JAX lack ``committed``.
     places = [
         leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None for leaf in leaves

@@ -146,7 +146,12 @@ class Attached:
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Check model and options, and give all ranks the root's tensors; return the parameters. Collective."""
+        """Check options on this rank, compare them on all, and give all the root's tensors; return the parameters.
+        Collective.
+
+        The check comes before the first meeting, and raises here alone. So it relies on the caller's
+        :func:`raising_on_all`.
+        """
         kv, model, optimizers = self.kv, self._model, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         check_options(kv, update, buffers, bucket_bytes)
@@ -224,6 +229,9 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
+        """Exchange the gradients of these parameters from now on, and mark them as attached; divide them among shards.
+        Collective.
+        """
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
@@ -334,11 +342,13 @@ class Attached:
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:
+        """Return the state of the model and its optimizers, of shards this rank's part. Local."""
         # A whole state of shards would be a collective call.
         of_optimizers = [one.part_state() for one in self._sharded] or [one.state_dict() for one in self._optimizers]
         return {"model": self._model.state_dict(), "optimizers": of_optimizers}
 
     def _take_state(self, state: dict[str, Any]) -> None:
+        """Give the model and its optimizers a state of :meth:`_state`. Local."""
         self._model.load_state_dict(state["model"])
         takers = [one.take_part_state for one in self._sharded] or [one.load_state_dict for one in self._optimizers]
         for take, each in zip(takers, state["optimizers"], strict=True):
@@ -412,6 +422,7 @@ class Attached:
             raise
 
     def _refuse_in_backward(self) -> None:
+        """Raise Unsupported on every rank if a backward runs here."""
         if torch._C._current_graph_task_id() != -1:
             self._sync.refuse(
                 Unsupported("optimizer.step was called in a hook of a backward; call it when backward has returned")

@@ -102,7 +102,7 @@ class BackwardSync:
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
         # torch.compile must not look inside: compiling a function that calls backward, it would trace the store, too.
-        self._hook = torch.compiler.disable(_weak(self._take))
+        self._hook = torch.compiler.disable(_weak(self._take_gradient))
         self._callback = torch.compiler.disable(self._finish)
         self._task: int | None = None
         self._failure_known = False
@@ -141,15 +141,17 @@ class BackwardSync:
 
     # --- One pass
 
-    def _take(self, parameter: Any) -> None:
-        """Exchange a gradient, in a hook: backward has just stored it. The call of a bucket may begin here."""
+    def _take_gradient(self, parameter: Any) -> None:
+        """Take a gradient that backward has just stored, in a hook: check it, or copy it to its buffer and send full
+        buckets.
+        """
         if self.paused:
             self.why_local = _KEPT_BACK
             return
         gradient = self.watched[parameter]
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._begin(task)
+            self._begin_pass(task)
         # Two sums of one gradient in a pass: the second would be added to a mean that is under way.
         if gradient in self._arrived:
             self.refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
@@ -165,7 +167,10 @@ class BackwardSync:
             if self._overlaps:
                 self._send(complete=True)
 
-    def _begin(self, task: int) -> None:
+    def _begin_pass(self, task: int) -> None:
+        """Begin a pass, after the rest of one that was cut short, and let the engine call :meth:`_finish` at
+        its end.
+        """
         in_flight = bool(self._works)
         self.complete()
         self._made.clear()
@@ -182,7 +187,8 @@ class BackwardSync:
         # torch has no public name for a callback at the end of a backward; DDP uses the same.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
 
-    def _end(self) -> None:
+    def _end_pass(self) -> None:
+        """Forget the pass, so that the next hook begins another one. Local."""
         self._task, self._sent, self._failure_known = None, 0, False
         self._arrived.clear()
         self._works.clear()
@@ -190,6 +196,9 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
+        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one. A fault is
+        raised on all.
+        """
         made = gradient.parameter.grad
         try:
             with torch.no_grad():
@@ -200,25 +209,28 @@ class BackwardSync:
         return staged
 
     def _check(self, gradient: Gradient) -> None:
+        """Raise Unsupported on every rank if a gradient cannot be summed."""
         try:
             gradient.check()
         except MPIKVError as error:
             self.refuse(error)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise an error on every rank, in place of the next call of the pass."""
+        """Raise an error on every rank, in place of the next call of the pass; passes and steps are counted anew."""
         self._restart()
         self.why_local, self._failure_known = _FAILED, True
-        # Before _end(): which store makes the next call depends on the buckets sent so far.
+        # Before _end_pass(): which store makes the next call depends on the buckets sent so far.
         store = self.next_store
         if self._sent < len(self.buckets):
             self._sent += 1
         else:
-            self._end()
+            self._end_pass()
         store.raise_on_all_ranks(error, "backward")
 
     def _send(self, complete: bool) -> None:
-        """Send buckets in their order: with ``complete`` up to the first incomplete one, else all."""
+        """Send buckets in their order: with ``complete`` up to the first incomplete one, else all. Waits for sums if
+        ``blocking``.
+        """
         while self._sent < len(self.buckets):
             bucket = self.buckets[self._sent]
             if complete and bucket.missing:
@@ -250,7 +262,7 @@ class BackwardSync:
             brought = self._send_rest()
             for work in self._works:
                 work.wait()
-            self._end()
+            self._end_pass()
             self._take_census(brought)
             in_step = True
             if not self.blocking:
@@ -265,7 +277,9 @@ class BackwardSync:
             raise
 
     def _refuse_changed(self) -> None:
-        """Raise if another hook has changed a gradient after ours took it: other ranks would not get the change."""
+        """Raise on every rank if another hook has changed a gradient after ours took it: others would not get the
+        change.
+        """
         for gradient, (grad, version) in self._arrived.items():
             now = gradient.parameter.grad
             if now is not grad or now._version != version:
@@ -291,10 +305,11 @@ class BackwardSync:
         return [brought[gradient] for gradient in self.gradients]
 
     def _settle_new(self, order: Sequence[Gradient]) -> None:
+        """Give new gradients memory and buckets; a failure ends the pass."""
         try:
             self.settle(order)
         except MPIKVError:
-            self._end()  # the failed call was the last of the pass on every rank
+            self._end_pass()  # the failed call was the last of the pass on every rank
             raise
 
     def note_step(self, optimizer: Any) -> None:
@@ -320,7 +335,7 @@ class BackwardSync:
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def complete(self) -> None:
-        """Make the remaining calls of a pass that was cut short."""
+        """Make the remaining calls of a pass that was cut short, so that all ranks are at the same call again."""
         if self._task is None:
             return
         if self._task == torch._C._current_graph_task_id() != _CUT:
@@ -329,7 +344,7 @@ class BackwardSync:
         if self._task != _CUT and not self._failure_known and self._announce_failure():
             return
         rest, works = self.buckets[self._sent :], self._works.copy()
-        self._end()
+        self._end_pass()
         for bucket in rest:
             unused = [np.empty_like(array) for array in bucket.arrays]
             works.append(self._sums.pushpull(bucket.keys, None, unused, wait=False))
@@ -369,7 +384,7 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare the ranks' passes, and find gradients that no rank has."""
+        """Compare the ranks' passes, and set ``parameter.grad`` to None where no rank has a gradient."""
         self._compare(self.number, brought)
         if all(brought):
             return
@@ -378,6 +393,9 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
+        """Sum the census and the model's buffers over ranks; RankMismatch on all if passes, steps or settings
+        differ.
+        """
         self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]

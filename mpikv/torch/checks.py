@@ -20,6 +20,7 @@ OWNER = "_mpikv_attached"
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
+    """Raise ConfigError if an option of ``attach`` is bad, or if the store updates or compresses."""
     check_choice("update", update, ("local", "store"))
     check_choice("buffers", buffers, ("root", "each"))
     check_whole("bucket_bytes", bucket_bytes, 1)
@@ -47,6 +48,7 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
 
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
+    """Raise an error unless an optimizer is torch's, new, and of the model's parameters alone."""
     if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
         raise TypeError(
             f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer; if it wraps one, pass that"

@@ -29,6 +29,7 @@ class Gradient:
         self.bucket: Bucket
 
     def give_memory(self, array: Array) -> None:
+        """Let sums of the gradient arrive in an array of the store. ``parameter.grad`` is not set yet."""
         self.array = array
         self.memory = tensor_over(array, self.parameter)
         self.buffer = self.memory.detach()

@@ -34,7 +34,7 @@ class ModelBuffers:
             init_sums(kv, prefix, self._keys, self._rows)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
-        """Add the buffers to the arguments of a ``pushpull``.
+        """Append keys, this rank's addends and the results of the buffers to the arguments of a ``pushpull``. Local.
 
         Raises:
             Unsupported: a buffer has another length than before.
@@ -64,6 +64,7 @@ class ModelBuffers:
         return [buffers.get(name) for buffers, name, _ in self._places[dtype]]
 
     def _fault(self, dtype: Any, found: list[int]) -> Unsupported:
+        """Return an error about the first buffer of another length."""
         changes = zip(self._places[dtype], self._lengths[dtype], found, strict=True)
         (_, _, name), before, now = next(change for change in changes if change[1] != change[2])
         return Unsupported(

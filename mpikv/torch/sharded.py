@@ -66,7 +66,7 @@ class _Part:
     """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
-        """Return this rank's part of a tensor of the parameter's shape; copy the tensor if its strides differ."""
+        """Return a view of this rank's part of a tensor of the parameter's shape; of a copy if its strides differ."""
         if self.whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -142,6 +142,7 @@ class ShardedStep:
         self._cut_state()
 
     def _bounds(self, named: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[int, int]]]:
+        """Yield each parameter with the range of its elements that this rank owns. Local."""
         sizes = [parameter.numel() for _, parameter in named]
         if self._is_whole:
             owners = _balance([_work(parameter) for _, parameter in named], self._kv.size)
@@ -175,6 +176,9 @@ class ShardedStep:
     # --- A step
 
     def _step(self, closure: Any) -> Any:
+        """Run the closure, update this rank's shards, and exchange the new weights; return the mean loss.
+        Collective.
+        """
         if self._released:  # a scheduler has kept this method
             return self._wrapped(closure)
         # Before the step: these optimizers call a closure once, at the start; in the step it would find shards in place
@@ -270,7 +274,7 @@ class ShardedStep:
         for part in self._parts.values():
             found = [piece[part.key] for piece in pieces if piece.get(part.key)]
             if found:
-                whole[part.parameter] = _joined(part.parameter, found)
+                whole[part.parameter] = _join_state(part.parameter, found)
         return whole
 
 
@@ -287,7 +291,7 @@ def _cut(part: _Part, name: str, value: Any) -> Any:
     return part.of(in_order).clone()
 
 
-def _joined(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _join_state(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the state of a parameter from its parts, in rank order."""
     first, joined = pieces[0], {}
     for name, value in first.items():

@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
-    """Fill tensors with the root's. Collective."""
+    """Overwrite tensors by the root's, in place. Collective."""
     with torch.no_grad():
         rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
         if rows:
@@ -45,7 +45,7 @@ def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
 def copy_from(
     kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]
 ) -> None:
-    """Copy tensors and optimizer states from one rank to all. Collective.
+    """Overwrite tensors and optimizer states by those of one rank, in place. Collective.
 
     The caller must report an error of one rank to the others, e.g. by ``raising_on_all``: user code runs here, and no
     rank waits outside of a call of the store.
@@ -74,7 +74,7 @@ class Weights:
         self._kv, self._key = kv, f"{prefix}*weights"
         self._tensors: dict[str, Any] = {}
         self._optimizers = list(optimizers)
-        self._handles = [one.register_load_state_dict_post_hook(self._take_state) for one in self._optimizers]
+        self._handles = [one.register_load_state_dict_post_hook(self._note_loaded_state) for one in self._optimizers]
         self._states: dict[int, float] = {}
         """For an optimizer's number, a sum over its loaded state."""
         self._marks, self._is_loaded = 0, False
@@ -98,7 +98,7 @@ class Weights:
         return self._is_loaded or self._marks != self._find_marks()
 
     def is_suspect(self) -> bool:
-        """Return the same, or whether an earlier loaded state was not compared yet. Local."""
+        """Return whether weights have changed since the last step, or a loaded state was not compared yet. Local."""
         return bool(self._states) or self.is_touched()
 
     def accept(self) -> None:
@@ -128,8 +128,9 @@ class Weights:
             self.forget()
 
     def compare(self, verb: str) -> None:
-        """Raise RankMismatch on every rank unless all have the same weights, up to rounding, and have loaded the same
-        states. Collective.
+        """Raise RankMismatch on all ranks unless weights, up to rounding, and loaded states are the same. Collective.
+
+        The loaded states then count as compared.
         """
         kv, tensors = self._kv, self._tensors.values()
         if kv.size == 1 or not (self._tensors or self._optimizers):
@@ -153,7 +154,7 @@ class Weights:
         check_equal(kv, here, verb, f"weights or states are not the same on all ranks; {_ADVICE}")
 
     def _find_other_weights(self) -> list[str]:
-        """Compare all numbers with the root's. Collective."""
+        """Return the names of weights that differ from the root's, by all of their numbers. Collective."""
         differ = []
         for name, tensor in self._tensors.items():
             own = tensor.detach()
@@ -163,7 +164,7 @@ class Weights:
                 differ.append(name)
         return differ
 
-    def _take_state(self, optimizer: Any) -> None:
+    def _note_loaded_state(self, optimizer: Any) -> None:
         """Record, in a hook, a loaded state. This hook runs first, before a sharded step cuts the state. Local."""
         number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())

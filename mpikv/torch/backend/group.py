@@ -114,7 +114,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- The way of every call
 
     def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
-        """Queue a call, or make it at once if the caller waits."""
+        """Queue a call, or make it at once if the caller waits; return its handle. A mistake is raised on every rank
+        then.
+        """
         self._check_open(verb)
         mistake: Exception | None = None
         try:
@@ -251,7 +253,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
 
     def allgather_coalesced(self, outs: Any, ins: Any, options: Any = None) -> Work:
-        """Do the same for a list of inputs; ``outs`` has a list of outputs for each rank."""
+        """Copy every rank's inputs to all; ``outs`` has a list of outputs, one for each input, for each rank.
+        Collective.
+        """
         return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
 
     @_issued("gather", 2)
@@ -283,13 +287,16 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
+        """Plan an exchange of one tensor from each rank to each."""
         arrays, put_back = in_place(self._one_each(outs))
         sends = [read(one) for one in self._one_each(ins)]
         run = partial(self._collectives.all_to_all, sends, arrays)
         return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Return the parts of a tensor for each rank, along its first dimension."""
+        """Return the parts of a tensor for each rank, along its first dimension; ValueMismatch if they are not all of
+        it.
+        """
         rows = list(rows) or [len(tensor) // self._size] * self._size
         if sum(rows) != len(tensor):
             raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
@@ -324,6 +331,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._follow(work, self._meeting.mailbox.receive(array, source, tag, end))
 
     def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
+        """Return the handle of a message that is not begun yet; raise if the group has ended. Local."""
         self._check_open(verb)
         self._communicator.check_usable()
 
@@ -341,7 +349,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- Mistakes that every rank can make, and common facts
 
     def _check_part(self, whole: Any, part: Any) -> str:
-        """Check that ``part`` fits ``whole``, a tensor in equal parts or a list with any; return their kind. Local."""
+        """Return the kind of ``whole``, a tensor in equal parts or a list with any; ValueMismatch unless ``part`` fits.
+        Local.
+        """
         if isinstance(whole, torch.Tensor):
             sizes, kinds = [whole.numel() // self._size] * self._size, {whole.dtype}
             fits = whole.numel() == part.numel() * self._size
@@ -354,12 +364,13 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return f"{str(part.dtype)[6:]}{sizes if len(set(sizes)) > 1 else f'[{sizes[0]}] each'}"
 
     def _one_each(self, tensors: Sequence[Any]) -> Sequence[Any]:
-        """Return a list of tensors, one for each rank."""
+        """Return the list of tensors itself; ValueMismatch unless it has one for each rank."""
         if len(tensors) != self._size:
             raise ValueMismatch(f"a list of {len(tensors)} tensors for {self._size} ranks; pass one for each rank")
         return tensors
 
     def _root(self, options: Any) -> int:
+        """Return the root that PyTorch's options name; ValueMismatch if it is no rank."""
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
         if not 0 <= root < self._size:
             raise ValueMismatch(f"the root {root} is none of {self._size} ranks")
@@ -430,6 +441,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._give_up("it has aborted the process group")
 
     def _give_up(self, why: str) -> None:
+        """End the group on this rank alone, and tell the other ranks why. Local."""
         self._meeting.abort(why)
         # At its end this rank waits for the others, which may work on for as long as a call may take.
         self._meeting.deadline.timeout = self._timeout.total_seconds()

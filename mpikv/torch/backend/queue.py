@@ -40,7 +40,8 @@ class Queue:
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call, now or later. ``waits``: the caller waits for it at once.
+        """Make a call in this thread, or queue it for the queue's thread; return its handle. ``waits``: the caller
+        waits at once.
 
         Raises:
             Closed: the queue has ended.
@@ -90,7 +91,9 @@ class Queue:
             raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 
     def end(self, patience: float) -> bool:
-        """Let no call in any more; return whether all have completed, within ``patience`` seconds."""
+        """Let no call in any more, and wait for those let in; return whether all have completed within ``patience``
+        seconds.
+        """
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -105,15 +108,16 @@ class Queue:
             self._changed.notify_all()
 
     def _serve(self) -> None:
-        while call := self._await():
+        """Make the queued calls one after the other, in the thread of the queue, until its end."""
+        while call := self._take_next():
             self._place = call[0].place
             self._make(*call)
             self._place = ""
             del call  # it holds the caller's tensors
             self._free()
 
-    def _await(self) -> _Call | None:
-        """Wait for a call to make, and return it; None at the end."""
+    def _take_next(self) -> _Call | None:
+        """Wait for a call to make, and take it from the queue, busy from then on; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
             if not self._calls:
@@ -122,6 +126,7 @@ class Queue:
             return self._calls.popleft()
 
     def _make(self, work: Work, run: Callable[[], object]) -> None:
+        """Make a call, and complete its handle; an error goes to the handle, and is not raised."""
         try:
             run()
         except BaseException as error:

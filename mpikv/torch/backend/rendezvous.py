@@ -124,6 +124,7 @@ class StoreWords:
             raise self._explain(keys, error) from error
 
     def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
+        """Return the error to raise: Stalled with the missing ranks, or TransportError if the store has failed."""
         try:
             missing = [rank for rank, key in zip(self.names, keys, strict=False) if not self._store.check([key])]
         except RuntimeError:  # the process that has the store has ended
@@ -159,6 +160,9 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
 
 
 def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Meeting:
+    """Return all that the ranks of a group share, once they have compared settings; a problem is raised on all.
+    Collective.
+    """
     if not group.threads:
         problem = problem or Unsupported(
             "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
@@ -178,7 +182,9 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
-    """Return the group of these ranks, by MPI if its launcher has started them. Collective."""
+    """Return the group of these ranks, by MPI if its launcher has started them; raise if nothing can join them.
+    Collective.
+    """
     launch = launch_by_mpi()
     fact = json.dumps([launch and launch.rank, [*words.names]])
     ranks, lists = zip(*map(json.loads, words.allgather(fact.encode())), strict=True)

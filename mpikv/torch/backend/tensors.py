@@ -68,6 +68,7 @@ def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
 
 @cache
 def _check_kind(op: Op, kind: Any) -> None:
+    """Raise Unsupported unless tensors of a dtype have such a reduction. Cached."""
     if kind in _OF_NUMPY or kind == torch.bfloat16:
         check(op, flat(torch.empty(0, dtype=kind)).dtype)
     elif not (kind.is_complex and op.adds):
@@ -121,7 +122,7 @@ def _dense(tensor: Any, factor: Any) -> Any:
 
 
 def flat(tensor: Any) -> Array:
-    """Return the memory of a dense tensor as a flat array.
+    """Return the memory of a dense tensor as a flat array, never a copy.
 
     >>> flat(torch.tensor([1j])).tolist()
     [0.0, 1.0]
@@ -135,13 +136,17 @@ def flat(tensor: Any) -> Array:
 
 
 def read(tensor: Any, factor: Any = None) -> Array:
-    """Return the elements of a tensor, each times a factor, as a flat array; in place if that needs no copy."""
+    """Return a tensor's elements times a factor, flat: its own memory if that needs no copy. Unsupported off
+    the host.
+    """
     check_movable(tensor)
     return flat(_dense(tensor.detach(), factor))
 
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays to change, and a function that then copies those back that are copies."""
+    """Return flat arrays to change, and a function that copies back those that are copies; Unsupported if one cannot be
+    filled.
+    """
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
@@ -192,7 +197,8 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
 
 
 def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
-    """Do what :func:`~mpikv.collectives.operations.combine` does, but sums of half precision by PyTorch.
+    """Combine terms into ``out`` as :func:`~mpikv.collectives.operations.combine` does, but sums of half precision by
+    PyTorch.
 
     >>> terms = list(np.random.default_rng(0).standard_normal((3, 100_000)).astype(np.float16))
     >>> for size in (2, 3):

@@ -82,14 +82,15 @@ class Work(dist.Work):  # type: ignore[misc]
             TimeoutError: it has not completed within ``timeout``, if that is above 0; the call goes on.
         """
         if not self._done:
-            self._await(timeout.total_seconds() if timeout else 0)
+            self._wait_for_end(timeout.total_seconds() if timeout else 0)
         if (error := self.exception()) is not None:
             raise error.with_traceback(self._trace)  # each raise would make the traceback longer
         return True
 
     synchronize = wait
 
-    def _await(self, seconds: float) -> None:
+    def _wait_for_end(self, seconds: float) -> None:
+        """Wait until the call has completed; TimeoutError after so many seconds, if they are above 0."""
         # PyTorch's 0 and negative numbers mean "for ever"; the group's own deadline bounds that.
         if self.help is not None:
             self.help(seconds if seconds > 0 else math.inf)
@@ -104,7 +105,9 @@ class Work(dist.Work):  # type: ignore[misc]
             raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
 
     def get_future(self) -> Any:
-        """Return the ``torch.futures.Future`` of the result."""
+        """Return the ``torch.futures.Future`` of the result. Its functions run in the thread that completes the call,
+        or at once.
+        """
         with self._lock:
             if self._future is None:
                 self._begun = Future()
