@@ -31,7 +31,7 @@ class _Unwritable(Exception):
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
-    """Return the checkpoint of values at a path and its updater, after a check against the present keys. Local.
+    """Return the checkpoint of values at a path and its updater, or raise if it does not fit the present keys. Local.
 
     Raises:
         CheckpointError: the file is no such checkpoint, or has another updater.
@@ -48,8 +48,10 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
 def find_states(
     path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
 ) -> tuple[Source, Optimizer]:
-    """Return the checkpoint of states at a path and the optimizer to use, after a check against the present keys.
-    Local. The optimizer is a new one if the file has its options, else the present one.
+    """Return the checkpoint of states at a path and the optimizer to use, or raise if it does not fit the present keys.
+    Local.
+
+    The optimizer is a new one if the file has its options, else the present one.
 
     Raises:
         CheckpointError: the file is no such checkpoint, has an optimizer of another kind, or one that cannot be made.

@@ -207,7 +207,8 @@ def _mode(found: os.stat_result) -> int:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the permissions of the file that a checkpoint replaces; None if there is none.
+    """Return the permissions of the file that a checkpoint replaces; None if there is none, FileExistsError if it is no
+    file.
 
     Raises:
         FileExistsError: the path names no regular file.

@@ -260,7 +260,7 @@ def _dump(tree: Any) -> str:
 
 
 def parse_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype.
+    """Return numpy's dtype of this name; Unsupported if it is bfloat16, and ml_dtypes is missing.
 
     Raises:
         Unsupported: it is bfloat16, and ml_dtypes is not installed.
@@ -285,7 +285,10 @@ def check_writable(header: Header) -> None:
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
-    """Return the header of a file of ``size`` bytes, and the CRC-32 of each :data:`CHUNK` of the arrays.
+    """Return the header of a file of ``size`` bytes, and the CRC-32 of each chunk; CheckpointError if it is no whole
+    checkpoint.
+
+    A chunk is :data:`CHUNK` bytes of the arrays.
 
     Raises:
         CheckpointError: the text is no header of a whole checkpoint.

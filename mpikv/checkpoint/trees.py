@@ -103,7 +103,8 @@ def pack(tree: Any, where: str) -> Array:
 
 
 def unpack(memory: Array, name: str) -> Any:
-    """Return a state from its bytes. ``name`` it for an error.
+    """Return a state from its bytes; CheckpointError if they are none, ConfigError if torch is missing. ``name`` it for
+    an error.
 
     Raises:
         CheckpointError: they are not those of a state.

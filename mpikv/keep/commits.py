@@ -121,7 +121,7 @@ class Commits:
         note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
         began = self._began = self._saved = present().now()
         apart, since = 1, 0
-        with self._heeding():
+        with self._heed_sigterm():
             while step < total:
                 if note[0] <= step:
                     note[0] = step + 1
@@ -148,7 +148,7 @@ class Commits:
         return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **objects})
 
     @contextmanager
-    def _heeding(self) -> Iterator[None]:
+    def _heed_sigterm(self) -> Iterator[None]:
         """Let SIGTERM end the loop where ranks meet, if its state outlives the job and the program has no other use."""
         heeds = self._stays and threading.current_thread() is threading.main_thread()
         if not (heeds and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):

@@ -18,7 +18,7 @@ from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
 from .checks import OWNER, check_model, check_options, check_parameter
 from .closures import mean_loss
-from .comparison import outline, settings_of
+from .comparison import describe_tensors, settings_of
 from .failures import raising_on_all
 from .generators import RandomState
 from .model_buffers import ModelBuffers
@@ -161,7 +161,7 @@ class Attached:
         options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}, compression={packing}"
         kinds = ", ".join(type(one).__name__ for one in optimizers)
         named = dict(model.named_parameters())
-        of_model, of_optimizers = outline(model), settings_of(optimizers, named)
+        of_model, of_optimizers = describe_tensors(model), settings_of(optimizers, named)
         kv.check_equal("\n".join([f"{options}, optimizer={kinds or None}", *of_model]), "attach")
         kv.check_equal("\n".join(["settings", *of_optimizers]), "attach")
         fill_from_root(kv, "*attach/", tensors_of(model))

@@ -24,7 +24,7 @@ import torch
 
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
-from .comparison import check_equal, plain, settings_of
+from .comparison import check_equal, settings_of, simplify
 from .failures import raising_on_all
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
@@ -247,7 +247,9 @@ class BackwardSync:
         self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
-        """Complete the pass, in the engine's callback: so every gradient is the mean when backward returns."""
+        """Complete the pass, in the engine's callback: so every gradient is the mean when backward returns.
+        Collective.
+        """
         if task != self._task:
             self.refuse(
                 Unsupported(
@@ -292,7 +294,9 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Send the remaining buckets, with zeros for missing gradients; return which gradients this rank has."""
+        """Send the remaining buckets, with zeros for missing gradients; return for each gradient whether this rank has
+        it. Collective.
+        """
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -305,7 +309,7 @@ class BackwardSync:
         return [brought[gradient] for gradient in self.gradients]
 
     def _settle_new(self, order: Sequence[Gradient]) -> None:
-        """Give new gradients memory and buckets; a failure ends the pass."""
+        """Give new gradients memory and buckets; a failure ends the pass. Collective."""
         try:
             self.settle(order)
         except MPIKVError:
@@ -315,7 +319,7 @@ class BackwardSync:
     def note_step(self, optimizer: Any) -> None:
         """Record a step and its settings; the next pass compares them. Local."""
         groups = optimizer.param_groups
-        settings = [[plain(value) for name, value in group.items() if name != "params"] for group in groups]
+        settings = [[simplify(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
         self.made += 1
 
@@ -335,7 +339,9 @@ class BackwardSync:
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def complete(self) -> None:
-        """Make the remaining calls of a pass that was cut short, so that all ranks are at the same call again."""
+        """Make the remaining calls of a pass that was cut short, so that all ranks are at the same call again.
+        Collective.
+        """
         if self._task is None:
             return
         if self._task == torch._C._current_graph_task_id() != _CUT:
@@ -365,7 +371,7 @@ class BackwardSync:
     # --- What ranks agree about
 
     def settle(self, order: Sequence[Gradient]) -> None:
-        """Give new gradients memory and buckets, in the root's order."""
+        """Give new gradients memory and buckets, in the root's order. Collective."""
         kv, key = self._kv, f"{self._prefix}*order"
         places = {gradient: place for place, gradient in enumerate(self.gradients)}
         root_order = kv.broadcast(key, np.array([places[gradient] for gradient in order], np.int64))
@@ -384,7 +390,7 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare the ranks' passes, and set ``parameter.grad`` to None where no rank has a gradient."""
+        """Compare the ranks' passes, and set ``parameter.grad`` to None where no rank has a gradient. Collective."""
         self._compare(self.number, brought)
         if all(brought):
             return
@@ -393,8 +399,8 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        """Sum the census and the model's buffers over ranks; RankMismatch on all if passes, steps or settings
-        differ.
+        """Sum the census and buffers over ranks; RankMismatch on all if passes, steps or settings differ.
+        Collective.
         """
         self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought

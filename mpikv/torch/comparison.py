@@ -24,7 +24,7 @@ def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
         raise
 
 
-def outline(model: Any) -> list[str]:
+def describe_tensors(model: Any) -> list[str]:
     """Return a line for each parameter and buffer of a model; ranks must have the same lines."""
     return [
         f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
@@ -41,17 +41,17 @@ def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             of = f"{type(optimizer).__name__}, group {number}:"
-            lines += [f"{of} {name} {plain(value)}" for name, value in group.items() if name != "params"]
+            lines += [f"{of} {name} {simplify(value)}" for name, value in group.items() if name != "params"]
             lines += [f"{of} {names.get(parameter, 'a frozen parameter')}" for parameter in group["params"]]
     return lines
 
 
-def plain(value: Any) -> Any:
+def simplify(value: Any) -> Any:
     """Return an optimizer's setting in a form that ranks can compare. An object is replaced by the name of its type:
     its repr may hold an address.
     """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return list(map(plain, value))
+        return list(map(simplify, value))
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

@@ -228,7 +228,7 @@ class ShardedStep:
     # --- State
 
     def part_state(self) -> dict[str, Any]:
-        """Return the options, and the state of this rank's part. Local."""
+        """Return the options, and the state of this rank's part: its own tensors, not copies. Local."""
         groups = [
             {name: one for name, one in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
@@ -236,7 +236,7 @@ class ShardedStep:
         return {"groups": groups, "parts": {part.key: self.optimizer.state.get(part.shard, {}) for part in owned}}
 
     def take_part_state(self, state: Mapping[str, Any]) -> None:
-        """Take the result of :meth:`part_state`. Local."""
+        """Replace the options and this rank's state by a result of :meth:`part_state`. Local."""
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         for part in self._parts.values():

@@ -31,8 +31,9 @@ _CAST = frozenset(
 
 
 def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy each source to its target, on the current stream. One launch copies all contiguous pairs of equal dtypes,
-    and one all pairs with the same cast. Local.
+    """Queue a copy of each source to its target, on the current stream, without a wait. Local.
+
+    One launch copies all contiguous pairs of equal dtypes, and one all pairs with the same cast.
 
     Args:
         targets: CuPy's arrays of the current GPU. No target may overlap another target or another's source.

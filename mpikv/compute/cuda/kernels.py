@@ -74,7 +74,8 @@ class CudaKernels:
                     _prepare(rule_of(updater), dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function that launches one update of these arrays; it keeps them alive.
+        """Return a function that queues one update of these arrays, and keeps them alive; ValueMismatch if one does not
+        fit. Local.
 
         Raises:
             ValueMismatch: an array has a wrong dtype or size, or has gaps.
@@ -92,8 +93,10 @@ class CudaKernels:
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function that updates some ranges of these arrays, with few launches: one for 200 ranges and up to
-        16 different steps. It keeps the arrays alive.
+        """Return a function that queues updates of some ranges of these arrays, with few launches; it keeps the arrays
+        alive.
+
+        One launch does for 200 ranges and up to 16 different steps.
 
         Raises: as :meth:`bind`.
         """
@@ -101,8 +104,10 @@ class CudaKernels:
         return _Updates(updater, Whole(total, value, state), ends, MANY)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that updates some whole values, by a step each, with three launches; it keeps them alive.
-        None for optimizers without such kernels.
+        """Return a function that queues updates of whole values, by a step each, and keeps them alive; None without
+        such kernels.
+
+        It takes three launches.
 
         Raises: as :meth:`bind`.
         """

@@ -12,7 +12,7 @@ from ...optimizers.layerwise import LAMB, LARS, Layerwise
 from ...optimizers.optimizer import Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Updater, Whole
-from .loading import address_of, addresses_of, argument_dtype, kernel, room
+from .loading import address_of, addresses_of, allocate_floats, argument_dtype, kernel
 from .norms import CELL, PIECES, THREADS, cells_of
 from .steps import rows_of
 
@@ -40,8 +40,9 @@ def launch_of(part: str, rule: Rule, dtype: str) -> tuple[str, Rule]:
 
 
 def bind(optimizer: Layerwise, wholes: Sequence[Whole]) -> Callable[[Sequence[Step]], None]:
-    """Return a function that updates some values, by a step each, with three launches for 44 values of a dtype. It
-    keeps the arrays alive. LAMB leaves undefined content in the sums.
+    """Return a function that queues updates of some values, by a step each, and keeps them alive. Local.
+
+    It takes three launches for 44 values of a dtype. LAMB leaves undefined content in the sums.
 
     Raises:
         ValueMismatch: an array has a wrong dtype or size, or has gaps.
@@ -71,7 +72,7 @@ class _Batch:
         self._optimizer, self._places, self._wholes = optimizer, places, wholes
         self._dtype = wholes[0].value.dtype.name
         self._cells = sum(cells_of(whole.value.size) for whole in wholes)
-        self._sums = room(2 * PIECES * self._cells + len(wholes))
+        self._sums = allocate_floats(2 * PIECES * self._cells + len(wholes))
         self._given = np.zeros(1, argument_dtype("layerwise.cu", "Layers"))
         given = self._given[0]
         for number, whole in enumerate(wholes):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import address_of, argument_dtype, kernel, room
+from .loading import address_of, allocate_floats, argument_dtype, kernel
 
 MOST = 160
 CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
@@ -38,7 +38,7 @@ def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tup
         TransportUnavailable: the kernels cannot be compiled here.
     """
     counts = [cells_of(array.size) for array in arrays]
-    sums = room(2 * PIECES * sum(counts))
+    sums = allocate_floats(2 * PIECES * sum(counts))
     firsts = np.cumsum([0, *counts])
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for index, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True)):

@@ -149,7 +149,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
-        """Reduce each tensor, in place on every rank."""
+        """Issue a reduction of each tensor, in place on every rank. Collective."""
         tensors, (op, factor) = _listed(tensors), _reduction(options)
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], Reduction(op, factor))
@@ -187,7 +187,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
-        """Reduce a tensor, in place at the root."""
+        """Issue a reduction of a tensor, in place at the root. Collective."""
         tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
         check_kinds(op, tensors)
         (array,), put_back = in_place(tensors, factor)
@@ -197,8 +197,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("reduce_scatter", 2)
     def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Reduce every rank's r-th part into the output of rank r, for one output or each of a list. The input of an
-        output is a list of tensors, or one in equal parts.
+        """Issue a reduction of every rank's r-th part into the output of rank r. Collective.
+
+        For one output or each of a list. The input of an output is a list of tensors, or one in equal parts.
         """
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
@@ -221,7 +222,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("broadcast", 1)
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
-        """Copy the root's tensor to every rank's."""
+        """Issue a copy of the root's tensor to every rank's. Collective."""
         tensors, root = _listed(tensors), self._root(options)
         (array,), put_back = in_place(tensors)
         run = partial(self._collectives.broadcast, array, root)
@@ -229,8 +230,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Copy every rank's input to all, for one input or each of a list. The output of an input is a list of tensors,
-        or one in equal parts.
+        """Issue a copy of every rank's input to all. Collective.
+
+        For one input or each of a list. The output of an input is a list of tensors, or one in equal parts.
         """
         if isinstance(ins, torch.Tensor):
             outs, ins = [outs], [ins]
@@ -253,14 +255,14 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
 
     def allgather_coalesced(self, outs: Any, ins: Any, options: Any = None) -> Work:
-        """Copy every rank's inputs to all; ``outs`` has a list of outputs, one for each input, for each rank.
+        """Issue copies of every rank's inputs to all; ``outs`` has for each rank a list, one output for each input.
         Collective.
         """
         return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
 
     @_issued("gather", 2)
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Copy every rank's tensor to the root."""
+        """Issue a copy of every rank's tensor to the root. Collective."""
         root, send = self._root(options), read(ins[0])
         arrays, put_back = in_place(self._one_each(outs[0]) if self._rank == root else [])
         run = partial(self._collectives.gather, send, arrays or None, root)
@@ -268,7 +270,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Copy the root's r-th tensor to rank r."""
+        """Issue a copy of the root's r-th tensor to rank r. Collective."""
         root, ((array,), put_back) = self._root(options), in_place(outs)
         sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
         run = partial(self._collectives.scatter, sends, array, root)
@@ -276,12 +278,14 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Copy this rank's r-th tensor to rank r, for every r."""
+        """Issue a copy of this rank's r-th tensor to rank r, for every r. Collective."""
         return self._plan_all_to_all(outs, ins, outs)
 
     @_issued("all_to_all", 4)
     def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
-        """Copy the r-th rows of this rank's tensor to rank r, for every r; without numbers of rows equally many."""
+        """Issue a copy of the r-th rows of this rank's tensor to rank r; without numbers of rows equally many.
+        Collective.
+        """
         return self._plan_all_to_all(self._cut(out, out_rows), self._cut(tensor, in_rows), [out])
 
     alltoall_base = all_to_all_single
@@ -304,13 +308,13 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("barrier", 0)
     def barrier(self, options: Any) -> _Plan:
-        """Wait until every rank has come."""
+        """Issue a call that completes when every rank has made it. Collective."""
         return _Plan((), lambda staged: None, [])
 
     # --- Messages between two ranks, not in the order of the calls above
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
-        """Send a tensor to one rank. Local."""
+        """Begin to send a tensor to one rank, and return the handle. Local."""
         work = self._message("send", tensors, f"to {to}", tag)
         return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.end))
 
@@ -319,7 +323,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
-        """Receive a tensor from one rank; None: from any. Local."""
+        """Begin to receive a tensor from one rank, or for None from any, and return the handle. Local."""
         work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
         (array,), put_back = in_place(tensors)
 

@@ -49,7 +49,9 @@ class Ends:
         """Why this rank itself waits no more."""
 
     def find(self) -> str:
-        """Return the reason, as :meth:`~mpikv.protocols.Group.find_end`; also that a process of this host has ended."""
+        """Return why a call will never complete: a rank has given up, or a process of this host has ended; "" if
+        neither. Local.
+        """
         if why := self.own or self._group.find_end():
             return why
         if (now := present().now()) < self._due:
