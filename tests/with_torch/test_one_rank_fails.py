@@ -155,7 +155,7 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
     model, optimizer, attached = attached_pair(kv, update="store")
     train(model, optimizer, range(2), kv)
     if is_last(kv):
-        monkeypatch.setattr("mpikv.torch.sharded._joined", planted)
+        monkeypatch.setattr("mpikv.torch.sharded._join_state", planted)
         with pytest.raises(ArithmeticError, match="planted"):
             attached.detach()
         monkeypatch.undo()

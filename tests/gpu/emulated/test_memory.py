@@ -60,8 +60,8 @@ def shuffled(high: int, count: int, seed: int = 0) -> Any:
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the memory that layers take for their sums."""
-    arrays, take = list[Any](), layerwise.room
-    monkeypatch.setattr(layerwise, "room", lambda count: arrays.append(take(count)) or arrays[-1])
+    arrays, take = list[Any](), layerwise.allocate_floats
+    monkeypatch.setattr(layerwise, "allocate_floats", lambda count: arrays.append(take(count)) or arrays[-1])
     return arrays
 
 
@@ -122,7 +122,7 @@ def test_ranges_of_a_table(ends: list[int]) -> None:
     optimizer, arrays = optimizers.Adam(), {name: placed(ends[-1], np.float32) for name in ("total", "value")}
     state = {name: placed(ends[-1], np.float32) for name in ("mean", "variance")}
     memory: Any = SimpleNamespace(zeros=lambda nbytes: arrays.setdefault("table", placed(nbytes, np.uint8)))
-    table = CudaKernels().table(optimizer, memory, len(ends), [])
+    table = CudaKernels().step_table(optimizer, memory, len(ends), [])
     steps = [optimizer.step("key", 1 + place % 8) for place in range(len(ends))]
     check(one(lambda: table.write(steps)), {"table": arrays["table"]})
     bound = CudaKernels().bind_ranges(optimizer, arrays["total"], arrays["value"], state, ends)
@@ -359,7 +359,7 @@ def test_launches_of_layers(count: int, different: int, launched: int) -> None:
 
 def test_what_is_in_a_table_is_not_written_again() -> None:
     adam, memory = optimizers.Adam(), SimpleNamespace(zeros=lambda nbytes: placed(nbytes, np.uint8))
-    table = CudaKernels().table(adam, memory, 3, [])  # type: ignore[arg-type]  # of a Memory it takes zeros alone
+    table = CudaKernels().step_table(adam, memory, 3, [])  # type: ignore[arg-type]  # of a Memory it takes zeros alone
     for counts, launched in (([1], 1), ([1], 0), ([2], 1), ([2, 2, 3], 1), ([2, 2, 3], 0), ([2, 3, 3], 1), ([2], 1)):
         steps = [adam.step("a", count) for count in counts]
         assert len(run(lambda steps=steps: table.write(steps))) == launched
@@ -455,7 +455,7 @@ def test_norms_and_scaling_of_a_vast_array() -> None:
 
 @pytest.mark.parametrize("rule", LAYERWISE)
 def test_vast_layers(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    monkeypatch.setattr(layerwise, "room", lambda count: placed(count, np.float64, fill=0))
+    monkeypatch.setattr(layerwise, "allocate_floats", lambda count: placed(count, np.float64, fill=0))
     optimizer = optimizers.create(rule, learning_rate=0.5)
     value, total = vast(np.float32), vast(np.float32)
     state = {name: vast(dtype) for name, dtype in optimizer.slots(value.dtype).items()}

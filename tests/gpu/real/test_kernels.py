@@ -79,7 +79,7 @@ def test_updates(rule: str, data: Any, dtype: np.dtype[Any], late: bool) -> None
         update = OnGpu().bind(optimizer, sum_of(left, right), weight, state)
         if late and rule in RULES:
             memory: Any = SimpleNamespace(zeros=lambda nbytes: there(np.zeros(nbytes, np.uint8)))
-            table = CudaKernels().table(optimizer, memory, 3, [dtype])
+            table = CudaKernels().step_table(optimizer, memory, 3, [dtype])
             table.write([optimizers.optimizer.Step(0.0, 0.0, (1.0,) * len(step.correction)), step])
             step = table.rows[1]
         update(step)
@@ -100,7 +100,7 @@ def test_ranges_with_steps_of_their_own(dtype: np.dtype[Any], late: bool) -> Non
         found, states = there(value), {name: there(array) for name, array in state.items()}
         update = CudaKernels().bind_ranges(optimizer, there(total), found, states, ends)
         memory: Any = SimpleNamespace(zeros=lambda nbytes: there(np.zeros(nbytes, np.uint8)))
-        table = CudaKernels().table(optimizer, memory, len(keys), [dtype])
+        table = CudaKernels().step_table(optimizer, memory, len(keys), [dtype])
         for count in (1, 2):
             steps = [optimizer.step(key, count) for key in keys]
             if late:
