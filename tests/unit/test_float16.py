@@ -103,8 +103,7 @@ def test_compiled_loops_round_and_add_as_numpy_does(dtype: np.dtype[Any]) -> Non
     value = np.empty(numbers.size, dtype)
     compiled_halves.bind_rounding(numbers, value)(None)
     assert same(value, numbers.astype(dtype))
-    first, value = every(dtype), np.empty(1 << 16, dtype)
-    wide = random.standard_normal(1 << 16).astype(np.float32)
+    first, value, wide = every(dtype), np.empty(1 << 16, dtype), random.standard_normal(1 << 16).astype(np.float32)
     for _ in range(8):
         second = random.permutation(first)
         for one, other in ((first, second), (wide, second), (first, wide), (wide, wide)):

@@ -9,13 +9,12 @@ import pytest
 
 import mpikv
 from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, ValueMismatch, clip_global_norm
-from mpikv.compute.cuda import norms
 from mpikv.compute.cuda.gpu import CupyGpu
+from mpikv.compute.cuda.norms import CELL
 from mpikv.testing.updater import available
 from mpikv.train.array_location import locate_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
-CELL = norms.CELL
 SHAPES = {"b": ((5,), np.float32), "h": ((7, 3), np.float16), "w": ((30, 40), np.float32), "x": ((2, 3), np.float64)}
 BOTH = pytest.mark.parametrize("on_store", [True, False])
 
