@@ -628,7 +628,7 @@ def test_a_late_rank_is_named(comm):
     late = kv.size - 1
     if kv.rank != late:
         time.sleep(kv.is_root)  # it counts pushes, and has to be there when the others ask for whom they wait
-        with pytest.raises(Stalled, match=rf"waited 2\.\d s for ranks \[{late}\]") as caught:
+        with pytest.raises(Stalled, match=rf"waited [2-9]\.\d s for ranks \[{late}\]") as caught:
             push_often(kv)
         # Where its code is can be seen on its host only.
         assert len(kv._group.hosts) > 1 or re.search(rf"rank {late} .*test_async.py", str(caught.value))
@@ -649,7 +649,7 @@ def test_a_rank_that_does_not_come_to_a_collective_call(comm):
     adding(kv)
     kv.push("w", np.ones(2))
     if kv.rank != 1:
-        with pytest.raises(Stalled, match=r"barrier: waited 1\.\d s for "):
+        with pytest.raises(Stalled, match=r"barrier: waited [1-9]\.\d s for "):
             kv.barrier()
     comm.Barrier()
     kv.abandon("the test is over")
@@ -732,7 +732,7 @@ for step in range(200000):
         ("os._exit(0)", "rank 1"),
         ("raise OSError('no data')", r"\[rank 1/3\] OSError: no data"),
         # The third rank may be late, too: it waits for the second.
-        ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited 3\.\d s for ranks \[(1|2|1, 2)\], in .*: rank [12] began"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited [3-9]\.\d s for ranks \[(1|2|1, 2)\], in .* rank [12] began"),
     ],
 )
 def test_a_rank_that_dies_ends_the_job(tmp_path, fault, text, staleness):
@@ -855,7 +855,7 @@ else:
 """
     status, said, seconds = job(tmp_path, text, 2)
     assert status != 0
-    assert re.search(r"caught pull: waited 2\.\d s for ranks \[0\]", said), said
+    assert re.search(r"caught pull: waited [2-9]\.\d s for ranks \[0\]", said), said
     assert seconds < 30
 
 

@@ -237,7 +237,7 @@ def test_a_warning_says_that_the_gpu_is_waited_for(caplog):
             return bool(caplog.messages)
 
     assert watched([EndingWithTheWarning()], timeout=9.0, warn_after=0.2) == []
-    assert re.fullmatch(r"rank 3 has waited 0\.\d s for the GPU, in push 0", caplog.messages[0])
+    assert re.fullmatch(r"rank 3 has waited [0-8]\.\d s for the GPU, in push 0", caplog.messages[0])
     assert len(caplog.messages) == 1
 
 
