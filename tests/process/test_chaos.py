@@ -27,7 +27,7 @@ sys.path.insert(0, str(SCRIPTS))
 from chaos_faults import ALL, CONTROLS, FAULTS, End, simulated  # noqa: E402
 from chaos_growth import Resources  # noqa: E402
 
-pytestmark = pytest.mark.deadline(300)
+pytestmark = pytest.mark.deadline(600)
 SIMULATED = [name for name, fault in FAULTS.items() if simulated(fault)]
 SAVES = ["table", "--ranks", "2", "--transports", "shm", "--only"]
 KILLED, KILLED_ASIDE = "SIGKILL in a save", "SIGKILL in a save with wait=False"
@@ -80,7 +80,7 @@ def chaos(*arguments: str, scripts: Path = SCRIPTS) -> subprocess.CompletedProce
     if "--simulated" not in arguments and (reason := why_no_mpi()):
         pytest.skip(reason)
     command = [sys.executable, str(scripts / "chaos"), *arguments]
-    return subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=580, check=False)
 
 
 def planted(folder: Path, text: str) -> Path:

@@ -457,7 +457,7 @@ def wait(verb):
     if (MPI.COMM_WORLD.rank, verb) == (1, LATE):
         time.sleep(20)
 wait("create")
-kv = mpikv.create(timeout=1.5, warn_after=0.5)
+kv = mpikv.create(timeout=3, warn_after=1)
 kv.init("w", np.zeros(3))
 wait("push")
 kv.push("w", np.ones(3))
@@ -513,7 +513,7 @@ def test_ends(tmp_path: Path, library: Library, end: str) -> None:
 def test_ranks_that_give_up_waiting_name_whom_they_wait_for(tmp_path: Path, library: Library) -> None:
     text = f"""{RANK}
 import numpy as np, mpikv, time
-kv = mpikv.create(timeout=1)
+kv = mpikv.create(timeout=3)
 if rank == 0: time.sleep(60)
 try: kv.init("w", np.ones(1))
 except mpikv.Stalled: print("stalled")

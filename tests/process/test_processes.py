@@ -56,19 +56,20 @@ if __name__ == "__main__":
 """
 
 HANDLERS = """
-import signal, time
+import logging, os, signal, time
 import numpy as np, mpikv
 
-def handle(*_):
-    print("called")
-
-kv = mpikv.create(timeout=20, warn_after=0.05)
+handle = lambda *_: print("called")
+kv = mpikv.create(timeout=20, warn_after=0.25)
 kv.init("w", np.zeros(2))
-for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG):
-    for handler in (handle, signal.SIG_DFL, signal.SIG_IGN):
+with open(__file__ + ".told", "a", buffering=1) as told:
+    if kv.rank == 0:
+        logging.getLogger("mpikv").addFilter(lambda log: told.write("\\n" * (" push(" in log.getMessage())) >= 0)
+    for turn in range(9):
+        number = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG)[turn // 3]
         if kv.rank == 1:
-            signal.signal(number, handler)
-            time.sleep(0.2)
+            signal.signal(number, (handle, signal.SIG_DFL, signal.SIG_IGN)[turn % 3])
+            while os.stat(told.fileno()).st_size <= turn: time.sleep(0.01)
         kv.push("w", np.ones(2))
 assert kv.pull("w")[0] == 2
 """
@@ -81,10 +82,9 @@ else:
     faulthandler.register(signal.SIGURG, file=open(sys.argv[1], "w"))
 import numpy as np, mpikv
 
-kv = mpikv.create(timeout=20, warn_after=0.05)
+kv = mpikv.create(timeout=20, warn_after=0.25)
 kv.init("w", np.zeros(2))
-if kv.rank == 1:
-    time.sleep(0.5)
+time.sleep(kv.rank)
 kv.push("w", np.ones(2))
 if kv.rank == 1:
     os.kill(os.getpid(), signal.SIGURG)
@@ -150,7 +150,7 @@ def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken
 # The end of the program closes the store that was made first, for which rank 1 waits.
 ENDED = """\
 import numpy as np, mpikv
-first, second = mpikv.create(timeout=30), mpikv.create(timeout=1)
+first, second = mpikv.create(timeout=30), mpikv.create(timeout=3)
 second.init("w", np.zeros(2))
 if second.is_root:
     second.push("w", np.ones(2))
