@@ -75,7 +75,8 @@ class Config:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
-        """Return the settings: the arguments that are not None, else the variables, else the defaults.
+        """Return the settings: arguments that are not None, else variables, else defaults; raise ConfigError if one is
+        bad.
 
         >>> Config.read({"MPIKV_TIMEOUT": "5"}, placement="root").timeout
         5.0
@@ -138,7 +139,7 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return MXNET_UPDATE_ON_KVSTORE, as MXNet's programs set it: whether a Trainer's store updates the weights.
+    """Return MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights; raise for another text.
 
     >>> updates_on_kvstore({"MXNET_UPDATE_ON_KVSTORE": "0"}), updates_on_kvstore({})
     (False, True)
@@ -160,7 +161,7 @@ def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of a message of the store ``p3``: MXNET_KVSTORE_SLICE_THRESHOLD elements of float32.
+    """Return the bytes of a message of ``p3``, from MXNET_KVSTORE_SLICE_THRESHOLD; raise if that is no number.
 
     >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
     (8000, 160000)
@@ -177,6 +178,7 @@ _SWITCHES = {"1": True, "true": True, "on": True, "yes": True, "0": False, "fals
 
 
 def _switch(text: str) -> bool:
+    """Return the truth value of a variable's text; raise ValueError for another text."""
     if text.lower() not in _SWITCHES:
         raise ValueError(f"a switch ({', '.join(_SWITCHES)})")
     return _SWITCHES[text.lower()]

@@ -122,7 +122,7 @@ def create(
     compression: Any = None,
     staleness: int | None = None,
 ) -> KVStore:
-    """Make a store.
+    """Make a store; may start MPI. Collective over ``comm``.
 
     Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm``
     says who takes part. Without a launcher it is a store of one rank and needs no MPI library.
@@ -180,14 +180,14 @@ def create(
         'dist_sync'
     """
     options = {option: value for option, value in dict(locals()).items() if option not in ("name", "comm", "root")}
-    if (other := _plugin(name)) is not None:
+    if (other := _find_plugin(name)) is not None:
         given = {"comm": comm, "root": root or None, **options}
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     check_outside("create")
     request = _Request(name, root)
     try:
-        _parse(request, options)
+        _read_options(request, options)
     except Exception as error:
         # Noted, not raised: the others are on their way to the meeting, and would wait for this rank.
         request.problem = error
@@ -208,20 +208,20 @@ def create(
 
 
 def check_name(name: str) -> None:
-    """Raise the error of :func:`create` for an unknown name. Local."""
-    if _plugin(name) is None:
+    """Raise the error of :func:`create` for an unknown name; may import a plugin. Local."""
+    if _find_plugin(name) is None:
         _find_kind(name)
 
 
-def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
-    """Return the class that was registered under a name, or that an installed package has for it."""
+def _find_plugin(name: Any) -> Callable[..., KVStoreBase] | None:
+    """Return the class of a store registered by a name, or of an installed package, imported now; else None. Local."""
     kind = name.lower() if isinstance(name, str) else ""
     # Asking for packages takes milliseconds.
     return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
 
 
 def _find_kind(name: str) -> StoreKind:
-    """Return the kind of store that a name stands for, in any case."""
+    """Return the kind of store that a name stands for, in any case; raise ConfigError for an unknown name. Local."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     if name.lower() not in _KIND_OF:
@@ -232,8 +232,8 @@ def _find_kind(name: str) -> StoreKind:
 # --- This rank's request
 
 
-def _parse(request: _Request, options: Mapping[str, Any]) -> None:
-    """Read the options into the request, as far as they are good. Local."""
+def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
+    """Read options into the request; raise at the first bad one: the caller still has to meet ranks. Local."""
     request.kind = kind = _find_kind(request.name)
     sliced = kind.sliced or (kind.may_slice and wants_slices())
     given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
@@ -271,7 +271,7 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
 
 
 def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None) -> _Parts:
-    """Return the parts of a store, or raise on every rank. Collective."""
+    """Compare requests, and open and return the parts of a store; raise on every rank if one fails. Collective."""
     settings, problem = request.settings, request.problem or _find_fault(request, group)
     device, lack = None, ""
     if problem is None and request.kind.memory != "host":
@@ -285,7 +285,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
-        _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
+        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
     # Neither the call nor a variable has asked for a size.
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS << (group.size == 1))
@@ -325,7 +325,7 @@ def _describe(request: _Request) -> dict[str, str]:
 def _find_device(
     kind: StoreKind, group: ProcessGroup, settings: Config
 ) -> tuple[DeviceMemory | None, str, Exception | None]:
-    """Return the memory of this rank's GPU; or None, the reason, and an error where the store needs a GPU. Local.
+    """Return the memory of this rank's GPU; or None, the reason, and an error if the store needs a GPU. Local.
 
     A process has one GPU in all its stores, of whatever ranks they are: that of its number on its host.
     """
@@ -348,7 +348,7 @@ def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
     return next((lack for lack, *_ in of_ranks if lack), f"ranks {twice} see the same GPU" if twice else "")
 
 
-def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
+def _log_memory(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
     """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
     where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
     level = logging.WARNING if expected and device is None else logging.INFO
@@ -359,7 +359,7 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
 
 
 def _build(request: _Request, parts: _Parts) -> KVStore:
-    """Return the store. Collective."""
+    """Make and return the store, with its compression; close it if that fails. Collective."""
     store = _make_store(request, parts)
     if request.codec is not None:
         try:
@@ -373,9 +373,7 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
 
 
 def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
-    """Return collectives of GPUs for a store that keeps no values, None on every rank where NCCL cannot join these
-    GPUs. Collective.
-    """
+    """Open and return collectives of GPUs, or None on every rank if NCCL cannot join these. Collective."""
     group, settings, lack = parts.group, parts.settings, ""
     if settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_SUMS)
@@ -407,6 +405,7 @@ def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
 
 
 def _make_store(request: _Request, parts: _Parts) -> KVStore:
+    """Return a new store of the request's class, with these parts. Collective."""
     name, root = request.name.lower(), request.root
     kind: type[KVStore] = KVStore
     options: dict[str, Any] = {"found": create, "kernels": parts.kernels}

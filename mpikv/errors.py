@@ -120,7 +120,7 @@ class Closed(MPIKVError, ValueError):
 
 
 def settled(error: Raised) -> Raised:
-    """Mark an error that every rank has seen, each at the same step: the store can be used again. Local."""
+    """Mark and return an error that every rank has seen, each at the same step: the store can be used again. Local."""
     return _marked(error, "settled", True)
 
 
@@ -171,7 +171,7 @@ def is_unwritable(error: BaseException) -> bool:
 
 
 def noted(error: Raised, text: str) -> Raised:
-    """Add a line to an error of the caller's own code, shown below it by Python 3.11 and later."""
+    """Add a line to an error of the caller's own code, in place, and return it. Python 3.11 and later shows it."""
     return _marked(error, "__notes__", [*notes(error), text])
 
 

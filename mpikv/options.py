@@ -46,7 +46,7 @@ def choice(default: str, known: Sequence[str]) -> Any:
 
 
 def settle_fields(options: Any, where: str = "") -> None:
-    """Check all fields of a dataclass that have a check, and store the results. ``where`` begins the messages."""
+    """Check all fields of a dataclass that have a check, and overwrite them by the results; raise ConfigError."""
     for option in fields(options):
         if check := option.metadata.get("check"):
             # The dataclass may be frozen.
@@ -54,7 +54,7 @@ def settle_fields(options: Any, where: str = "") -> None:
 
 
 def check_names(what: str, names: Iterable[str], known: Collection[str], advice: Mapping[str, str] = {}) -> None:
-    """Raise for the first unknown name, with the advice for it.
+    """Raise ConfigError for the first unknown name, with the advice for it.
 
     >>> check_names("option of topk", ["ration"], ["ratio", "count"])
     Traceback (most recent call last):
@@ -66,7 +66,7 @@ def check_names(what: str, names: Iterable[str], known: Collection[str], advice:
 
 
 def check_choice(where: str, value: Any, known: Sequence[str]) -> str:
-    """Return the word if it is known.
+    """Return the word if it is known; else raise ConfigError.
 
     >>> check_choice("placement", "shard", ["root", "sharded"])
     Traceback (most recent call last):
@@ -78,7 +78,7 @@ def check_choice(where: str, value: Any, known: Sequence[str]) -> str:
 
 
 def check_switch(where: str, value: Any) -> bool:
-    """Return a truth value; numbers are none.
+    """Return a truth value as a bool; raise ConfigError for others, numbers too.
 
     >>> check_switch("average", 1)
     Traceback (most recent call last):
@@ -90,7 +90,7 @@ def check_switch(where: str, value: Any) -> bool:
 
 
 def check_number(where: str, value: Any, interval: str, extra: str = "") -> float:
-    """Return a number in an interval as a float. ``extra`` ends the message.
+    """Return a number in an interval as a float; raise ConfigError for others. ``extra`` ends the message.
 
     >>> check_number("topk: ratio", 2, "(0, 1]")
     Traceback (most recent call last):
@@ -103,7 +103,7 @@ def check_number(where: str, value: Any, interval: str, extra: str = "") -> floa
 
 
 def check_float32(where: str, value: Any, interval: str) -> float:
-    """Return a number if it lies in the interval, also when rounded to float32.
+    """Return a number that lies in the interval, also when rounded to float32; else raise ConfigError.
 
     >>> check_float32("2bit: threshold", 1e-50, "(0, inf)")
     Traceback (most recent call last):
@@ -118,7 +118,7 @@ def check_float32(where: str, value: Any, interval: str) -> float:
 
 
 def check_whole(where: str, value: Any, low: int = 0) -> int:
-    """Return a whole number from ``low`` up to the largest of int64.
+    """Return a whole number from ``low`` up to the largest of int64; raise ConfigError for others.
 
     >>> check_whole("lowrank: rank", 0, low=1)
     Traceback (most recent call last):

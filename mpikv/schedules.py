@@ -32,7 +32,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
 
 def beginning_with(scheduler: Any, base_lr: float) -> Any:
-    """Return a copy of a scheduler, a user's or one of these, with another ``base_lr``.
+    """Return a copy of a scheduler, a user's or one of these, with another ``base_lr``; the given one stays.
 
     >>> beginning_with(Factor(10), 0.5).base_lr
     0.5
@@ -156,6 +156,7 @@ class _Falling(Schedule):
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
     def decayed(self, num_update: int) -> float:
+        """Return the rate of an update after the warm-up, on the curve from ``base_lr`` to ``final_lr``."""
         if num_update >= self.max_update:
             return self.final_lr
         left = self._left(num_update - self.warmup_steps, self.max_update - self.warmup_steps)

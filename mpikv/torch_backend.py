@@ -12,7 +12,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Make ``torch.distributed.init_process_group("mpikv")`` possible. Local; idempotent.
+    """Register the backend ``mpikv`` with torch.distributed; warn if that fails. Local; idempotent.
 
     A failure is a warning: an error would make ``import torch`` fail.
     """

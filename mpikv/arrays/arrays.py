@@ -66,7 +66,7 @@ def is_read_only(array: Any) -> bool:
 
 
 def check_mutable(out: Any) -> None:
-    """Raise TypeError if a GPU array belongs to a library with immutable arrays."""
+    """Raise TypeError if a GPU array belongs to a library with immutable arrays. Local."""
     if is_immutable(out):
         text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
         raise mark_unwritable(TypeError(text))
@@ -93,7 +93,7 @@ def check_apart(out: Array) -> None:
 
 
 def source(value: Any) -> Array:
-    """Return a numpy array to read ``value`` from, without a copy.
+    """Return a numpy array to read ``value`` from, copied only for the byte order; raise for one on a GPU.
 
     Raises:
         TypeError: not an array, or a masked one: its hidden elements would silently take part in sums.
@@ -106,7 +106,7 @@ def source(value: Any) -> Array:
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
     elif hasattr(value, "__dlpack_device__"):
-        array = _foreign(value)
+        array = _from_library(value)
     else:
         maker = "cupy" if hasattr(value, "__cuda_array_interface__") else "numpy"
         advice = "value.to_dense()" if hasattr(value, "to_dense") else f"{maker}.asarray(value)"
@@ -116,7 +116,7 @@ def source(value: Any) -> Array:
 
 
 def target(out: Any) -> Array:
-    """Return a numpy array over the memory of ``out`` to write to.
+    """Return a numpy array over the memory of ``out`` to write to; raise TypeError if it cannot be written.
 
     Raises:
         TypeError: not an array, or one that cannot be written, as JAX's.
@@ -126,7 +126,7 @@ def target(out: Any) -> Array:
         raise TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled")
     if isinstance(out, np.generic):
         raise mark_unwritable(TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled"))
-    array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
+    array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _from_library(out)
     if not array.flags.writeable or is_immutable(out):
         text = (
             f"the array to fill is a read-only {type(out).__module__} array; pass a writable out=, or leave it out: a "
@@ -136,21 +136,22 @@ def target(out: Any) -> Array:
     return array
 
 
-def _foreign(value: Any) -> Array:
+def _from_library(value: Any) -> Array:
+    """Return another library's host array as one of numpy over the same memory; raise Unsupported for a GPU's."""
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise Unsupported(
             f"the array is on a GPU (DLPack device type {device}); this call needs a host array: copy it to the host"
         )
     if type(value).__module__.partition(".")[0] == "torch":
-        return _torch(value.detach())
+        return _from_torch(value.detach())
     if isinstance(dtype := getattr(value, "dtype", None), np.dtype) and dtype.kind == "V":
         return np.asarray(value)  # numpy has no DLPack for the dtypes of ml_dtypes
     return np.from_dlpack(value)
 
 
 def as_of_library(array: Array, original: Any) -> Any:
-    """Return a host array as one of the library of ``original``, on the device of ``original``.
+    """Return a host array as one of the library of ``original``, on its device: over the same memory, or a copy.
 
     The result shares memory if the library accepts it. On another device it is a new array.
     """
@@ -165,7 +166,8 @@ def as_of_library(array: Array, original: Any) -> Any:
     return namespace.from_dlpack(array, device=device)
 
 
-def _torch(tensor: Any) -> Array:
+def _from_torch(tensor: Any) -> Array:
+    """Return a tensor of the host as an array of numpy over the same memory."""
     if str(tensor.dtype) != "torch.bfloat16":
         return tensor.numpy()  # type: ignore[no-any-return]
     # numpy accepts torch's bfloat16 only as another 2-byte type.
@@ -173,11 +175,7 @@ def _torch(tensor: Any) -> Array:
 
 
 def bfloat16() -> np.dtype[Any]:
-    """Return numpy's bfloat16, from the package ml_dtypes.
-
-    Raises:
-        Unsupported: ml_dtypes is not installed.
-    """
+    """Return numpy's bfloat16, from the package ml_dtypes; raise Unsupported if that is not installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -187,11 +185,7 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype if values of it can be stored and summed.
-
-    Raises:
-        ValueMismatch: the dtype is unknown.
-    """
+    """Return the dtype if values of it can be stored and summed; else raise ValueMismatch."""
     if name_of(dtype) not in _KINDS:
         raise ValueMismatch(f"dtype {dtype} cannot be stored (known: {', '.join(_KINDS)})")
     return dtype
@@ -234,8 +228,9 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
-    """Return the sum of this rank's arrays for one key, in the accumulator of ``dtype``: from left to right, or as
-    :func:`add_in_pairs` does. Local.
+    """Return the sum of this rank's arrays for a key in the accumulator of ``dtype``; one array is returned itself.
+
+    It adds from left to right, or as :func:`add_in_pairs` does. Local.
     """
     if len(arrays) == 1:
         return arrays[0]  # no copy, and no cast either: the caller only reads it
@@ -249,7 +244,7 @@ def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = Fa
 
 
 def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype, from the first to the last."""
+    """Write the sum of the terms' elements ``[low, high)`` to ``out``, in its dtype, from the first to the last."""
     if high - low < terms[0].size:
         terms = [term[low:high] for term in terms]
     if terms[0].dtype != out.dtype:
@@ -263,7 +258,7 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
 
 
 def _add_halves(terms: Sequence[Array], out: Array) -> None:
-    """Put the sum of terms into float32 memory."""
+    """Write the sum of terms, some of half precision, to float32 memory."""
     # The first term is of half precision. The others may be float32: sums of other hosts travel unrounded.
     widen(terms[0], out)
     for term in terms[1:]:
@@ -274,26 +269,26 @@ def _add_halves(terms: Sequence[Array], out: Array) -> None:
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums."""
+    """Write the sum of the terms' elements ``[low, high)`` to ``out``: the sum of both halves' sums, and so on."""
     # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
     np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
 
 
 def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Sum as :func:`add_in_pairs` does, but in the memory of the terms. The ``own``-th term is only read.
+    """Sum as :func:`add_in_pairs` does, and overwrite the terms, except the ``own``-th.
 
     All terms have the dtype of ``out``.
     """
-    total, _ = _sum_over([(term[low:high], number != own) for number, term in enumerate(terms)])
+    total, _ = _sum_in_terms([(term[low:high], number != own) for number, term in enumerate(terms)])
     np.copyto(out, total)
 
 
-def _sum_over(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
-    """Return a sum, and whether it may be overwritten. All terms but one may be."""
+def _sum_in_terms(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
+    """Return a sum, made in the memory of its terms, and whether it may be overwritten. All terms but one may be."""
     if len(terms) == 1:
         return terms[0]
     middle = len(terms) // 2
-    (left, over_left), (right, _) = _sum_over(terms[:middle]), _sum_over(terms[middle:])
+    (left, over_left), (right, _) = _sum_in_terms(terms[:middle]), _sum_in_terms(terms[middle:])
     total = left if over_left else right
     np.add(left, right, out=total)
     return total, True
@@ -330,7 +325,7 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
 
 
 def _map_memory(nbytes: int, huge_pages: bool) -> Array:
-    """Return a mapping that goes back to the system with the last array over it."""
+    """Return a new mapping that goes back to the system with the last array over it; raise MemoryError if it fails."""
     # Not numpy.zeros: it asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with
     # zeros first.
     try:
@@ -345,7 +340,7 @@ def _map_memory(nbytes: int, huge_pages: bool) -> Array:
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return a new array at an alignment that other libraries, as JAX, adopt without a copy."""
+    """Return a new array of zeros at an alignment that other libraries, as JAX, adopt without a copy."""
     return zeros(prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
@@ -394,10 +389,10 @@ def disjoint(
             for array in group:
                 low = id(array) if owned else address(array)
                 ranges[low, low + (1 if owned else array.nbytes), key] = written
-    return _apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
+    return _are_apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
 
 
-def _apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
+def _are_apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
     """Return whether no written range overlaps another; the ranges are sorted."""
     reach = reach_written = 0
     for low, high, written in ranges:

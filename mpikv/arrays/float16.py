@@ -49,7 +49,7 @@ _smallest_normals = np.full(_BLOCK, _SMALLEST_NORMAL)
 
 
 def widen(halves: Array, out: Array) -> None:
-    """Convert float16 or bfloat16 numbers to float32. Both arrays are flat and of one size.
+    """Write float16 or bfloat16 numbers to ``out`` as float32. Both arrays are flat and of one size.
 
     >>> wide = np.empty(2, np.float32)
     >>> widen(np.array([0.1, -65504], np.float16), wide)
@@ -71,7 +71,7 @@ def subnormals_vanish() -> bool:
 
 
 def add_widened(total: Array, halves: Array) -> None:
-    """Add float16 or bfloat16 numbers to float32 ones. Both arrays are flat and of one size."""
+    """Add float16 or bfloat16 numbers to ``total``, of float32. Both arrays are flat and of one size."""
     wide = _scratch.singles
     for low in range(0, halves.size, _BLOCK):
         part = total[low : low + _BLOCK]
@@ -80,7 +80,7 @@ def add_widened(total: Array, halves: Array) -> None:
 
 
 def narrow(singles: Array, out: Array) -> None:
-    """Round float32 numbers to float16 or bfloat16. Both arrays are flat and of one size.
+    """Write float32 numbers to ``out``, rounded to float16 or bfloat16. Both arrays are flat and of one size.
 
     >>> half = np.empty(3, np.float16)
     >>> narrow(np.array([0.1, 65519, 2.0**-25], np.float32), half)
@@ -95,6 +95,7 @@ def narrow(singles: Array, out: Array) -> None:
 
 
 def _widen_float16(halves: Array, out: Array) -> None:
+    """Write a block of float16 numbers to ``out`` as float32, by moving bits; numpy converts NaN and infinity."""
     magnitudes = np.bitwise_and(halves.view(np.uint16), 0x7FFF, out=_scratch.bits[: halves.size])
     if magnitudes.max() >= _NOT_FINITE:
         np.copyto(out, halves)
@@ -107,6 +108,7 @@ def _widen_float16(halves: Array, out: Array) -> None:
 
 
 def _narrow_float16(singles: Array, out: Array) -> None:
+    """Write a block of float32 numbers to ``out`` as float16, by moving bits; numpy converts NaN and infinity."""
     size, scratch = singles.size, _scratch
     magnitude = np.abs(singles, out=scratch.words[:size].view(np.float32))
     if not magnitude.max() < _TOO_LARGE:  # "not <", so NaN comes here too

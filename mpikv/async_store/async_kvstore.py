@@ -116,7 +116,7 @@ class AsyncKVStore(KVStore):
         return self._bound
 
     def is_capable(self, capability: str) -> bool:
-        """As :meth:`mpikv.KVStore.is_capable`; this store is capable of async. Local."""
+        """Return whether the store has a capability; this one is capable of async, not of rows or codecs. Local."""
         capable = super().is_capable(capability)
         return {"async": True, "compression": False, "sparse": False}.get(capability.lower(), capable)
 
@@ -130,8 +130,7 @@ class AsyncKVStore(KVStore):
         return {**super().statistics(), "staleness": staleness, "updates": self._owner.applied}
 
     def version(self, key: Key) -> int:
-        """Return how many updates a key's value had seen by the last news of this rank: a pull, the answer to a push,
-        or a collective call. Local.
+        """Return how many updates a key's value had seen by the last answer about it, or collective call. Local.
 
         Raises:
             KeyNotInitialized: the key is unknown.
@@ -142,13 +141,12 @@ class AsyncKVStore(KVStore):
     # --- Verbs
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
-        """Send one value per key to its owner; the owner's updater changes the stored value: ``updater(key, value,
-        stored)``.
+        """Send one value per key to its owner, whose updater changes the stored value by it. Not collective.
 
-        Not collective. Returns when the value is on its way; with a staleness, after the update. A later push of
-        the same key waits for the update. If the updater raises, the value keeps its content. This call raises the
-        exception, or the next pull or push of the key, or the next collective call instead of its work. Each key of a
-        list is updated by itself.
+        The owner calls ``updater(key, value, stored)``. This call returns when the value is on its way; with a
+        staleness, after the update. A later push of the same key waits for the update. If the updater raises, the value
+        keeps its content. This call raises the exception, or the next pull or push of the key, or the next collective
+        call instead of its work. Each key of a list is updated by itself.
 
         Args:
             key: as in :meth:`mpikv.KVStore.push`.
@@ -167,9 +165,9 @@ class AsyncKVStore(KVStore):
     def pull(
         self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
     ) -> Any:
-        """Read the value of a key, or of each key of a list, from its owner.
+        """Read the value of a key, or of each key of a list, from its owner, and wait for it. Not collective.
 
-        Not collective. Each value is whole and contains all pushes of this rank; :meth:`version` returns its number of
+        Each value is whole and contains all pushes of this rank; :meth:`version` returns its number of
         updates. The values of a list may be from different moments.
 
         Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
@@ -181,16 +179,16 @@ class AsyncKVStore(KVStore):
         return self._enter("pushpull", wait, self._run_pushpull, key, value, out, priority)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the optimizer's learning rate for later pushes. Collective in this store: owners apply the pushes of all
-        ranks.
+        """Set the optimizer's learning rate for later pushes. Collective in this store.
 
         Raises:
             ConfigError: no optimizer is set, a schedule gives its rate, or the rate is invalid.
             RankMismatch: ranks give different rates.
         """
-        self._collective("set_learning_rate", self._rated, learning_rate)
+        self._collective("set_learning_rate", self._prepare_rate, learning_rate)
 
-    def _rated(self, learning_rate: float) -> PreparedCall:
+    def _prepare_rate(self, learning_rate: float) -> PreparedCall:
+        """Prepare to set a checked learning rate; raise ConfigError for a wrong one. Local; its run is collective."""
         optimizer = self.optimizer
         if optimizer is None:
             raise ConfigError("no optimizer is set; call set_optimizer(...) first")
@@ -204,10 +202,11 @@ class AsyncKVStore(KVStore):
         self._lacks("view")
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
-        """As :meth:`mpikv.KVStore.init`, of arrays only."""
-        self._collective("init", self._of_arrays, key, value, overwrite)
+        """Enter keys into the table, with the root's arrays as their values, and no rows. Collective."""
+        self._collective("init", self._prepare_init, key, value, overwrite)
 
-    def _of_arrays(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
+    def _prepare_init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
+        """Prepare an init of whole arrays; raise Unsupported for a RowSparse. Local; its run is collective."""
         if brings_rows(parse(key, value).groups):
             self._lacks("init of a RowSparse")
         return self._verbs.values.init(key, value, overwrite)
@@ -220,24 +219,28 @@ class AsyncKVStore(KVStore):
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call; {_INSTEAD}")
 
     def _run_push(self, key: Any, value: Any, priority: Any) -> None:
-        plan, arrays = self._verbs.operands.arrays(key, value)
+        """Check a push and send its values to their owners; waits as :meth:`_send`. Not collective."""
+        plan, arrays = self._verbs.operands.find_arrays(key, value)
         priorities(priority, plan.keys)
         self._send(plan, arrays)
 
     def _run_pull(self, key: Any, out: Any, priority: Any) -> Any:
-        plan, arrays, result = self._verbs.operands.pulled(key, out)
+        """Check a pull, ask the owners, and wait until the arrays are filled. Not collective."""
+        plan, arrays, result = self._verbs.operands.find_pulled(key, out)
         priorities(priority, plan.keys)
         self._fetch(plan, arrays)
         return answer(result)
 
     def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        plan, arrays = self._verbs.operands.arrays(key, value)
-        filled, result = self._verbs.operands.targets(plan, key, given_to_fill(key, value, out), out is None)
+        """Check a pushpull, send its values, and wait until the arrays are filled. Not collective."""
+        plan, arrays = self._verbs.operands.find_arrays(key, value)
+        filled, result = self._verbs.operands.find_targets(plan, key, given_to_fill(key, value, out), out is None)
         priorities(priority, plan.keys)
         self._send(plan, arrays, filled)
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
+        """Send values to owners after earlier pushes of the keys; may wait for ranks or ``filled``. Not collective."""
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -259,7 +262,7 @@ class AsyncKVStore(KVStore):
         kind = Kind.PUSH if filled is None else Kind.PUSHPULL
         for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
-            self._pushes[entry.key] = client.ask(kind, _owner_of(entry), entry, payload, _filling(given))
+            self._pushes[entry.key] = client.ask(kind, _owner_of(entry), entry, payload, _make_fill(given))
         # With a bound a push counts once it is applied: the clock must not run ahead of the updates.
         if self._bound or filled is not None:
             client.wait([self._pushes[key] for key in plan.keys])
@@ -269,16 +272,17 @@ class AsyncKVStore(KVStore):
         client.raise_failures(plan.keys)
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
+        """Ask owners for values and wait until they are in the arrays; raise failed pushes. Not collective."""
         tickets = []
         for entry, given in zip(plan.entries, arrays, strict=True):
-            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_filling(given)))
+            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_make_fill(given)))
         self._client.wait(tickets)
         self._client.raise_failures(plan.keys)
 
     # --- The doors
 
     def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a call that is not collective."""
+        """Make a call that is not collective: check the caller, take the store, receive answers, run. It may wait."""
         if not wait:
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
@@ -293,7 +297,7 @@ class AsyncKVStore(KVStore):
         return self._door.make_alone(verb, checked)
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Drain outstanding requests, refresh update counts, then run the collective call."""
+        """Wait for own requests, meet all ranks to adopt settings and counts, then make the call. Collective."""
         if verb in _LACKING:
             self._lacks(verb)
         self._check_caller(verb)
@@ -310,7 +314,7 @@ class AsyncKVStore(KVStore):
                 self._begin()
 
     def _prepare_drained(self, verb: str, failure: BaseException | None) -> PreparedCall:
-        """Prepare to adopt the optimizer's current settings, if all ranks have the same."""
+        """Prepare to adopt the optimizer's settings; raise a failed request. Local; its run is collective."""
         if failure is not None:
             raise failure
         updater = self._exchange.updater
@@ -318,26 +322,24 @@ class AsyncKVStore(KVStore):
             self._exchange.check_slots()
         settings = f"updater {updater.settings()}"
         call = Call(verb, digest(f"drained {settings}"), describe=lambda: [settings])
-        return call, self._recount
+        return call, self._gather_counts
 
-    def _recount(self) -> None:
-        self._exchange.values.recount()
+    def _gather_counts(self) -> None:
+        self._exchange.values.gather_counts()
         self._freeze()
 
     def _freeze(self) -> None:
-        """Copy the updater, settings included; this rank applies pushes by the copy until the next collective call."""
+        """Copy the updater with its settings; this rank applies pushes by it until the next collective call. Local."""
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
             # The thread applies pushes by the copy: a rate that is changed between two collective calls would count on
             # some owners, and not yet on others.
             self._applied: Updater = copy.copy(updater)
-            self._exchange.tell_ranks(self._applied)
+            self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """Wait for the answers to this rank's requests, and release ranks that wait for its pushes. Return the failure,
-        if any; the caller raises it on all ranks.
-        """
+        """Wait for own answers, and free ranks that wait for own pushes; return a failure to raise on all ranks."""
 
         def run() -> None:
             with self._asking():
@@ -356,6 +358,7 @@ class AsyncKVStore(KVStore):
         return None
 
     def _check_caller(self, verb: str) -> None:
+        """Raise Unsupported in an updater of this store, or if it is busy; Closed if it has ended. Local."""
         # The lock is held while an updater runs: a call of the store inside would wait for itself.
         if self._holder == threading.get_ident():
             raise Unsupported(f"{verb}: an updater cannot call the store")
@@ -363,7 +366,7 @@ class AsyncKVStore(KVStore):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Ask other ranks inside of the block."""
+        """Ask other ranks inside of the block; then hand sends under way to the endpoint's thread. Local."""
         if self._endpoint is None:
             yield
             return
@@ -379,7 +382,7 @@ class AsyncKVStore(KVStore):
     # --- What this rank does as an owner
 
     def _begin(self) -> None:
-        """Accept requests from after this collective call."""
+        """Accept requests from after this collective call: new tickets, clocks and key table. Local."""
         self._client.begin(self._agreement.calls)
         with self._held(self._config.timeout):
             # First the epoch: the thread may serve early requests as soon as the lock is free.
@@ -391,6 +394,7 @@ class AsyncKVStore(KVStore):
         self._pushes.clear()
 
     def _serve(self, request: Request) -> bool:
+        """Run a request of another rank and answer it; False if a collective call must come first. Local."""
         kind, epoch, ticket, number = request.head[:4]
         with self._held():
             # The sender has left a collective call that this rank is still in: serve it after that call.
@@ -400,11 +404,13 @@ class AsyncKVStore(KVStore):
         return True
 
     def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
+        """Run a request of this rank to itself; waits for the lock, and raises Stalled. Local."""
         with self._held(PATIENCE if kind == Kind.WHO else self._config.timeout):
             self._act(self.rank, kind, ticket, number, body)
 
     @contextmanager
     def _held(self, timeout: float = -1) -> Iterator[None]:
+        """Hold the lock of owner and clocks in the block; raise Stalled after ``timeout`` seconds. Local."""
         if not self._lock.acquire(timeout=timeout):
             raise Stalled(f"waited {timeout:.1f} s for an update of this rank", [self.rank])
         self._holder = threading.get_ident()
@@ -415,7 +421,7 @@ class AsyncKVStore(KVStore):
             self._lock.release()
 
     def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
-        """Run the request of a rank. Local; the lock is held."""
+        """Run the request of a rank, which may change a value, and answer it, maybe later. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
             self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
@@ -429,9 +435,10 @@ class AsyncKVStore(KVStore):
             self._clocks.leave(rank)
             self._answer(rank, ticket, 0, None)
         else:
-            self._answer(rank, ticket, 0, np.array(self._clocks.awaited(rank), NUMBERS))
+            self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
+        """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""
         if rank == self.rank:
             # The updater ran in the caller's own process: its exception is raised as it is, not as PeerFailed.
             if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
@@ -450,15 +457,14 @@ class AsyncKVStore(KVStore):
     # --- Ends
 
     def _leave(self, why: str) -> bool:
+        """End the store here, and stop the endpoint's thread; return whether it was open. Local."""
         left = super()._leave(why)
         if left and self._endpoint is not None:
             self._endpoint.stop()
         return left
 
     def _parting(self) -> Callable[[], list[int]]:
-        """Announce the shutdown as in any store, after the thread has ended and this rank's messages have arrived.
-        Meanwhile receive the others' messages.
-        """
+        """Return a function that announces the shutdown, once own messages arrived; it lists missing ranks. Local."""
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
             return super()._parting()
@@ -478,6 +484,7 @@ class AsyncKVStore(KVStore):
         return absent
 
     def _free(self) -> None:
+        """Close the endpoint, drop the keys, then free as any store does. Collective."""
         if self._endpoint is not None:
             self._endpoint.close(self._waiting)
         self._exchange.close()
@@ -503,7 +510,9 @@ def _owner_of(entry: Entry) -> int:
     return entry.place.block.grid.owner(entry.place.start)
 
 
-def _filling(outs: Any) -> Callable[[Array], None]:
+def _make_fill(outs: Any) -> Callable[[Array], None]:
+    """Return a function that copies a value to all of these arrays, cast to their dtypes. Local."""
+
     def fill(value: Array) -> None:
         for out in (outs,) if type(outs) is np.ndarray else outs:
             np.copyto(out, value, casting="unsafe")

@@ -92,7 +92,7 @@ class AsyncClient:
         take: Callable[[Array], None] = lambda array: None,
         number: int = 0,
     ) -> int:
-        """Send a request; return the ticket of its answer."""
+        """Send a request without waiting; return the ticket of its answer. One to this rank itself runs now."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
@@ -108,7 +108,7 @@ class AsyncClient:
         return ticket
 
     def wait(self, tickets: Sequence[int]) -> None:
-        """Wait for answers.
+        """Wait for answers and take them; raise Stalled after the deadline, with the ranks waited for.
 
         Raises:
             Stalled: they do not come before the deadline; it names the silent owners, and the ranks that owners wait
@@ -118,7 +118,7 @@ class AsyncClient:
             self._waiting.until(lambda: self._has_answers(tickets), self._awaited_ranks)
 
     def wait_for_all(self) -> None:
-        """Wait for all outstanding answers, those to timed-out questions included."""
+        """Wait for all outstanding answers and take them, those to timed-out questions included."""
         self.receive()
         if self._outstanding:
             self._waiting.until(lambda: self._has_answers(list(self._outstanding)), self._awaited_ranks)
@@ -128,7 +128,7 @@ class AsyncClient:
         return not any(ticket in self._outstanding for ticket in tickets)
 
     def receive(self) -> None:
-        """Take the answers that have arrived."""
+        """Take the answers that have arrived, without waiting; raise if the endpoint has failed."""
         # A rank that owns all keys has no messages, only calls.
         if self._endpoint is None:
             return
@@ -152,7 +152,7 @@ class AsyncClient:
             self.take(ticket, version, error)
 
     def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Accept an answer: the bytes of a value, the exception of a push, or None."""
+        """Store an answer: fill arrays with a value, or keep the exception of a push. May run in another thread."""
         outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
             assert outstanding.key is not None
@@ -176,7 +176,7 @@ class AsyncClient:
             raise failures[0]
 
     def _awaited_ranks(self) -> list[int]:
-        """Return the ranks that this one waits for: silent owners, and the ranks that other owners wait for."""
+        """Ask the silent owners, for a second, for the ranks that they wait for; return all of these."""
         found: list[int] = []
         asked: dict[int, int] = {}
         silent = set()

@@ -44,7 +44,7 @@ class KeyOwner:
         self._entries = {entry.index: entry for entry in table.entries()}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array, pulls: bool = False) -> None:
-        """Update a value by a rank's push; answer with the value if the rank also ``pulls``.
+        """Update a value by a rank's push, and answer: with the value if the rank ``pulls``, or the error. Local.
 
         ``payload`` holds the elements or their bytes. The owner may overwrite it, and the caller may reuse it on
         return.
@@ -70,7 +70,7 @@ class KeyOwner:
         self._answer(rank, ticket, self._version(row), self._entries[row].value)
 
     def _update(self, entry: Entry, payload: Array) -> None:
-        """Update a value by a payload. Any failure but :class:`HalfUpdated` changes nothing."""
+        """Update a value by a payload, which it may overwrite; a failure but HalfUpdated changes nothing. Local."""
         updater = self._updater
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
         # The rule may overwrite the payload: it is memory of the message, or a copy.

@@ -49,12 +49,13 @@ class SspClocks:
         self._waits.append(_Wait(rank, ticket, least))
         self._release()
 
-    def awaited(self, rank: int) -> list[int]:
+    def list_awaited(self, rank: int) -> list[int]:
         """Return the ranks that a rank waits for."""
         least = max((wait.least for wait in self._waits if wait.rank == rank), default=0)
         return [other for other, clock in self._clocks.items() if clock < least]
 
     def _release(self) -> None:
+        """Answer every wait that the slowest clock now allows. An answer may call this object again. Local."""
         slowest = min(self._clocks.values(), default=0)
         # Without clocks all ranks have left, and nobody is behind.
         ready = [wait for wait in self._waits if not self._clocks or wait.least <= slowest]

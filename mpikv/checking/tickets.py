@@ -63,7 +63,7 @@ class SharedTickets(Tickets, Arrivals):
         try:
             for peer in self._peers:
                 if not number <= words[peer] < GONE:
-                    self._await(peer, number)
+                    self._await_peers(peer, number)
         except BaseException:
             words[self._mine + place] = 0  # else a late rank would agree with this one
             raise

@@ -192,7 +192,7 @@ class Checkpoints:
         """Return the call of a load, and the function that makes it; raise if the updater and the placement do not fit.
         Local.
         """
-        self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
+        self._exchange.place_updater(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
 

@@ -64,7 +64,7 @@ class Agreement:
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Wait for every rank to make the same call. Collective; also a fence.
+        """Wait for every rank to make the same call; raise on all if they differ. Collective; also a fence.
 
         ``send_ready``: the send buffer holds the call's first message.
 
@@ -84,7 +84,7 @@ class Agreement:
             self._lateness.fold(self.calls, self._transport.all_gather)
 
     def enter(self, call: Call) -> None:
-        """Announce a call that is compared later, or now. Local."""
+        """Announce a call on the status board; it is compared later, or now. Local."""
         self.calls += 1
         self._arrive(self.calls, call.note)
         # A training repeats one call: then only its number changes, one store instead of 168 bytes.
@@ -101,9 +101,7 @@ class Agreement:
         return int(self._numbers.min())
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
-        """Tell the other ranks that this one cannot make its call, and raise the error. Collective: the others are in
-        :meth:`begin`.
-        """
+        """Tell the other ranks that this one cannot make its call, and raise the error. Collective, with begin."""
         self.enter(call)
         self._tell_failure(call, error)
         self._meet()
@@ -112,9 +110,7 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Learn whether work that only some ranks did, as the owners' updates, went well; raise on all ranks if not.
-        Collective.
-        """
+        """Learn whether work that only some ranks did went well; raise on all ranks if not. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
                 self.settle(call)  # raises: some rank has reported an error
@@ -137,8 +133,7 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """Take part in the next call for a rank that has run out of work. Collective; a call of :meth:`confirm` has to
-        follow.
+        """Take part in the others' next call, for a rank in join; confirm must follow. Collective.
 
         Returns:
             The call of the working ranks, or None once no rank has work.
@@ -149,17 +144,17 @@ class Agreement:
         return None if equal else self.settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
-        """Tell the other ranks why this one fails. Collective."""
+        """Tell the other ranks why this one fails, and learn who prints it in full; raises nothing new. Collective."""
         # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
             mark_repeated(error, rank == 0)
         else:
-            errors = [other.error for other in self._tell(call, error)]
+            errors = [other.error for other in self._exchange_reports(call, error)]
             mark_repeated(error, errors.index(errors[rank]) == rank)
 
-    def _tell(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
-        """Exchange the ranks' reports. Collective."""
+    def _exchange_reports(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
+        """Exchange and return the ranks' reports of their calls and errors. Collective."""
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
@@ -171,14 +166,15 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def settle(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Raise unless all ranks that have work make the same call; return it, and whether some have none.
-        Collective. ``number`` and ``place`` are those of a call that is not the last one.
+        """Raise unless all ranks with work make the same call; return it, and whether some have none. Collective.
+
+        ``number`` and ``place`` are those of a call that is not the last one.
         """
-        reports = self._tell(call, None, place)
+        reports = self._exchange_reports(call, None, place)
         # Errors before mismatches: bad arguments change the digest too, and the error says more.
         for rank, other in enumerate(reports):
             if other.error:
-                raise self.at_rank(call.verb, _of_peer(call, rank, other.error))
+                raise self.at_rank(call.verb, _make_peer_error(call, rank, other.error))
         working = {rank: other for rank, other in enumerate(reports) if other.token != JOINED}
         if len(working) < len(reports):
             self._check_joinable(call, working)
@@ -192,20 +188,21 @@ class Agreement:
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
                 f"{_places(known)}"
             )
-            raise self.at_rank(call.verb, self._mismatch(text, known))
+            raise self.at_rank(call.verb, self._make_mismatch(text, known))
         return next(iter(working.values())), len(working) < len(reports)
 
     def _check_joinable(self, call: Call, working: Mapping[int, CallReport]) -> None:
+        """Raise RankMismatch, on all ranks, if a call cannot be made with ranks in join. Local."""
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
                     f"{_act([rank], other)} while others have left join(), and take part only in "
                     f"{', '.join(_JOINABLE)}; every rank must enter join(), and make other calls outside of it"
                 )
-                raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
+                raise self.at_rank(call.verb, self._make_mismatch(f"{text}; nothing was changed", working))
 
-    def _mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
-        """Return the error that all ranks raise.
+    def _make_mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
+        """Return the error that all ranks raise; mark the one rank that prints it in full. Local.
 
         One rank prints it in full: the first of the smallest group with one call, most likely the wrong one. A rank at
         the end of its program has no traceback and is passed over.
@@ -220,13 +217,13 @@ class Agreement:
         if is_settled(error):
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
-            error.args = (self._placed(verb, verb, error),)
+            error.args = (self._add_rank(verb, verb, error),)
         elif isinstance(error, OSError):  # its arguments are a number, a text and a path
             noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
         return settled(error)
 
     def complete(self, verb: str, error: BaseException) -> None:
-        """Complete the message of a failure that the other ranks do not know of: who is late, and where. Local."""
+        """Add to the message of a failure, unknown to other ranks, who is late, and where; asks these. Local."""
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)
@@ -237,10 +234,10 @@ class Agreement:
 
     def name(self, call: Call, error: Exception) -> None:
         """Make the message of an error begin with its call, and end with this rank. Local."""
-        error.args = (self._placed(str(call), call.verb, error),)
+        error.args = (self._add_rank(str(call), call.verb, error),)
 
-    def _placed(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text with this rank, and with its beginning unless it has the verb."""
+    def _add_rank(self, begin: str, verb: str, error: BaseException) -> str:
+        """Return an error's text with this rank, and with its beginning unless it has the verb. Local."""
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
@@ -280,7 +277,8 @@ def compare_requests(
     return [request_of[text][2] for text in texts]
 
 
-def _of_peer(call: Call, rank: int, failure: str) -> Exception:
+def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
+    """Return the error that this rank raises for the error of another one. Local."""
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark_repeated(RankMismatch(text), first=False)
@@ -289,8 +287,9 @@ def _of_peer(call: Call, rank: int, failure: str) -> Exception:
 
 
 def format_error(error: BaseException, place: str = "") -> str:
-    """Return the text of an error for other ranks; for an error of a caller's code, with the place that raised it, or
-    the ``place`` of the call.
+    """Return the text of an error for other ranks; for one of a caller's code, with its place or ``place``.
+
+    Its place is the line that raised it; ``place`` is that of the call.
     """
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"

@@ -110,6 +110,7 @@ class Work:
         return self._result if self.inner is None else self.inner(self._result)
 
     def _perform(self) -> None:
+        """Make the call and keep its result or error; drop the caller's arrays. Local to the queue's thread."""
         assert self._run is not None
         try:
             self._result = self._run()
@@ -118,6 +119,7 @@ class Work:
         self._run = None  # it holds the caller's arrays
 
     def _fail(self, error: BaseException) -> None:
+        """Keep an error as the call's outcome, without its frames' variables. Local."""
         hide_frames(error)
         self._error, self._trace = error, error.__traceback__
         self._run = None
@@ -153,11 +155,7 @@ class Pending:
         """Whether a call must look here before it may run: others come first, or one has failed unseen."""
 
     def add(self, work: Work) -> Work:
-        """Queue a call.
-
-        Raises:
-            Closed: the store has ended.
-        """
+        """Queue a call, and start the thread at the first one; raise Closed if the store has ended. Local."""
         with self._changed:
             if self._ending:
                 raise Closed(f"{work._text()}: the store has ended; create a new store")
@@ -169,6 +167,7 @@ class Pending:
         return work
 
     def _start(self) -> None:
+        """Start the queue's thread unless it runs. Local; the lock is held."""
         if self._thread is None:
             # Set before start(): an interrupt may come while start() waits, and the next call would start a second one.
             self._thread = present().thread(self._serve, "mpikv")
@@ -183,7 +182,7 @@ class Pending:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def drain(self, patience: float | None = None) -> bool:
-        """Wait until all calls have completed; return False after ``patience`` seconds without a completed call.
+        """Wait until all calls have completed; return False after ``patience`` seconds without a completed one. Local.
 
         In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
         """
@@ -200,15 +199,13 @@ class Pending:
         return False
 
     def pass_to(self, claim: Callable[[], None]) -> None:
-        """Wait until all calls have completed, and let another thread ``claim`` the store before the next begins."""
+        """Wait until all calls have completed, and ``claim`` the store before the thread begins another. Local."""
         with self._changed:
             self._changed.wait_for(lambda: not self.active)
             claim()
 
     def failure(self) -> BaseException | None:
-        """Return the error of the first failed call that nobody has seen, if any. All such errors then count as
-        seen.
-        """
+        """Return the first error that nobody has seen, if any; all such errors count as seen then. Local."""
         with self._changed:
             if not self._unseen or self.runs_here():
                 return None
@@ -236,7 +233,7 @@ class Pending:
             raise Closed(f"{work!r} was issued before a fork, which MPI does not survive; it completes in the parent")
 
     def end(self) -> None:
-        """Let the thread end when the queue is empty. Does not wait."""
+        """Let the thread end when the queue is empty. Local; does not wait."""
         if os.getpid() != self._process:
             return  # a forked child lacks the thread, and the thread may have held the lock at the fork
         with self._changed:
@@ -249,9 +246,10 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
+        """Make the queued calls, one at a time, until the end. The thread's function; its calls are collective."""
         here.makes_calls = True
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
-        while queued := self._await():
+        while queued := self._await_call():
             with self._on_worker():
                 work = self._make_next(queued)
             # After the block: a thread that waits for the call may close the store at once.
@@ -259,6 +257,7 @@ class Pending:
             del work  # its result may be shared memory, and could not be freed while this frame holds it
 
     def _make_next(self, queued: int) -> Work:
+        """Agree on the next call and make it; return it, failed if ranks cannot agree. Collective."""
         try:
             work = self._take(self._least(queued))
         except BaseException as error:
@@ -269,8 +268,8 @@ class Pending:
             work._perform()
         return work
 
-    def _await(self) -> int:
-        """Wait for a call to make; return the number of queued calls, or 0 at the end."""
+    def _await_call(self) -> int:
+        """Wait for a call to make, and for the store; return how many are queued, 0 at the end. Local; takes none."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
             while self._queue and self._busy():
@@ -285,6 +284,7 @@ class Pending:
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
+        """Mark a call as completed, wake all who wait, and log its error. Local."""
         if work._error is not None:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:

@@ -44,7 +44,7 @@ _TIMEOUT, _ADDRESS = 60.0, 300
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
-    """Return the group of all ranks of the launch, or of ``comm``. Collective over them.
+    """Return the group of all ranks of the launch, or of ``comm``; may start MPI. Collective over them.
 
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
@@ -55,7 +55,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         Stalled: not all ranks have come.
     """
     if present().world is not None or hasattr(comm, "library"):
-        return ProcessGroup(_simulated(comm), config.simulate_ranks_per_host, config.timeout)
+        return ProcessGroup(_find_simulated(comm), config.simulate_ranks_per_host, config.timeout)
     if comm is not None:
         _check_communicator(comm)
     launch = launch_of()
@@ -97,8 +97,9 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
 
 
 def set_rank_variables_of_mpiexec() -> None:
-    """Set PyTorch's variables of a rank that a bare mpiexec has started. Collective there, and starts MPI: the first
-    rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
+    """Set PyTorch's variables of a rank that a bare mpiexec has started; starts MPI. Collective there.
+
+    The first rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
 
     Raises:
         Stalled: not all ranks have come.
@@ -123,7 +124,7 @@ def _is_worker() -> bool:
 
 
 def _describe_crowd(group: ProcessGroup) -> str:
-    """Return advice if this host has more ranks than cores; otherwise ""."""
+    """Return advice if this host has more ranks than cores; otherwise "". Local."""
     ranks, cores = len(group.host_ranks), group.host_cores
     if ranks <= cores:
         return ""
@@ -134,8 +135,8 @@ def _describe_crowd(group: ProcessGroup) -> str:
     )
 
 
-def _simulated(comm: Any) -> Any:
-    """Return the communicator of a store on simulated ranks; all ranks if none is given.
+def _find_simulated(comm: Any) -> Any:
+    """Return the communicator of a store on simulated ranks; all ranks if none is given. Local.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
@@ -150,6 +151,7 @@ def _simulated(comm: Any) -> Any:
 
 
 def _check_communicator(comm: Any) -> None:
+    """Raise TypeError or ConfigError unless it is a communicator of mpi4py that joins one group of ranks. Local."""
     if "mpi4py.MPI" not in sys.modules or not isinstance(comm, (mpi := load_mpi()).Comm):
         raise TypeError(f"create: comm={comm!r} is not an mpi4py.MPI.Intracomm; leave it out for all ranks")
     if comm == mpi.COMM_NULL:
@@ -162,7 +164,7 @@ def _check_communicator(comm: Any) -> None:
 
 
 def _check_container() -> None:
-    """Raise or warn if this host withholds a need of MPICH, and turn off a feature that MPICH can do without. Local."""
+    """Raise or warn if this host withholds a need of MPICH; set a variable to turn single copies off. Local."""
     mpi = load_mpi(start=False)
     library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
     if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):
@@ -175,7 +177,7 @@ def _check_container() -> None:
 
 
 def _check_worker(launch: Launch | None) -> None:
-    """Raise or warn if multiprocessing has started this process. Local."""
+    """Raise in a worker process that multiprocessing started in a rank; warn in one of no rank. Local."""
     if not _is_worker():
         return
     # It has its parent's rank: as a second process of that rank it would wait in MPI's start for ever.

@@ -150,7 +150,7 @@ def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Tell MPICH to read no memory of other processes, unless it has started; return whether it knows.
+    """Set a variable so that MPICH reads no memory of other processes, unless it has started; return whether it is set.
 
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)
@@ -210,7 +210,7 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
-    """Return the number in a launcher's variable."""
+    """Return the number in a launcher's variable; raise ConfigError if it holds none."""
     text = environ[variable].strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")
@@ -237,7 +237,7 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make NCCL launch the work of several communicators on a GPU in program order, unless a variable says otherwise.
+    """Set NCCL's variable to launch the work of several communicators in program order, unless it is set.
 
     Without it ranks may wait for each other for ever. Call it before NCCL is first used.
 

@@ -72,7 +72,7 @@ class Recorder:
         self._began = self._input = self._computing = self._waiting = 0
 
     def arrive(self, number: int, noted: bytes) -> None:
-        """Begin a call, described by a :func:`~mpikv.cluster.calls.note`."""
+        """Begin a call, described by a :func:`~mpikv.cluster.calls.note`; ends one that an error left. Local."""
         if self._number:  # the call before was left by an error
             self.leave()
         self._began = now = self._clock()
@@ -84,7 +84,7 @@ class Recorder:
             self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
 
     def meet(self) -> None:
-        """Note that all ranks have come."""
+        """Note that all ranks have come, and how long this one waited. Local."""
         now = self._clock()
         self._waiting = waiting = now - self._since
         if waiting > _LONG:
@@ -92,7 +92,7 @@ class Recorder:
         self._since = now
 
     def leave(self) -> None:
-        """End the call."""
+        """End the call, and write its times to the board; without a call do nothing. Local."""
         if number := self._number:
             now = self._clock()
             moving = now - self._since
@@ -103,14 +103,14 @@ class Recorder:
             self._number, self._since = 0, now
 
     def close(self) -> None:
-        """Write no more: the memory ends."""
+        """Write no more to the board, as its memory ends. Local."""
         self._ring.release()
         self._labels.release()
         self._number, self._signs = 0, np.zeros(len(SIGNS), np.int64)
         self._ring, self._labels = (memoryview(bytearray(n)) for n in (RING * RECORD.itemsize, LABELS * NOTE_BYTES))
 
     def _sample(self, now: int, length: int) -> int:
-        """Return how long the main thread ran in the phase of this length that ends now."""
+        """Return how long the main thread ran in the phase of this length that ends now; read signs. Local."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now
@@ -137,7 +137,7 @@ class Lateness:
         self._before = self._apart[:, 0, :-1].copy()
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
-        """Add the calls before call ``number``, in which all ranks have met. Collective across several hosts."""
+        """Add the calls before call ``number`` to the sums; log a report if due. Collective across several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
         sums, memory = self._add(number - 1, all_gather)
@@ -183,7 +183,7 @@ class Lateness:
         return sums, versions[:, 1 - newest]
 
     def _report(self, sums: Array, now: float) -> None:
-        """Log who made the others wait since the last report."""
+        """Log who made the others wait since the last report. Local."""
         added, seconds = sums - self._before, now - self._reported
         self._reported, self._before = now, sums
         late = find_late(added, seconds)

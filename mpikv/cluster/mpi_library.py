@@ -51,7 +51,7 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``, or say why it cannot be imported. Without ``start``, loading does not start MPI. Local.
+    """Return ``mpi4py.MPI``, or say why it cannot be imported; starts MPI unless ``start`` is False. Local.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
@@ -73,8 +73,7 @@ def load_mpi(start: bool = True) -> Any:
 
 
 def start_mpi(launch: Launch) -> Any:
-    """Return MPI, started, if the launcher can start this library. Another library could end the process.
-    Collective.
+    """Return MPI, started, if the launcher can start this library; another could end the process. Collective.
 
     Raises:
         ConfigError: the launcher speaks to the ranks of other libraries.
@@ -102,7 +101,7 @@ def check_world(launch: Launch, mpi: Any) -> None:
 
 
 def _find_mismatch(version: str) -> str:
-    """Return why a launcher cannot start this MPI library; "" if it can, or if only the start will tell.
+    """Return why a launcher cannot start this MPI library; "" if it can, or if only the start will tell. Local.
 
     A library may be built for more protocols than its default. Its configuration or its loaded files show that.
     """
@@ -155,6 +154,7 @@ def why_no_mpi(reason: str, forced: str) -> str:
 
 
 def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
+    """Return the message for a launcher that does not start this MPI library. Local."""
     library = name_library(version)
     return (
         f"the launcher ({launch.launcher}) says {launch.size or 'several'} ranks but MPI ({library}) {mismatch}: "

@@ -19,7 +19,7 @@ from typing import Any
 
 
 def print_lines(text: str, prefix: str) -> None:
-    """Print each line of a text with a prefix, after earlier output. Local.
+    """Print each line of a text with a prefix to standard error, after earlier output. Local; raises nothing.
 
     If the program's own ``sys.stderr`` fails, print to the error output of the process.
     """
@@ -37,8 +37,10 @@ def flush_output() -> None:
 
 
 def log(text: str, *about: object, level: int = logging.WARNING, trace: BaseException | None = None) -> None:
-    """Log a text, and the traceback of an error. The package logs in no other way: where standard error is closed, a
-    handler raises, and one rank alone would leave its call.
+    """Log a text, and the traceback of an error, to the logger "mpikv"; raises nothing. Local.
+
+    The package logs in no other way: where standard error is closed, a handler raises, and one rank alone would leave
+    its call.
     """
     with suppress(Exception):
         # With the place of the caller, not of this line.
@@ -46,8 +48,7 @@ def log(text: str, *about: object, level: int = logging.WARNING, trace: BaseExce
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:
-    """Write out what was printed, and wait until readers have taken it from these files, if they are pipes, but not
-    long. Local.
+    """Flush output, and wait until readers have taken it from these files, if they are pipes, but not long. Local.
 
     A launcher that is told to end its job drops the unread output of its ranks.
     """
@@ -59,6 +60,7 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
 
 
 def _is_written(text: str, stream: Any) -> bool:
+    """Write a text to a stream and flush it; return whether that worked."""
     try:
         stream.write(text)
         getattr(stream, "flush", lambda: None)()

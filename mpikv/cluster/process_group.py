@@ -51,7 +51,7 @@ class ProcessGroup:
         Raises:
             Stalled: not all ranks have come within ``timeout`` seconds.
         """
-        self.comm: Any = _duplicated(comm, timeout) if comm is not None and comm.size > 1 else None
+        self.comm: Any = _duplicate(comm, timeout) if comm is not None and comm.size > 1 else None
         self.mpi: Any = library_of(comm) if comm is not None else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
@@ -82,6 +82,7 @@ class ProcessGroup:
             self.host_cores = len(os.sched_getaffinity(0))
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
+        """Find the hosts of the group, and make communicators of them. Collective."""
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
         # the next collective.
         self._control = self.comm.Dup()
@@ -157,7 +158,7 @@ class ProcessGroup:
             return gather_texts(text, self.rank, self.size, self._all_gather)
 
     def _all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill each rank's part of an array. Collective."""
+        """Fill each rank's part of an array, in place; raise Stalled after the timeout. Collective."""
         nbytes = [count * buffer.itemsize for count in counts]
         parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
         self._complete(self._control.Iallgatherv(self.mpi.IN_PLACE, parts))
@@ -170,8 +171,7 @@ class ProcessGroup:
         return TranslatedErrors(self.mpi, doing)
 
     def part(self, ranks: Sequence[int]) -> Any:
-        """Return a communicator of these ranks, in this order; on other ranks a null one. Collective; its ranks free
-        it.
+        """Return a new communicator of these ranks, in this order, for them to free; on others a null one. Collective.
 
         For a process that is alone, ``COMM_SELF``, or None if no MPI is loaded.
         """
@@ -183,7 +183,7 @@ class ProcessGroup:
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks why this one will make no more calls of the store. Local."""
+        """Tell the other ranks, once, why this one will make no more calls of the store. Local; does not wait."""
         with self._listening:
             # Also after the end of another rank: some may wait for a message of this one.
             if not self._has_ended and self._may_speak():
@@ -192,14 +192,14 @@ class ProcessGroup:
                     self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
 
     def send_notice(self, text: bytes, ranks: Iterable[int], tag: int) -> None:
-        """Send a message that other ranks receive at the end of the store at the latest. Local."""
+        """Send a message without waiting; ranks receive it at the end of the store at the latest. Local."""
         for rank in ranks:
             with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
                 self._counts[rank] += 1
             _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
-        """Return the sender and the text of a message with this tag; None if there is none. Local."""
+        """Return the sender and the text of a message with this tag; None if none has come. Local."""
         mpi = self.mpi
         status = mpi.Status()
         found = self.comm.Improbe(mpi.ANY_SOURCE, tag, status)
@@ -212,7 +212,7 @@ class ProcessGroup:
         return status.source, bytes(text)
 
     def find_end(self) -> str:
-        """Return why another rank has ended the store, the first one, or "". Local; any thread may ask."""
+        """Receive notices of ends; return why the first rank has ended the store, or "". Local; any thread may ask."""
         with self._listening:
             if self._may_speak():
                 with self.translated("receiving a shutdown notice"):
@@ -232,7 +232,7 @@ class ProcessGroup:
         return list if self.comm is None else announce_shutdown(self.comm)
 
     def close(self) -> None:
-        """Free the communicators. Shared memory stays as long as a rank has an array over it. Collective, idempotent.
+        """Receive all messages and free the communicators; shared memory stays with its arrays. Collective, idempotent.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -258,8 +258,9 @@ class ProcessGroup:
 
 
 def gather_texts(text: str, rank: int, size: int, all_gather: Callable[[Array, Sequence[int]], None]) -> list[str]:
-    """Return the texts of all ranks, in rank order, whatever their lengths. Collective, as ``all_gather`` is: it fills
-    an array, of so many elements from each rank, in place.
+    """Return the texts of all ranks, in rank order, whatever their lengths. Collective.
+
+    So is ``all_gather``: it fills an array, of so many elements from each rank, in place.
     """
     sizes, mine = np.zeros(size, np.int64), np.frombuffer(text.encode(), np.uint8)
     sizes[rank] = mine.size
@@ -298,8 +299,8 @@ def warn_once(text: str) -> None:
     log(text)
 
 
-def _duplicated(world: Any, timeout: float) -> Any:
-    """Return a duplicate of a communicator. Collective, with a deadline; a plain ``Dup`` has none.
+def _duplicate(world: Any, timeout: float) -> Any:
+    """Return a duplicate of a communicator; raise Stalled after a deadline, as a plain ``Dup`` has none. Collective.
 
     Raises:
         Stalled: some ranks have not come, or had given up when this one came.

@@ -67,8 +67,10 @@ class Runtime(Protocol):
         """Return how many nanoseconds the main thread of this rank's process has run on a core."""
 
     def signs(self) -> list[int]:
-        """Return why this rank's process may be late: nanoseconds in Python's garbage collector, and of its main thread
-        without a core; pages and blocks that it read from a disk.
+        """Return signs of why this rank's process may be late, as nanoseconds and counts. Local.
+
+        Nanoseconds in Python's garbage collector, and of its main thread without a core; pages and blocks that it read
+        from a disk.
         """
 
     def sleep(self, seconds: float) -> None:
@@ -119,10 +121,11 @@ class _System:
         return time.clock_gettime_ns(_main_clock())
 
     def signs(self) -> list[int]:
+        """Return nanoseconds in the garbage collector and without a core; then pages and blocks read from a disk."""
         used, without_core = resource.getrusage(resource.RUSAGE_SELF), 0
         with suppress(OSError, IndexError):  # a kernel without these figures
             without_core = int(Path("/proc/self/schedstat").read_text().split()[1])
-        return [_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
+        return [_watch_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         time.sleep(seconds)
@@ -144,8 +147,8 @@ os.register_at_fork(after_in_child=_main_clock.cache_clear)
 
 
 @cache
-def _collector() -> list[int]:
-    """Return a list; its first number is the nanoseconds that Python's garbage collector takes in this process."""
+def _watch_collector() -> list[int]:
+    """Watch Python's garbage collector from now on; return a list whose first number is its nanoseconds. Local."""
     spent = [0, 0]
 
     def note(phase: str, _: object) -> None:

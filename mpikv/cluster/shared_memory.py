@@ -89,7 +89,7 @@ def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = 
 
 
 def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]:
-    """Return the memory of a file, or of this rank alone and the reason. Local."""
+    """Return the memory of a file and ""; or memory of this rank alone, and the reason. Local."""
     try:
         return _open_memory(path, nbytes + _ALIGNMENT, new=new), ""
     except OSError as error:
@@ -98,7 +98,7 @@ def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]
 
 
 def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
-    """Return the memory of a file; with ``new``, make the file. Local."""
+    """Map a file's memory and return it; with ``new``, make the file. Raises OSError. Local."""
     file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
     try:
         if new:
@@ -109,6 +109,7 @@ def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
 
 
 def _free_bytes() -> int:
+    """Return the free bytes of the host's shared memory; 0 if it has none. Local."""
     try:
         space = os.statvfs(SHARED)
     except OSError:  # there is none; all ranks of the host learn it
@@ -121,7 +122,7 @@ class _Timespec(ctypes.Structure):
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:
-    """Return soon after another rank has changed a word of 32 bits from a value, but after so many seconds. Local."""
+    """Sleep until another rank changes a word of 32 bits from a value, at most so many seconds. Local."""
     if (number := _FUTEX.get(platform.machine())) is None:
         time.sleep(1e-4)
         return

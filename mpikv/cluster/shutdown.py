@@ -35,7 +35,7 @@ _forked = False
 
 
 def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
-    """Tell the other ranks that this one shuts down. Local.
+    """Send the other ranks a notice that this one shuts down, without waiting. Local.
 
     Returns:
         A function that lists the ranks that have not said the same yet.
@@ -51,7 +51,7 @@ def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
 
 
 def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
-    """Return a function that lists the ranks that have announced their shutdown. Local."""
+    """Return a function that receives notices, and returns all ranks that have announced their shutdown. Local."""
     mpi = library_of(comm)
     ranks: set[int] = set()
 
@@ -68,7 +68,7 @@ def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
 
 
 def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float) -> list[int]:
-    """Return the ranks that have not answered these handshakes after so many seconds. Local."""
+    """Wait for handshakes; return the ranks that have not answered after so many seconds. Local."""
     here = present()
     limit = here.now() + seconds
     while absent := sorted({rank for find_absent in handshakes for rank in find_absent()}):
@@ -80,7 +80,7 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
 
 
 def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
-    """Wait at most ``timeout`` seconds for an MPI request of all ranks of ``comm``, else abandon it. Collective.
+    """Wait for an MPI request of all ranks of ``comm``; after the timeout abandon it and raise Stalled. Collective.
 
     ``ranks`` are their numbers in the store.
 
@@ -115,8 +115,9 @@ def end_job(why: str) -> None:
 
 
 def abort_on_exception(mpi: Any) -> None:
-    """Make an uncaught exception end all ranks, except in a notebook: the others would wait for this rank for ever.
-    Local.
+    """Set ``sys.excepthook`` so that an uncaught exception ends all ranks, except in a notebook. Local.
+
+    The others would wait for this rank for ever.
     """
     if "ipykernel" in sys.modules or getattr(sys.excepthook, "ends_the_job", False):
         return
@@ -139,7 +140,7 @@ def abort_on_exception(mpi: Any) -> None:
 
 
 def fail_at_end() -> None:
-    """Give this process an exit status other than 0, once Python and MPI have come to their ends. Local."""
+    """Make this process exit with status 1, once Python and MPI have come to their ends. Local."""
     system = ctypes.CDLL(None)
     # C runs exit functions in reverse: fflush writes the buffers, then _exit ends the process with status 1.
     for function, argument in ((system._exit, 1), (system.fflush, None)):

@@ -93,10 +93,10 @@ class StatusBoard:
         self._rank, self._ranks, self._about = group.rank, group.host_ranks, about
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
-            self._inquiry = Inquiry(group, lambda: self._look(()), lambda: self.number[0])
+            self._inquiry = Inquiry(group, lambda: self._find_late(()), lambda: self.number[0])
         is_real = group.size > 1 and present().world is None
         allocate = partial(allocate_shared, group, mark=BOARD) if is_real else group.allocate
-        self._look_at(allocate(SLOT.itemsize * len(self._ranks)).view(SLOT))
+        self._use_slots(allocate(SLOT.itemsize * len(self._ranks)).view(SLOT))
         mine = self._slots[group.local_rank]
         # The main thread of a process has the number of the process.
         mine["pid"] = mine["thread"] = present().process
@@ -109,7 +109,8 @@ class StatusBoard:
         self.current = self.previous = b""
         """This rank's present note and the one before it."""
 
-    def _look_at(self, slots: Array) -> None:
+    def _use_slots(self, slots: Array) -> None:
+        """Use these slots from now on: the shared ones, or a copy of them. Local."""
         place = self._ranks.index(self._rank)
         own = slots[place : place + 1].view(np.uint8).data
         self._slots, self._own = slots, slots[place]
@@ -124,7 +125,7 @@ class StatusBoard:
         self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
-        """Log that this rank has waited for ``waited`` seconds, and for whom."""
+        """Log that this rank has waited, and for whom; asks late ranks for their lines. Local."""
         log("rank %d has waited %.1f s in %s%s", self._rank, waited, self.report(missing).text, self._about)
 
     @property
@@ -133,26 +134,28 @@ class StatusBoard:
         return call_of(self._own)
 
     def report(self, missing: Sequence[int]) -> Answer:
-        """Find out about the ranks that delay this one: ``missing``, and those that began fewer calls.
+        """Ask the ranks that delay this one for their lines, on other hosts too, and return an answer. Local; may wait.
+
+        These are the ranks ``missing``, and those that began fewer calls.
 
         Returns:
             The late ranks, as far as they are known; this rank's call, with their last calls and present lines.
         """
         if self._inquiry:
             self._inquiry.ask()
-        answers = [self._look(missing), *(self._inquiry.collect() if self._inquiry else ())]
+        answers = [self._find_late(missing), *(self._inquiry.collect() if self._inquiry else ())]
         late = tuple(sorted({rank for answer in answers for rank in answer.late}))
         told = [answer.text for answer in answers if answer.text]
         rest = [f"{len(told) - _MOST_TOLD} more hosts have late ranks"] * (len(told) > _MOST_TOLD)
         about = "; ".join(told[:_MOST_TOLD] + rest)
         return Answer(late, f"{self.call}: {about}" if about else self.call)
 
-    def _look(self, missing: Sequence[int]) -> Answer:
-        """Find out about the late ranks of this host."""
+    def _find_late(self, missing: Sequence[int]) -> Answer:
+        """Return the late ranks of this host, and what they do; asks them by a signal. Local."""
         begun = self.number[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
-        late = tuple(sorted({*fewer, *missing})) or self._away()
+        late = tuple(sorted({*fewer, *missing})) or self._find_away()
         texts = self.describe(late)
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
@@ -163,7 +166,7 @@ class StatusBoard:
         return [self._describe(rank) for rank in ranks[:_MOST_ASKED] if rank in self._ranks]
 
     def give_up(self) -> None:
-        """Announce that this rank is in no call any more."""
+        """Announce that this rank is in no call any more, to other hosts too. Local."""
         self._own["over"] = 1
         if self._inquiry:
             self._inquiry.give_up()
@@ -178,14 +181,15 @@ class StatusBoard:
         finally:
             self._own["thread"] = self._own["pid"]
 
-    def _away(self) -> tuple[int, ...]:
-        """Return the ranks that began this call too but do not wait in it: stopped, or in an updater."""
+    def _find_away(self) -> tuple[int, ...]:
+        """Return the ranks that began this call too but do not wait in it; asks them by a signal. Local."""
         slots = zip(self._ranks, self._slots, strict=True)
         asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
         # "over" is read again: a rank that gave up just before the question has left this package's code, too.
         return tuple(rank for rank, slot in asked if not _waits(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
+        """Ask a rank of this host for its line; return its last call and that line. Local."""
         slot = self._slots[self._ranks.index(rank)]
         last = f"began {call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
         return f"rank {rank} {last} and {whereabouts(slot)}"
@@ -196,11 +200,11 @@ class StatusBoard:
         return tuple(rank for rank, slot in slots if is_gone(slot))
 
     def close(self) -> None:
-        """Replace the shared memory by a copy: a rank that still waits can report it."""
+        """Replace the shared memory by a copy, from which a rank that still waits can report. Local."""
         # A memory view that is still exported would keep the window from being freed.
         views = self.number, self._note
         self._own["closed"] = 1
-        self._look_at(self._slots.copy())
+        self._use_slots(self._slots.copy())
         if self.recorder:
             self.recorder.close()
         for view in views:
@@ -217,7 +221,7 @@ def call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Make the fault handler answer the question signal; return the file of answers, or -1 if it cannot."""
+    """Install a signal handler that writes this process's frames to a file; return the file, -1 if it cannot. Local."""
     # Python allows handlers from the main thread only, and the program's own handler comes first.
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
@@ -248,7 +252,7 @@ def _is_in_use(number: int) -> bool:
 
 
 def whereabouts(slot: Any) -> str:
-    """Ask a process of this host where its code is."""
+    """Ask a process of this host, by a signal, where its code is; return a text. Local; waits half a second."""
     pid = int(slot["pid"])
     state = _state(slot)
     if is_gone(slot):
@@ -273,7 +277,7 @@ def is_gone(slot: Any) -> bool:
 
 
 def _waits(slot: Any) -> bool:
-    """Return whether a process seems to be in this package's code; a silent one counts as such."""
+    """Ask a process; return whether it seems to be in this package's code, as a silent one does. Local."""
     files = [file for file, _, _ in _ask(slot)]
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
@@ -287,6 +291,7 @@ def _pid_space() -> int:
 
 
 def _state(slot: Any) -> str:
+    """Return whether a rank's process is ``running``, ``stopped``, ``dead`` or ``gone``. Local."""
     pid = int(slot["pid"])
     if (peer := present().peer(pid)) is not None:
         return peer.state()
@@ -300,7 +305,7 @@ def _state(slot: Any) -> str:
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
-    """Return file, line and function of each frame of the thread that makes a rank's calls, the innermost first.
+    """Ask a process by a signal; return the frames of its calling thread, the innermost first. Local.
 
     Empty if it does not answer.
     """
@@ -327,11 +332,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
 
 
 def _signal(pid: int, thread: int) -> None:
-    """Send the question to one thread of a process.
-
-    Raises:
-        OSError: the thread is gone, as after the end of its call, or the system cannot do it.
-    """
+    """Send the question's signal to one thread of a process; raise OSError if the thread is gone. Local."""
     try:
         ask = system_function("tgkill")
     except OSError:  # glibc before 2.30
@@ -370,7 +371,7 @@ class Inquiry:
         group.witness = self.answer
 
     def ask(self) -> None:
-        """Ask all other hosts."""
+        """Send all other hosts a question, without waiting. Local."""
         self.number += 1
         for _, ranks in self._others:
             self._group.send_notice(str(self.number).encode(), self._asked(ranks), ASKS)
@@ -381,19 +382,19 @@ class Inquiry:
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
 
     def answer(self) -> None:
-        """Answer the questions of other hosts."""
+        """Receive the questions of other hosts, and send answers. Local; does not wait."""
         while notice := self._group.receive_notice(ASKS):
             source, number = notice
             self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), [source], ANSWERS)
 
     def give_up(self) -> None:
-        """Answer the questions that other hosts have not asked yet: this rank will not be there to answer them."""
+        """Send other hosts answers to later questions, as this rank will not be there to answer them. Local."""
         answer = json.dumps([math.inf, *self.look()]).encode()
         for _, ranks in self._others:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Return the answer for this host, at most :data:`_FRESH` seconds old."""
+        """Return the answer for this host, at most :data:`_FRESH` seconds old; asks its ranks if needed. Local."""
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:
@@ -401,7 +402,7 @@ class Inquiry:
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Return the answers of the hosts asked last; answer their questions meanwhile."""
+        """Wait a second at most for hosts' answers, and return them; answer their questions meanwhile. Local."""
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:

@@ -58,7 +58,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a function that leaves no frame of this package in the tracebacks of its errors."""
+    """Return a function that leaves no frame of this package in the tracebacks of its errors."""
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -78,7 +78,7 @@ def hidden_from_pytest(raised: Any) -> bool:
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank, and with it the job. Local.
+    """Print the error that ends a rank; sleep for the other ranks to print theirs. Local.
 
     If another rank has raised it too, print one line first. Print the rest if the job has not ended when this rank's
     turn comes.
@@ -106,13 +106,17 @@ def place_of(error: BaseException) -> str:
 
 
 def callers_place_of(error: BaseException) -> str:
-    """Return the same, but "" if the error has passed no caller's code: it may lie above the frame that caught it."""
+    """Return the place in a caller's code that raised an error, "" if it has passed none.
+
+    The caller's code may lie above the frame that caught the error.
+    """
     return _innermost([(entry.tb_frame, entry.tb_lineno) for entry in _callers(error.__traceback__)][::-1])
 
 
 def place_here() -> str:
-    """Return the caller's line that called this package, for the end of a line; "" if there is none, as at the end of
-    the program.
+    """Return the caller's line that called this package, for the end of a line; "" if there is none.
+
+    There is none at the end of the program.
     """
     frames = traceback.walk_stack(None)
     return _innermost([(frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame)])
@@ -131,6 +135,7 @@ def _is_repeated(error: BaseException) -> bool:
 
 
 def _shorten(error: BaseException) -> None:
+    """Cut the frames of this package out of an error's traceback, in place, unless it is a bug here."""
     first = error.__traceback__
     # An error of the caller's own code, as of an updater, ends in a frame that is kept.
     entries, kept = list(_entries(first)), list(_callers(first))
@@ -154,6 +159,7 @@ def _is_meant(error: BaseException, innermost: TracebackType) -> bool:
 
 
 def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the entries of a traceback, from the outermost to the innermost."""
     while trace is not None:
         yield trace
         trace = trace.tb_next

@@ -17,7 +17,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, add_in_pairs_over
 from ..engine.alltoallv import Alltoallv
 from ..errors import ValueMismatch, settled
-from ..memory.host import private
+from ..memory.host import private_allocator
 from ..protocols import Array, ReadsInPlace, SumsInPlace, Transport
 from .operations import Op, combine
 
@@ -30,8 +30,9 @@ Pair: TypeAlias = tuple[Array, Array]
 
 
 def check_sizes(sent: Array, expected: Array) -> None:
-    """Raise ValueMismatch unless ranks expect what they are sent: the bytes from each rank to each, on every rank the
-    same tables. Local.
+    """Raise ValueMismatch, on every rank alike, unless ranks expect the bytes that they are sent. Local.
+
+    The tables have the bytes from each rank to each, and are the same on every rank.
     """
     for source, to in np.argwhere(sent != expected).tolist():
         text = f"rank {source} sends {sent[source, to]} bytes to rank {to}, which expects {expected[source, to]}"
@@ -56,17 +57,17 @@ class Collectives:
         self._combine = partial(combine, size=transport.size, in_pairs=in_pairs)
         self._small = min(_SMALL // self._size, transport.limit)
         # Twice the limit: half precision is summed in float32. Unwritten pages take no memory.
-        self._received = private(transport)(2 * transport.limit)
+        self._received = private_allocator(transport)(2 * transport.limit)
 
     def close(self) -> None:
         """Release the memory, which is the transport's. Local."""
         self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
-        """Put a message, made of parts, into the send buffer, if it is small, of one dtype, and that saves a barrier.
-        Local.
+        """Copy a message's parts to the send buffer, if it is small and of one dtype; return whether it is. Local.
 
-        Only its bytes and dtypes decide. So they must be the same on all ranks that then agree.
+        It is not put there where that saves no barrier. Only its bytes and dtypes decide. So they must be the same on
+        all ranks that then agree.
         """
         fits = self._transport.shared and 0 < sum(part.nbytes for part in parts) <= self._small
         if fits := fits and len({part.dtype for part in parts}) == 1:
@@ -78,7 +79,7 @@ class Collectives:
         self.all_reduce_each(((array, array),), op, staged)
 
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
-        """Reduce every rank's first array of each pair, into the second; they may be the same.
+        """Reduce every rank's first array of each pair, into the second; they may be the same. Collective.
 
         Large arrays that other ranks may read in place are reduced first, one by one; then small ones travel together.
         The message that may be staged is all first arrays, one after the other: with a large one, it is not small.
@@ -94,13 +95,13 @@ class Collectives:
             self._sum_on_gpus(pairs, op)
 
     def reduce(self, array: Array, op: Op, root: int, staged: bool = False) -> None:
-        """Reduce every rank's array, in place at the root. The others' stay as they are."""
+        """Reduce every rank's array, in place at the root; the others' stay as they are. Collective."""
         if self._size == 1:
             return
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             part = array[low : low + step]
-            send = self._packed([part], True) if staged or self.stage(part) else part
+            send = self._pack_message([part], True) if staged or self.stage(part) else part
             counts = [part.size if rank == root else 0 for rank in range(self._size)]
             terms = self._transport.reduce(send, self._recv(part), root) if op.adds else self._exchange(send, counts)
             if self._rank == root:
@@ -110,18 +111,18 @@ class Collectives:
             self._transport.fence()
 
     def reduce_scatter(self, parts: Sequence[Array], out: Array, op: Op, staged: bool = False) -> None:
-        """Reduce every rank's r-th part into the ``out`` of rank r, which may be that part."""
+        """Reduce every rank's r-th part into the ``out`` of rank r, which may be that part. Collective."""
         most, longest = self._transport.limit // out.itemsize, max(part.size for part in parts)
         step = (longest or 1) if sum(part.size for part in parts) <= most else most // self._size
         for low in range(0, longest, step):
             pieces = [part[low : low + step] for part in parts]
-            send, counts = self._packed(pieces, staged), [piece.size for piece in pieces]
-            terms = self._terms(send, counts, op)
+            send, counts = self._pack_message(pieces, staged), [piece.size for piece in pieces]
+            terms = self._make_terms(send, counts, op)
             if counts[self._rank]:
                 self._combine(terms, out[low : low + counts[self._rank]], op)
 
     def all_gather(self, buffer: Array, counts: Sequence[int], staged: bool = False) -> None:
-        """Fill ``buffer``: its r-th part, of ``counts[r]`` elements, is there on rank r. The message is that part."""
+        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is there on rank r. Collective."""
         parts = [buffer[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
         longest = max(counts) * buffer.itemsize
         if not (staged or (self._transport.shared and longest <= self._small)):
@@ -135,7 +136,7 @@ class Collectives:
                     part.view(_BYTES)[:] = row[: part.nbytes]
 
     def broadcast(self, array: Array, root: int, staged: bool = False) -> None:
-        """Copy the root's array to every rank's."""
+        """Copy the root's array to every rank's, in place. Collective."""
         if not (staged or self.stage(array)):
             self._transport.broadcast(array, root)
             return
@@ -144,8 +145,7 @@ class Collectives:
             array.view(_BYTES)[:] = row
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
-        """Send ``sends[r]`` to rank r, and fill ``receives[r]`` with what comes from there. The latter may be the
-        former.
+        """Send ``sends[r]`` to rank r, and fill ``receives[r]`` from there; both may be one array. Collective.
 
         Raises:
             ValueMismatch: on every rank, if one sends another number of bytes than the receiver expects.
@@ -177,14 +177,14 @@ class Collectives:
 
     def _reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
         """Reduce a message at a time: small arrays together, or a part of a large one. Collective."""
-        for message in self._messages(pairs):
+        for message in self._cut_messages(pairs):
             sends, outs = zip(*message, strict=True)
             send, counts = sends[0], None
             if send.nbytes > self._small:
                 counts = self._divide(send)
             elif staged or len(sends) > 1 or self._transport.shared:
-                send = self._packed(sends, staged)
-            terms = self._terms(send, counts, op)
+                send = self._pack_message(sends, staged)
+            terms = self._make_terms(send, counts, op)
             if counts is None:
                 self._unpack(terms, outs, op)
             else:
@@ -212,8 +212,8 @@ class Collectives:
         if into is not part:
             np.copyto(part, into)
 
-    def _messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-        """Cut arrays into messages."""
+    def _cut_messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
+        """Yield messages: small arrays of one dtype together, or a part of a large one. Local."""
         together: list[Pair] = []
         room = self._small
         for send, out in pairs:
@@ -256,7 +256,7 @@ class Collectives:
                     add_in_pairs_over(self._rank, terms, 0, message.size, total)
                 self.memory.copy((out[low : low + step],), (total,))
 
-    def _terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:
+    def _make_terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:
         """Return terms whose reduction is this rank's part, or without ``counts`` the whole. Collective."""
         if not op.adds:
             return self._exchange(send, counts)
@@ -275,8 +275,8 @@ class Collectives:
         dtype = accumulator(send.dtype)
         return self._received[: send.size * dtype.itemsize].view(dtype)
 
-    def _packed(self, parts: Sequence[Array], staged: bool) -> Array:
-        """Return a message in the send buffer. Local."""
+    def _pack_message(self, parts: Sequence[Array], staged: bool) -> Array:
+        """Return a message in the send buffer; copy the parts there unless they are staged. Local."""
         if not staged:
             self._pack(parts)
         return self._front(sum(part.nbytes for part in parts)).view(parts[0].dtype)

@@ -39,12 +39,12 @@ class Standing:
             raise self._failure.with_traceback(None)
 
     def end(self, error: Exception) -> None:
-        """Let no call in any more on any rank, after a failure outside of the calls. Local."""
+        """Let no call in any more after a failure outside of the calls, and tell other ranks. Local."""
         self._failure = error
         self._group.announce_end(text_of(error))
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Let no call in any more after a failure that the other ranks do not know of. Local."""
+        """Let no call in any more after a failure unknown to other ranks; tell them, unless it is a deadline. Local."""
         if not is_settled(error):
             self._agreement.complete(verb, error)
             ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
@@ -62,7 +62,7 @@ class Communicator(Standing):
         self.collectives, self._quietly = collectives, quiet()
 
     def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
-        """Agree on a call, and return what ``run(staged)`` returns.
+        """Agree on a call with all ranks, and return what its ``run(staged)`` returns. Collective.
 
         Args:
             call: ranks compare its token. The bytes of the message, and all that ``run`` does, follow from it.
@@ -90,7 +90,7 @@ class Communicator(Standing):
         return result
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
-        """Tell the other ranks, which make a call, that this one cannot, and raise the error. They raise PeerFailed."""
+        """Tell other ranks that this one cannot make their call; raise the error, and they PeerFailed. Collective."""
         self.check_usable()
         try:
             self._agreement.refuse(call, error)

@@ -139,18 +139,18 @@ class Mailbox:
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
-        """Send a contiguous array to a rank. The caller may change it at the end."""
+        """Begin to send a contiguous array to a rank; the caller may change it once ``end`` was called."""
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
-        """Fill a contiguous array from a rank, or from any.
+        """Fill a contiguous array from a rank, or from any; returns at once, and ``end`` learns when it is done.
 
         A message of another length is lost; the error is ValueMismatch.
         """
         return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
 
     def wait(self, message: Message, timeout: float, seconds: float = math.inf) -> None:
-        """Move messages until a call has ended, or some seconds are over.
+        """Move messages until a call has ended, or some seconds are over; a missed deadline ends all calls.
 
         The deadline of a call is ``timeout`` after the first wait for it; then it ends with Stalled.
         """
@@ -180,6 +180,7 @@ class Mailbox:
         self._carrier.close()
 
     def _call(self, message: Message) -> Message:
+        """Begin a call, move what can be moved, and start the thread for the rest. Does not wait."""
         self._move(message)
         with self._lock:
             if self._pending and not self._has_thread:
@@ -188,7 +189,7 @@ class Mailbox:
         return message
 
     def _serve(self) -> None:
-        """Move messages that nobody waits for, until there have been none for a while."""
+        """Move messages for which nobody waits, until there have been none for a while. The thread's function."""
         idle = 0
         while True:
             present().sleep(_LONGEST_NAP)
@@ -206,13 +207,14 @@ class Mailbox:
                         present().thread(self._tell, "mpikv mailbox ends").start()
 
     def _move(self, new: Message | None = None) -> None:
-        """Begin a new call, move what can be moved, and tell the callers whose calls have ended."""
+        """Begin a new call, move what can be moved, and tell the callers whose calls have ended. Does not wait."""
         try:
             self._step(new)
         finally:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
+        """Begin a new call, and move what can be moved; an error ends all calls. Takes the lock."""
         with self._lock:
             try:
                 if new is not None:
@@ -229,6 +231,7 @@ class Mailbox:
                     raise
 
     def _begin(self, new: Message) -> None:
+        """Note a call and begin it; its own error ends it alone. The lock is held."""
         self._pending.append(new)
         if self._failure is not None:
             self._break(self._failure)
@@ -239,6 +242,7 @@ class Mailbox:
             self._end(new, error=error)
 
     def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
+        """End a call, with ValueMismatch if another length was ``sent``; its caller is told later. The lock is held."""
         if sent:
             text = f"rank {message.source} has sent {sent} bytes, which are lost; the array may have changed"
             error = ValueMismatch(f"{message}: {text}{self._where}")
@@ -246,7 +250,7 @@ class Mailbox:
         self._ended.append((message, error))
 
     def _check(self, now: float) -> None:
-        """Raise if a call has waited for too long, or for a rank that is lost."""
+        """Raise if a call has waited for too long, or for a rank that is lost. The lock is held."""
         if now < self._looked + _PATIENCE:
             return
         before, self._lost, self._looked = self._lost, self._carrier.find_lost(), now
@@ -262,7 +266,7 @@ class Mailbox:
                 raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
     def _break(self, error: Exception) -> None:
-        """End all calls, present and later ones, with an error."""
+        """End all calls, present and later ones, with an error, and mark own messages as lost. The lock is held."""
         self._failure = self._failure or error
         self._carrier.give_up()
         _abandoned.extend(self._pending)
@@ -308,7 +312,7 @@ class _Streams:
         self.give_up, self.close = rings.give_up, self._streams.clear
 
     def begin(self, message: Message) -> None:
-        """Begin a call."""
+        """Begin a call; a receive ends at once if its message is kept."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
         elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
@@ -318,8 +322,9 @@ class _Streams:
             self._receives.append(message)
 
     def step(self) -> Iterator[tuple[Message, str]]:
-        """Move what can be moved; yield the calls that are complete, each with "" or the length of a message that did
-        not fit. After a failure, too: those before it are complete.
+        """Move what can be moved; yield complete calls, each with "" or the length of a message that did not fit.
+
+        After a failure, too: those before it are complete.
         """
         self._rings.look()
         try:
@@ -355,14 +360,14 @@ class _Streams:
             yield
 
     def _take_receive(self, source: int, tag: int) -> Message | None:
-        """Return the first receive that wants a message, and which then wants no other."""
+        """Remove and return the first receive that wants a message; None if none does."""
         receive = next((call for call in self._receives if call.fits(source, tag)), None)
         if receive is not None:
             self._receives.remove(receive)
         return receive
 
     def _deliver(self, receive: Message, arrived: Message) -> None:
-        """End a receive by a whole message."""
+        """End a receive by a whole message: copy its bytes, or note that it does not fit."""
         receive.source, fits = arrived.source, receive.bytes.size == arrived.bytes.size
         if fits and arrived.bytes is not receive.bytes:
             receive.bytes[:] = arrived.bytes
@@ -392,12 +397,14 @@ class _Messages:
             self._comm = group.comm.Dup()
 
     def begin(self, message: Message) -> None:
+        """Begin a send or a receive of MPI, without waiting."""
         start = self._comm.Isend if message.verb == "send" else self._comm.Irecv
         peer = self._mpi.ANY_SOURCE if message.peer is None else message.peer
         with self._group.translated(message.verb):
             message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
 
     def step(self) -> Iterator[tuple[Message, str]]:
+        """Test the pending calls without waiting; yield those that are complete, with the length of a misfit."""
         for message in tuple(self._pending):
             status, sent = self._mpi.Status(), ""
             with self._group.translated(message.verb):
@@ -415,6 +422,7 @@ class _Messages:
             yield message, sent
 
     def sleep(self, waited: float) -> None:
+        """Sleep for a thirty-second of the wait so far, at most a millisecond."""
         here = present()
         nap = min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP)
         here.nap(nap, here.now() + nap)

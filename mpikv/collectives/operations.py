@@ -45,7 +45,7 @@ _BLOCK = 1 << 15
 
 
 def check(op: Op, dtype: np.dtype[Any]) -> None:
-    """Raise Unsupported where numbers of this dtype have no such reduction. Local."""
+    """Raise Unsupported if numbers of this dtype have no such reduction. Local."""
     exact, name = dtype.kind in "biu", name_of(dtype)
     if op is Op.MEAN and exact:
         raise Unsupported(f"the mean of {name} is not {name}; take the sum, or convert to a floating-point dtype first")
@@ -56,10 +56,10 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
 
 
 def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
-    """Reduce terms, of ``size`` ranks in all, into ``out``. Half precision is reduced in float32, and rounded once.
+    """Write the reduction of terms, of ``size`` ranks in all, to ``out``; half precision is reduced in float32.
 
-    Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or all are. Sums go
-    from the first term to the last, or ``in_pairs``.
+    It is rounded once. Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or
+    all are. Sums go from the first term to the last, or ``in_pairs``.
 
     >>> out = np.empty(2)
     >>> combine([np.array([1.0, 2.0]), np.array([5.0, 4.0])], out, Op.MEAN, 2)
@@ -77,7 +77,7 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
 
 
 def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool) -> None:
-    """Reduce terms in the dtype of ``out``."""
+    """Write the reduction of terms to ``out``, in its dtype."""
     if op.adds:
         (add_in_pairs if in_pairs else add)(terms, 0, out.size, out)
         if op is Op.MEAN:

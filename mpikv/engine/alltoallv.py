@@ -44,7 +44,7 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send ``parts[r]`` to rank r, or the only part to all. Collective.
+        """Send ``parts[r]`` to rank r, or the only part to all; return the parts for this rank. Collective.
 
         Args:
             parts: one part per rank, or a single one.
@@ -83,11 +83,11 @@ class Alltoallv:
         if first and (longest <= done).all():
             received = [part[row.nbytes : row.nbytes + size] for part, size in zip(first, mine, strict=True)]
         else:
-            received = self._rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
+            received = self._send_rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
         return received, table[:, len(parts) :]
 
     def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Send ``parts[r]`` to rank r, or the only part to all. Collective. Uses no memory of the host.
+        """Send parts of sizes that all ranks know, and return new arrays. Collective. Uses no memory of the host.
 
         ``sizes`` has a row for each sender, with its bytes for each receiver, or for all. Every rank passes the same.
 
@@ -96,12 +96,12 @@ class Alltoallv:
         """
         mine = sizes[:, self._transport.rank if len(parts) > 1 else 0].tolist()
         longest = -(-sizes.max(axis=0) // _EVEN) * _EVEN
-        return self._rest(parts, (), mine, longest, np.zeros_like(longest))
+        return self._send_rest(parts, (), mine, longest, np.zeros_like(longest))
 
-    def _rest(
+    def _send_rest(
         self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
-        """Send the bytes that did not fit in the first message; return all. Collective.
+        """Send the bytes that did not fit in the first message; return all, in new arrays. Collective.
 
         ``mine`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the longest part to
         each rank, sent so far and in all.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
-from ..memory.host import private
+from ..memory.host import private_allocator
 from ..protocols import Array, Memory, Slots, Transport
 from .grid import Grid, rounded
 from .spans import Spans
@@ -87,20 +87,20 @@ class Block:
         return self.ensure_sums()[self.kept.locate(low, high)]
 
     def ensure_sums(self) -> Array:
-        """Return the memory for sums, zeros if it is new: taking it may raise MemoryError on a GPU."""
+        """Return the memory for sums; take zeros if there is none, with MemoryError if a GPU is full. Local."""
         if self.sums is None:
             dtype = accumulator(self.values.dtype)
             self.sums = self.memory.zeros(self.kept.size * dtype.itemsize).view(dtype)
         return self.sums
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
-        """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""
+        """Have residuals for so many positions in lists; new ones are ``zeroed`` memory. Local."""
         while len(self.residuals) < positions:
             # Float32, however wide the values are: it is added to the gradient before the codec rounds.
             self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
 
     def ensure_state(self, slots: Slots) -> None:
-        """Add zeros for the slots that have no state yet. On GPUs collective."""
+        """Add zeros for the slots that have no state yet. On GPUs collective, and may raise MemoryError."""
         self.state |= self.new_state(
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
@@ -110,17 +110,17 @@ class Block:
         return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
 
     def new_state(self, slots: Slots, kept: Spans) -> dict[str, Array]:
-        """Return state of zeros for the elements that are to be kept. On GPUs collective."""
+        """Return state of zeros for the elements that are to be kept. On GPUs collective, and may raise MemoryError."""
         return {name: self.allocate(kept.size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
-    def keep(self, kept: Spans, state: dict[str, Array]) -> None:
-        """Replace the state, and the elements that have some."""
+    def replace_state(self, kept: Spans, state: dict[str, Array]) -> None:
+        """Replace the state, and the elements that have some; drop the sums if these are others. Local."""
         if kept != self.kept:
             self.sums = None
         self.kept, self.state = kept, state
 
     def state_of(self, low: int, high: int) -> dict[str, Array]:
-        """Return the state of elements that this rank keeps, side by side."""
+        """Return views of the state of elements that this rank keeps, side by side. Local."""
         where = self.kept.locate(low, high)
         return {name: array[where] for name, array in self.state.items()}
 
@@ -157,12 +157,13 @@ class _Holes:
         self._starts: dict[tuple[int, int], int] = {}
 
     def copy(self) -> _Holes:
+        """Return a copy, so that placing can be undone."""
         other = _Holes()
         other._by_size, other._sizes, other._starts = self._by_size[:], self._sizes.copy(), self._starts.copy()
         return other
 
     def add(self, kind: str, memory: int, start: int, size: int) -> None:
-        """Make a range free."""
+        """Make a range free, and join it with free neighbours."""
         if not size:
             return
         # Joined with its neighbours: else a hole as large as a later value could be two, and never fit.
@@ -245,12 +246,12 @@ class Arena:
         coming = sum(map(self._nbytes_of, groups))
         listed: dict[int, Place] = {}
         for group in groups:
-            listed |= zip(group.numbers, self._listed(group, coming), strict=True)
+            listed |= zip(group.numbers, self._place_listed(group, coming), strict=True)
             coming -= self._nbytes_of(group)
         places: list[Place] = []
         shared = (request for number, request in enumerate(requests) if number not in listed)
         for (dtype, size), alike in groupby(shared):
-            places += self._shared(dtype, size, sum(1 for _ in alike))
+            places += self._place_shared(dtype, size, sum(1 for _ in alike))
         if listed:
             following = iter(places)
             places = [listed.get(number) or next(following) for number in range(len(requests))]
@@ -260,7 +261,7 @@ class Arena:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo the placing and releasing inside if a MemoryError leaves the block. Collective."""
+        """Undo placing and releasing if MemoryError leaves the block, as it does on every rank or none. Collective."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -271,7 +272,7 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Take places back for later values. Local.
+        """Take places back for later values; a block ends with its last value. Local.
 
         The caller zeroes the state and residuals of places in shared blocks: these blocks live on for other values.
         """
@@ -281,14 +282,14 @@ class Arena:
             if self.is_shared(block):
                 self._holes.add(name_of(block.values.dtype), block.index, start, rounded(size, block.grid.line))
             if not self._values[block]:
-                self._end(block)
+                self._end_block(block)
 
     def is_shared(self, block: Block) -> bool:
         """Return whether small values share a block that has not ended."""
         return block.index in self._pools
 
     def shrink(self) -> None:
-        """Give large segments without blocks back to the system. Collective."""
+        """Give large segments without blocks back to the system. Collective: all ranks do so alike."""
         idle = [
             number
             for number, segment in self._segments.items()
@@ -299,16 +300,16 @@ class Arena:
             del self._segments[number], self._reached[number]
 
     def holds(self, array: Array) -> bool:
-        """Return whether an array lies in the memory of values."""
+        """Return whether an array lies in the memory of values, at least in part. Local."""
         return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
-        """Return whether one of a GPU's addresses is in the memory of values; ``address`` returns an array's."""
+        """Return whether one of a GPU's addresses is in the memory of values; ``address`` returns an array's. Local."""
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
     def _plan_new_blocks(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Decide which requests get a new block, each alone or several in one; the others go into shared blocks."""
+        """Group the requests that get new blocks, each alone or several in one; others share blocks. Local."""
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):
@@ -322,14 +323,14 @@ class Arena:
                 groups.append(_Group(dtype, numbers, sizes))
         return groups
 
-    def _listed(self, group: _Group, coming: int) -> list[Place]:
-        """Return places side by side in a new block. Collective."""
+    def _place_listed(self, group: _Group, coming: int) -> list[Place]:
+        """Return places side by side in a new block. Collective: it may allocate."""
         starts = list(accumulate((self._room(group.dtype, size) for size in group.sizes), initial=0))
-        block = self._block(group.dtype, coming, starts)
+        block = self._add_block(group.dtype, coming, starts)
         return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
-    def _shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
-        """Yield ``most`` places of one size in blocks that small values share. Collective."""
+    def _place_shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
+        """Yield ``most`` places of one size in blocks that small values share. Collective: it may allocate."""
         room = self._room(dtype, size)
         while most:
             found = self._holes.take(name_of(dtype), room, most)
@@ -344,24 +345,24 @@ class Arena:
             block.used = max(block.used, start)
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
-        """Make another block that small values share. Collective."""
+        """Make another block that small values share. Collective: it may allocate."""
         # The newest block of this dtype is the one that small values filled up last.
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would separate the values of a list, which make one message side by side.
             self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
-        block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
+        block = self._add_block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
-    def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
+    def _add_block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
         """Return a new block for values that begin at ``starts``; the last of these is where they end. Collective.
 
         ``coming``: bytes of segments that this request is still to take, for this block and those after it.
         """
         size, transport = starts[-1], self._transport
         nbytes = self._nbytes(dtype, size)
-        number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._in_new_segment(nbytes, coming)
+        number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._add_segment(nbytes, coming)
         cell, line = self._grid(dtype)
         length = self._padded(dtype, size)
         values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)
@@ -371,9 +372,9 @@ class Arena:
         block = Block(
             next(self._numbers),
             values,
-            Grid(length, cell, self._bounds(starts, length), line, length - size, self._cells),
+            Grid(length, cell, self._divide(starts, length), line, length - size, self._cells),
             transport.memory,
-            private(transport),
+            private_allocator(transport),
             Spans.join([(0, length)]),
             origin=(number, start),
             old=old,
@@ -383,8 +384,8 @@ class Arena:
         self._add_load(block, 1)
         return block
 
-    def _bounds(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
-        """Divide values among ranks in their order, about equally much each; return the bounds of the ranks."""
+    def _divide(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
+        """Divide values among ranks in their order, about equally much each; return the bounds of the ranks. Local."""
         ranks = self._transport.size
         if len(starts) == 2:  # one value: it goes to the rank that owns least
             owner = self._load.index(min(self._load))
@@ -422,7 +423,7 @@ class Arena:
         """Return the bytes that a block for so many elements takes of a segment."""
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
-    def _in_new_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
+    def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
         """Allocate a segment; return its number, and the byte of a first block of ``nbytes``. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
@@ -436,7 +437,8 @@ class Arena:
         self._holes.add(_BYTES, number, nbytes, segment.size - nbytes)
         return number, 0
 
-    def _end(self, block: Block) -> None:
+    def _end_block(self, block: Block) -> None:
+        """Forget a block without values, and make its memory in the segment free. Local."""
         del self._values[block]
         if self._pools.pop(block.index, None) is not None:
             # By now the block is one hole: its last value has just left.

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.arrays import add, add_in_pairs, local_sum
 from ..errors import NotFinite, Unsupported, ValueMismatch
-from ..memory.host import HOST, private
+from ..memory.host import HOST, private_allocator
 from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, Sum, TensorCodec, Transport
 from ..protocols.codec import LARGEST
 from .alltoallv import gather
@@ -51,11 +51,7 @@ def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
 
 
 def check_payloads(codec: Codec, transport: Transport) -> None:
-    """Check that a message can hold the smallest range that is packed by itself. Local.
-
-    Raises:
-        Unsupported: it cannot.
-    """
+    """Raise Unsupported unless a message can hold the smallest range that is packed by itself. Local."""
     if not codec.elementwise:
         return
     # Each rank may own a part of a message, and each part has a header.
@@ -69,7 +65,7 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
         )
 
 
-def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
+def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
     """Check that this rank's arrays can be compressed; make room for their residuals. Local; waits for a GPU's arrays.
 
     Raises:
@@ -104,7 +100,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Have residuals for pushes of lists of this length, in the memory where the codec works. Local."""
+    """Allocate missing residuals for pushes of lists of this length, where the codec works. Local."""
     if not codec.feedback:
         return
     if codec.elementwise:
@@ -114,7 +110,7 @@ def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
 
 
 def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
-    """Raise NotFinite for an array with elements that no residual may keep."""
+    """Raise NotFinite for an array with elements that no residual may keep. Local."""
     # Half precision cannot hold the bound: compared there, it would be infinite.
     values = array.astype(np.float32) if array.dtype.itemsize == 2 else array
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
@@ -127,7 +123,7 @@ def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
 
 
 def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-    """Return a ``confirm`` that restores the residuals of now before it raises."""
+    """Copy the residuals of now, and return a ``confirm`` that restores them before it raises. Local."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
     # A push makes the state of a codec at its first use: after a failure the next one has to make it again.
@@ -178,7 +174,7 @@ class RangeCompression:
         """On GPUs collective."""
         self.codec, self._transport, self._memory = codec, transport, transport.memory
         # A bucket of float16 is twice as large in float32.
-        zeros = private(transport)
+        zeros = private_allocator(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
         # By plan, weakly: the layout of messages lasts as long as the plan does.
@@ -195,7 +191,7 @@ class RangeCompression:
         """
         messages = self._messages_of.get(plan)
         if messages is None:
-            messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
+            messages = {bucket: self._cut_messages(bucket) for bucket in plan.buckets}
             self._messages_of[plan] = messages
         # To read flags in a message the host would wait for the GPU, so there ranks exchange list lengths beforehand.
         lengths = None
@@ -217,13 +213,13 @@ class RangeCompression:
         # The lists of other ranks may be longer: a rank with nothing more to send still takes part.
         position, more = 0, True
         while more:
-            gradient = self._packed(bucket, layers[position]) if position < len(layers) else None
+            gradient = self._pack(bucket, layers[position]) if position < len(layers) else None
             residual: Array | None = None
             if gradient is not None and self.codec.feedback:
                 residual = block.residuals[position][start : start + bucket.value.size]
             more, own_flags = False, _flags(position, len(layers))
             for message in messages:
-                self._write(message, gradient, residual, own_flags)
+                self._encode(message, gradient, residual, own_flags)
                 send = self._transport.send_buffers[self._transport.slot][: message.nbytes]
                 # In rank order, so that sums do not depend on who is first.
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
@@ -236,8 +232,8 @@ class RangeCompression:
             position += 1
         return total
 
-    def _packed(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return the elements of a bucket in float32, side by side. Gaps between keys are undefined on the host."""
+    def _pack(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
+        """Return the elements of a bucket in float32: a caller's array itself, or a copy with undefined gaps. Local."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -254,8 +250,8 @@ class RangeCompression:
         )
         return gradient
 
-    def _write(self, message: _Message, gradient: Array | None, residual: Array | None, flags: int) -> None:
-        """Pack the gradient's ranges of a message into the send buffer; update the residual."""
+    def _encode(self, message: _Message, gradient: Array | None, residual: Array | None, flags: int) -> None:
+        """Pack the gradient's ranges of a message into the send buffer; change the residual in place. Local."""
         send = self._transport.send_buffers[self._transport.slot]
         for at in message.headers if self._memory.is_host else ():
             send[at] = flags
@@ -265,8 +261,8 @@ class RangeCompression:
             left = None if residual is None else residual[each.low : each.high]
             self.codec.encode(gradient[each.low : each.high], send[each.at : each.at + each.nbytes], left)
 
-    def _messages(self, bucket: Bucket) -> list[_Message]:
-        """Cut a bucket into ranges that are packed by themselves, and group them in messages that fit the transport."""
+    def _cut_messages(self, bucket: Bucket) -> list[_Message]:
+        """Cut a bucket into ranges that are packed by themselves, grouped in messages that fit the transport. Local."""
         counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))
@@ -275,11 +271,11 @@ class RangeCompression:
         own = 0 if replicated else self._transport.rank
         messages: list[_Message] = []
         while any(open_ranges) or not messages:
-            messages.append(self._message(open_ranges, own, replicated))
+            messages.append(self._fill_message(open_ranges, own, replicated))
         return messages
 
-    def _message(self, open_ranges: list[list[tuple[int, int]]], own: int, replicated: bool) -> _Message:
-        """Move as many ranges of each owner as fit from ``open_ranges`` to one message."""
+    def _fill_message(self, open_ranges: list[list[tuple[int, int]]], own: int, replicated: bool) -> _Message:
+        """Move as many ranges of each owner as fit from ``open_ranges`` to one new message. Local."""
         room = self._transport.limit - _HEADER * len(open_ranges)
         ranges: list[list[_Range]] = []
         headers, at = [], 0
@@ -289,7 +285,7 @@ class RangeCompression:
             ranges.append([])
             while waiting:
                 low, high = waiting[0]
-                count = self._fitting(high - low, room)
+                count = self._count_fitting(high - low, room)
                 if count == 0:
                     break
                 nbytes = self.codec.nbytes(count)
@@ -306,7 +302,7 @@ class RangeCompression:
             own=tuple(_Range(each.low, each.high, each.at - begin, each.nbytes) for each in ranges[own]),
         )
 
-    def _fitting(self, count: int, room: int) -> int:
+    def _count_fitting(self, count: int, room: int) -> int:
         """Return how many of these elements fit in so many bytes: all, about half, a quarter, and so on, or none.
 
         At least one grain fits an empty message: :func:`check_payloads` has seen to that.
@@ -328,13 +324,13 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """As :meth:`RangeCompression.start`. Collective."""
+        """Exchange and sum all values of a push; return a function that finds a bucket's sum. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size, _ = entry.place
             if size:
                 place = plan.planner.placement, start, start + size
                 owners = {rank for count, rank in block.grid.shares(*place) if count}
-                rounds = self._rounds(entry, [layer[item] for layer in layers])
+                rounds = self._make_rounds(entry, [layer[item] for layer in layers])
                 summed = self._run(rounds, owners.pop() if len(owners) == 1 else None)
                 own = block.grid.owned(*place)
                 self._memory.copy(
@@ -348,8 +344,8 @@ class ValueCompression:
 
         return total
 
-    def _rounds(self, entry: Entry, arrays: Sequence[Array]) -> Rounds:
-        """Return the codec's exchange of a value. A rank that brings nothing gives zeros, and keeps its residual."""
+    def _make_rounds(self, entry: Entry, arrays: Sequence[Array]) -> Rounds:
+        """Return a value's exchange by the codec, not begun; without arrays, of zeros. Waits for a GPU. Local."""
         place = entry.place
         # A copy: a codec may change its gradient, and the caller's array must stay.
         gradient = np.zeros(place.size, np.float32)
@@ -372,10 +368,10 @@ class ValueCompression:
             except StopIteration as done:
                 total: Array = done.value[0]
                 return total
-            answer = self._summed(asked.array) if isinstance(asked, Sum) else self._gathered(asked, owner)
+            answer = self._sum_ranks(asked.array) if isinstance(asked, Sum) else self._gather(asked, owner)
 
-    def _summed(self, array: Array) -> Array:
-        """Return the sum of the ranks' arrays. Collective."""
+    def _sum_ranks(self, array: Array) -> Array:
+        """Return a new array: the sum of the ranks' arrays. Collective."""
         total = np.empty_like(array)
         # A codec knows no limit of messages.
         step = self._transport.limit // array.itemsize
@@ -388,8 +384,8 @@ class ValueCompression:
             self._transport.fence()  # the codec may change its array, and other ranks may still read it until here
         return total
 
-    def _gathered(self, asked: Gather, owner: int | None) -> Sequence[Array]:
-        """Return the ranks' payloads; an empty list on all other ranks, where one owns the value. Collective."""
+    def _gather(self, asked: Gather, owner: int | None) -> Sequence[Array]:
+        """Return copies of the ranks' payloads; an empty list where another rank owns the value. Collective."""
         payload, transport = asked.payload, self._transport
         receives = owner is None or owner == transport.rank
         received = [np.empty_like(payload) for _ in range(transport.size if receives else 0)]

@@ -14,13 +14,13 @@ import numpy as np
 
 from ..arrays.arrays import storable, zeros
 from ..errors import Unsupported, brief
-from ..memory.host import private
+from ..memory.host import private_allocator
 from ..optimizers import Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transfers, Transport, Updater
 from .calls import Steps
-from .compression import Compression, check, compress
+from .compression import Compression, check_arrays, compress
 from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, TransferPipeline, groups_of
 from .placement import place
@@ -44,13 +44,13 @@ class Exchange:
         self._revision = updater.revision
         placed = place(placement, transport, updater, root)
         # Half precision is summed in float32: twice as wide as the message.
-        scratch = private(transport)(2 * transport.limit)
+        scratch = private_allocator(transport)(2 * transport.limit)
         planner = Planner(transport, placed, updater, kernels, scratch, deterministic)
         self.values = Values(transport, planner, root, pooling=placement != "owners")
-        self._settle(planner)
+        self._use_planner(planner)
 
-    def _settle(self, planner: Planner) -> None:
-        """Use a planner and the present compression from now on. Local."""
+    def _use_planner(self, planner: Planner) -> None:
+        """Use a planner and the present compression from now on; drop all plans. Local."""
         self.updater: Updater = planner.updater
         self.placement: Placement = planner.placement
         self.values.planner = planner
@@ -63,12 +63,12 @@ class Exchange:
         """Drop the values; the transport frees their memory. Local."""
         self.values.close()
         # The pipeline and the plans refer to memory of the transport, as scratch does.
-        self._settle(replace(self.values.planner, scratch=zeros(0)))
+        self._use_planner(replace(self.values.planner, scratch=zeros(0)))
 
     # --- Updaters
 
     def steps(self, plan: Plan) -> Steps:
-        """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
+        """Return the updater's step for each key of the next push; a user's schedule may raise in it. Local."""
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
@@ -82,26 +82,26 @@ class Exchange:
         return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
 
     def check_slots(self) -> None:
-        """Raise if a setting changed since :meth:`adopt` needs other state than there is. Local."""
+        """Raise if settings changed since :meth:`adopt` need other state; compile kernels for them. Local."""
         for block in self.values.blocks:
             check_state(self.updater, block.values.dtype, block.state)
         # Other options may need other code.
-        self._ready(self.updater, self.values.dtypes)
+        self._prepare_kernels(self.updater, self.values.dtypes)
         self._revision = self.updater.revision
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
-        """Raise if such values cannot be stored, or the present updater cannot update them. Local."""
-        self._ready(self.updater, set(map(storable, {array.dtype for array in arrays})))
+        """Raise if such values cannot be stored or updated; compile kernels for their dtypes. Local."""
+        self._prepare_kernels(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
-    def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
-        """Return an updater's placement; raise if it cannot take over the present values, or more dtypes. Local."""
+    def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
+        """Return an updater's placement; raise if it cannot update the present values, or more dtypes. Local."""
         placement = place(self._wanted, self.transport, updater, self._root)
-        self._ready(updater, self.values.dtypes | dtypes)
+        self._prepare_kernels(updater, self.values.dtypes | dtypes)
         return placement
 
-    def _ready(self, updater: Updater, dtypes: Set[np.dtype[Any]]) -> None:
+    def _prepare_kernels(self, updater: Updater, dtypes: Set[np.dtype[Any]]) -> None:
         """Raise if the updater cannot update values of these dtypes; compile kernels for them. Local."""
-        self.tell_ranks(updater)
+        self.set_rank_count(updater)
         for dtype in dtypes:
             try:
                 updater.slots(dtype)
@@ -111,17 +111,17 @@ class Exchange:
                 error.args = (f"keys {brief(keys)}: {error}" if keys else str(error),)
                 raise
 
-    def tell_ranks(self, updater: Updater) -> None:
-        """Tell an optimizer the number of ranks in its sums; raise if it cannot average them. Local."""
+    def set_rank_count(self, updater: Updater) -> None:
+        """Set the number of ranks in its sums on an optimizer; raise if it cannot average them. Local."""
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater, overwrites: bool = False) -> None:
-        """Take another updater, with new state of zeros.
+        """Change to another updater, with new state of zeros; publish newest values first. Collective.
 
         ``overwrites``: the caller is about to write all state, so memory of the present state may be reused as it is.
         """
-        placement, table = self.placed(updater), self.values.table
+        placement, table = self.place_updater(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
         dtypes = {block: block.values.dtype for block in self.values.blocks}
         planner = replace(self.values.planner, updater=updater, placement=placement)
@@ -141,9 +141,9 @@ class Exchange:
             self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
         # From here nothing can fail: all memory has been taken.
         self._revision = updater.revision
-        self._settle(planner)
+        self._use_planner(planner)
         for block in self.values.blocks:
-            block.keep(kept[block], states[block])
+            block.replace_state(kept[block], states[block])
         for entry in table.entries():
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
@@ -168,8 +168,8 @@ class Exchange:
             return "deterministic sums allocate memory in each call"
         return ""
 
-    def table_of_steps(self, plan: Plan) -> StepTable | None:
-        """Return GPU memory for the steps of a plan's keys, None if updates have none. Local.
+    def make_step_table(self, plan: Plan) -> StepTable | None:
+        """Return new GPU memory for the steps of a plan's keys, None if updates have none. Local.
 
         The caller has checked that there is no :meth:`capture_blocker`.
 
@@ -184,22 +184,21 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return the arrays to push for a plan that is not raw; None stands for the buffers, where no codec packs them.
-        Local.
+        """Return the arrays to push for a plan that is not raw: sums of lists on a GPU; None for buffers. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.
         """
         if self.compression is not None:
             sources = self.values.buffers(plan) if sources is None else sources
-            check(self.compression.codec, plan, groups_of(sources), self.transport.memory)
+            check_arrays(self.compression.codec, plan, groups_of(sources), self.transport.memory)
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:
-        """Compress pushes from now on, or stop compressing (None). Residuals of earlier pushes are dropped."""
+        """Compress pushes from now on, or stop compressing (None); drop residuals of earlier pushes. Collective."""
         # Before anything changes, as there may be too little memory.
         self.compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
-        self._settle(replace(self.values.planner, compressed=codec is not None))
+        self._use_planner(replace(self.values.planner, compressed=codec is not None))
         # Kernels add inside the update rule only without compression: other kernels may be needed now.
-        self._ready(self.updater, self.values.dtypes)
+        self._prepare_kernels(self.updater, self.values.dtypes)

@@ -37,11 +37,13 @@ class GpuPipeline(TransferPipeline):
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
+        """Take memory for a push of whole arrays and bind its updates, before ranks agree. Local."""
         super().prepare(plan)
         # Bound now, as it uploads addresses: memory may be short, and the ranks have not agreed yet.
         self._order.run(lambda: plan.update_whole)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
+        """Return the sources, with each key's list summed on the GPU now, unless a codec packs its arrays. Local."""
         # A codec of ranges packs each array by itself.
         by_array = self._compression is not None and self._compression.codec.elementwise
         if by_array or are_plain(sources) or all(len(group) == 1 for group in sources):
@@ -50,6 +52,7 @@ class GpuPipeline(TransferPipeline):
         return added
 
     def _local_sums(self, plan: Plan, sources: Arrays) -> Arrays:
+        """Return the sum of each key's list of arrays, in new memory. Local."""
         pairs = zip(plan.entries, sources, strict=True)
         return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
 
@@ -60,6 +63,7 @@ class GpuPipeline(TransferPipeline):
     # --- Push and pull
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
+        """Return the targets to fill before later messages are sent, or an empty tuple if that is unsafe. Local."""
         return targets if plan.overlaps and self._lie_apart(plan, sources, targets) else ()
 
     def _lie_apart(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> bool:
@@ -84,6 +88,7 @@ class GpuPipeline(TransferPipeline):
     # --- The stages
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Queue an update of arrays by a step; a Python updater runs at once. For rows. Local."""
         if self._updater.may_raise:
             super().update(step, total, value, state)
         else:

@@ -117,7 +117,7 @@ class KeyTable:
         return iter(self._entries.values())
 
     def find(self, keys: Sequence[Key]) -> list[Entry]:
-        """Return the entries of keys, in their order."""
+        """Return the entries of keys, in their order; raise KeyNotInitialized for an unknown one."""
         try:
             return [self._entries[key] for key in keys]
         except KeyError as error:
@@ -126,7 +126,7 @@ class KeyTable:
     def add(
         self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: NonzeroRows | None = None
     ) -> Entry:
-        """Enter a new key."""
+        """Enter a new key with zero counts; return its entry. Numbers are reused in one order on all ranks. Local."""
         low, high = place.start, place.start + place.size
         # Rows are used again, in the same order on all ranks: owners are asked by these numbers.
         if self._free_rows:
@@ -143,7 +143,7 @@ class KeyTable:
         return entry
 
     def version(self, key: Key) -> int:
-        """Return the number of pushes of a value."""
+        """Return the number of pushes of a value; raise KeyNotInitialized if the key is unknown. Local."""
         row = self[key].index
         return int(self.counts[row] + self.earlier[row])
 
@@ -160,11 +160,7 @@ class KeyTable:
         return entry.place
 
     def check_kind(self, keys: Sequence[Key]) -> None:
-        """Check that the keys are of the type of the keys before them.
-
-        Raises:
-            TypeError: int and str keys are mixed.
-        """
+        """Raise TypeError unless the keys are of the type of the keys before them: all int, or all str. Local."""
         # Exactly int or str by now. In one store 3 and '3' would be two keys that look alike in every message.
         kind = type(next(chain(self._entries, keys), None))
         for key in keys:
@@ -173,11 +169,7 @@ class KeyTable:
                 raise TypeError(f"key {key!r} is of type {given}; the store's keys are all {known}")
 
     def check_new(self, keys: Sequence[Key]) -> None:
-        """Check that none of the keys is known.
-
-        Raises:
-            KeyAlreadyInitialized: one is.
-        """
+        """Raise KeyAlreadyInitialized if one of the keys is known. Local."""
         known = [key for key in keys if key in self._entries]
         if known:
             raise KeyAlreadyInitialized(
@@ -186,6 +178,7 @@ class KeyTable:
             )
 
     def _unknown(self, key: Key) -> str:
+        """Return the message for an unknown key, with the nearest known ones."""
         import difflib  # loaded only after a mistake
 
         names = {str(known): repr(known) for known in self._entries}
@@ -202,7 +195,7 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Convert any form of keys and arrays to a tuple of keys and, for each, a tuple of arrays.
+    """Return any form of keys and arrays as a tuple of keys and, for each, a tuple of arrays; raise if it is none.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 
@@ -236,7 +229,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
-    """Return the keys and the values of a dict. Keys of nested dicts are joined with ``/``.
+    """Return the keys and the values of a dict; keys of nested dicts are joined with ``/``. Raises for equal names.
 
     >>> flatten({"w": 1, "layer": {"b": 2}})
     (['w', 'layer/b'], [1, 2])
@@ -288,6 +281,7 @@ def _keys(keys: Sequence[Any]) -> Sequence[Key]:
 
 
 def _key(key: Any) -> Key:
+    """Return a key as Python's int or str; raise TypeError for other types."""
     # Converted: two ranks may pass an int and numpy's, and must compare and print the same key.
     if isinstance(key, str):
         return str(key)
@@ -315,6 +309,7 @@ def _advice(value: Any, what: str, listed: bool) -> str:
 
 
 def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
+    """Return a key's arrays as a tuple; raise if the list is empty, or an item is no array."""
     listed = isinstance(value, (list, tuple))
     group = tuple(value) if listed else (value,)
     if not group:

@@ -41,7 +41,7 @@ Stages = TypeVar("Stages", bound=Callable[..., None])
 
 
 def _with_transfers_apart(stages: Stages) -> Stages:
-    """Run the stages of a plan of several messages with transfers beside them. Collective."""
+    """Return the stages with transfers beside them, for a plan of several messages. The result is collective."""
 
     def run(self: TransferPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
         assert self.streams is not None
@@ -74,11 +74,11 @@ class Pipeline:
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate for a push of whole arrays, before ranks agree, as memory may be short on one of them. Local."""
+        """Take memory for a push of whole arrays, before ranks agree: one of them may have too little. Local."""
         plan.prepare()
 
-    def stage(self, plan: Plan, sources: Arrays) -> None:
-        """Pack the first message of the next push. Local."""
+    def pack_first(self, plan: Plan, sources: Arrays) -> None:
+        """Pack the first message of the next push into the send buffer, before ranks agree. Local."""
         if plan.prefetches:
             self.prefetched = self._pack(plan.buckets[0], sources)
 
@@ -87,13 +87,13 @@ class Pipeline:
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Return a ``confirm`` that restores the residuals of now before it raises. Local."""
+        """Return a ``confirm`` that restores the residuals of now, copied here, before it raises. Local."""
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
 
     def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the sources over ranks, or the buffers if they are None, and update.
+        """Sum the sources over ranks, or the buffers if they are None, and update the values. Collective.
 
         The caller may write to both again on return. ``confirm`` takes the error of this rank's updater, or None, and
         raises if the updater of any rank raised.
@@ -104,7 +104,7 @@ class Pipeline:
             self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
-        """Copy the newest values to the targets, if there are any; return ``result`` for the caller of the store."""
+        """Fill the targets, if there are any, with the newest values; return ``result``. Collective."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
         # The flags are the same on all ranks, so all publish or none does.
         if not self.current and self._values.table.stale[plan.rows].any():
@@ -131,7 +131,7 @@ class Pipeline:
         confirm: Confirm | None,
         result: Any = None,
     ) -> Any:
-        """Push as :meth:`push`, then pull; return ``result`` for the caller of the store.
+        """Push as :meth:`push`, then pull; return ``result`` for the caller of the store. Collective.
 
         It pulls message by message where that pays and no target is another key's source. Without targets it only
         brings this rank the newest values.
@@ -202,7 +202,7 @@ class Pipeline:
             if ready is not None:
                 addends, sent = sums.pop(ready)
                 if streams is not None:
-                    streams.arrive(sent)
+                    streams.wait_for(sent)
                 self._update(ready, addends, steps, addends if in_place else ())
                 if delivery is not None:
                     delivery.add(ready)
@@ -211,10 +211,10 @@ class Pipeline:
             delivery.end()
         if self._whole:
             self._update_whole(plan, steps, confirm)
-        self.count(plan, stale=delivery is None)
+        self.count_push(plan, stale=delivery is None)
 
-    def count(self, plan: Plan, stale: bool) -> None:
-        """Count a push in the key table. ``stale``: only owners have the newest values now. Local."""
+    def count_push(self, plan: Plan, stale: bool) -> None:
+        """Count a push in the key table, and mark values as ``stale`` or not. Local."""
         for present in plan.present:
             present.fill()
         # A memoryview changes one number in a quarter of the time that an array takes.
@@ -260,7 +260,7 @@ class Pipeline:
         return send
 
     def _pack_groups(self, bucket: Bucket, sources: Arrays, send: Array) -> None:
-        """Add up the arrays of each key in a message."""
+        """Write the sum of each key's arrays, or zeros, to a message. Local."""
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
@@ -272,7 +272,7 @@ class Pipeline:
         self._copy(targets, sums)
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
-        """Return this rank's message where it lies, if it is part of one array of the caller's; else None."""
+        """Return this rank's message where it lies, if it is part of one array of the caller's; else None. Local."""
         piece = bucket.pieces[0]
         given = sources[piece.item]
         (array, *others) = (given,) if are_plain(sources) else given or (None,)
@@ -291,7 +291,7 @@ class Pipeline:
     # --- Update
 
     def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps, outs: Sequence[Array] = ()) -> None:
-        """Add up the addends of this rank's elements and update them, piece by piece while in the cache.
+        """Add up the addends of this rank's elements and update them, piece by piece while in the cache. Local.
 
         It copies each new piece to ``outs``; these may be the addends. Kernels that can, add and update in one loop.
         """
@@ -346,7 +346,7 @@ class Pipeline:
             np.copyto(stored, value)
 
     def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
-        """Run the updater on copies; append pairs of (original, copy) to ``changed``."""
+        """Run the updater on copies; append pairs of (original, copy) to ``changed``, also if it raises. Local."""
         value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
         # Noted before the call: a function that raises leaves the copies half changed, and they are dropped.
         changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
@@ -363,7 +363,7 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of the keys after their owners have changed them in place."""
+        """Give every rank the values of the keys after their owners changed them in place. Collective."""
         for present in plan.present:
             present.fill()
         if not self.current:
@@ -371,7 +371,7 @@ class Pipeline:
         self._transport.fence()
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        """Give every rank the newest values of the keys, and copy them to ``outs``: plain arrays, or none."""
+        """Give every rank the newest values of the keys; copy them to ``outs``: plain arrays, or none. Collective."""
         delivery = _Delivery(self, plan, outs)
         for bucket in plan.buckets:
             delivery.add(bucket)
@@ -379,7 +379,7 @@ class Pipeline:
         self._values.table.stale[plan.rows] = False
 
     def deliver(self, bucket: Bucket) -> None:
-        """Give every rank the owners' values of a message."""
+        """Give every rank the owners' values of a message; nothing if all have them. Collective."""
         if self.current:
             return
         if (owner := bucket.shard.owner) is not None:
@@ -388,7 +388,7 @@ class Pipeline:
             self._transport.all_gather(bucket.value, bucket.shard.counts)
 
     def unpack(self, bucket: Bucket, outs: Arrays) -> None:
-        """Copy a message to the callers' arrays: plain ones, or flat ones. Local."""
+        """Copy a message's values to the callers' arrays: plain ones, or flat ones. Local."""
         if are_plain(outs):
             given, bound = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.bound_parts
             if bound is None or not bound.give(given):
@@ -400,7 +400,7 @@ class Pipeline:
 
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
-        """Restore update counts and staleness after the block. Local. For graph capture, which updates nothing."""
+        """Restore the update counts and the staleness of now after the block. Local. For graph capture."""
         table = self._values.table
         counts, stale = table.counts[plan.rows].copy(), table.stale[plan.rows].copy()
         try:
@@ -434,7 +434,7 @@ class _Delivery:
         self._coming: deque[tuple[Bucket, Any]] = deque()
 
     def add(self, bucket: Bucket) -> None:
-        """Publish a message. Collective."""
+        """Publish a message, and unpack one before it. Collective."""
         self._pipeline.deliver(bucket)
         self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
         # One behind, at least: the owners of the last message may still be updating it.
@@ -447,9 +447,10 @@ class _Delivery:
             self._unpack()
 
     def _unpack(self) -> None:
+        """Wait for the first message on its way, and copy it to the callers' arrays. Local."""
         bucket, sent = self._coming.popleft()
         if self._streams is not None:
-            self._streams.arrive(sent)
+            self._streams.wait_for(sent)
         if self._outs:
             self._pipeline.unpack(bucket, self._outs)
 
@@ -465,7 +466,7 @@ def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
 
 
 def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
-    """Return the pieces of plain, contiguous arrays, in the shapes of pieces."""
+    """Return the parts of plain, contiguous arrays that a bucket holds, as views in the pieces' shapes."""
     return [
         sources[item] if sources[item].shape == shape else sources[item].reshape(-1)[begin:end]
         for (item, begin, end, _, _), shape in zip(bucket.pieces, bucket.shapes, strict=True)
@@ -478,7 +479,7 @@ def _layers(sources: Arrays) -> Layers:
 
 
 def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
-    """Return the arrays to copy values to; a view of the value already has it."""
+    """Return flat views of the arrays to fill; without a value's own view, as it is filled already."""
     pairs = zip(plan.entries, groups, strict=True)
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
 

@@ -42,6 +42,7 @@ class Sharded:
         self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
+        """Return the shards of the elements ``[start, stop)``: each rank owns one range of the cell."""
         first, last = cell
         owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
@@ -72,6 +73,7 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
+        """Return the shards of the elements ``[start, stop)``: rank r owns those within its ``bounds``."""
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]
@@ -90,6 +92,7 @@ class Root(Owners):
         self._root = root
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
+        """Return the shards of the elements ``[start, stop)``: the root owns all."""
         others = self._transport.size - self._root - 1
         return super().shard(start, stop, cell, (start,) * (self._root + 1) + (stop,) * (others + 1), number)
 
@@ -101,11 +104,12 @@ class Replicated(Sharded):
     everywhere = True
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
+        """Return the shards of the elements ``[start, stop)``: every rank owns all."""
         return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
 
 def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
-    """Return the placement of that name for this updater.
+    """Return the placement of that name for this updater; raise if they do not go together. Local.
 
     ``auto`` takes ``root`` for a Python callable and ``replicated`` for ASSIGN, as it computes nothing. For optimizers
     it takes ``sharded``: their time and state are divided by the number of ranks. ``owners`` serves every updater; the

@@ -175,7 +175,7 @@ class Plan:
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare(self) -> None:
-        """Cut whole values into buckets now, before ranks agree: memory may be short on one of them. Local."""
+        """Cut whole values into buckets and take memory, before ranks agree: one may have too little. Local."""
         _ = self.buckets, self.totals
 
     def prepare_updates(self) -> None:
@@ -283,7 +283,7 @@ class Plans:
         self._held = 0
 
     def add(self, plan: Plan, known: int) -> None:
-        """Keep a plan. There is room for four lists of all ``known`` keys of the store at least."""
+        """Keep a plan; empty a full cache of lists first. It has room for four lists of all ``known`` keys."""
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
             return
@@ -324,7 +324,8 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
     return [f"{key!r}{texts[kind]}" for key, kind in zip(keys, zip(shapes, dtypes, strict=True), strict=True)]
 
 
-def _rows(rows: Sequence[int]) -> Any:
+def _index_rows(rows: Sequence[int]) -> Any:
+    """Return row numbers in the form that indexes fastest: a number, a slice or an array."""
     if len(rows) == 1:
         return rows[0]
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
@@ -353,7 +354,7 @@ def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, sorted by their memory, at the cells of the block's grid.
+    """Cut keys, sorted by their memory, at the cells of the block's grid; yield the ranges in each cell.
 
     Yields, for each cell with elements of them: the first such element, and the ranges, counted from there.
     """
@@ -371,8 +372,8 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
         yield start, ranges
 
 
-def joined(ranges: Sequence[Range], line: int = 1) -> list[Range]:
-    """Join ranges that touch, or are separated only by the padding before the next multiple of a ``line``."""
+def join_ranges(ranges: Sequence[Range], line: int = 1) -> list[Range]:
+    """Return ranges joined where they touch, or where only padding to a multiple of ``line`` separates them."""
     runs: list[Range] = []
     first, high = 0, None
     for number, each in enumerate(ranges):
@@ -400,13 +401,13 @@ class Planner:
     compressed: bool = False
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        """Return the plan for some keys. Buckets are cut on first use."""
+        """Return a new plan for some keys. Its buckets are cut on first use. Local."""
         keys = tuple(entry.key for entry in entries)
         texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
         return Plan(
             keys=keys,
             entries=tuple(entries),
-            rows=_rows([entry.index for entry in entries]),
+            rows=_index_rows([entry.index for entry in entries]),
             digest=digest("\n".join(texts)),
             label=label(keys),
             raw=self.transport.memory.is_host and not self.compressed,
@@ -441,8 +442,9 @@ class Planner:
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     def may_overlap(self, bucket: Bucket) -> bool:
-        """Return whether the next message may be summed while this one is updated: on the host in memory of the
-        transport, between GPUs each in a half of the scratch.
+        """Return whether the next message may be summed while this one is updated. Local.
+
+        On the host both are in memory of the transport, between GPUs each in a half of the scratch.
         """
         nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
         return self.ahead > 0 and (self.transport.memory.is_host or nbytes <= self._half)
@@ -470,7 +472,7 @@ class Planner:
         return self.kernels if there and isinstance(self.kernels, GpuKernels) else None
 
     def kept(self, block: Block) -> Spans:
-        """Return the elements of a block that get state on this rank: on a GPU those it owns, else all."""
+        """Return the elements of a block that get state on this rank: on a GPU those it owns, else all. Local."""
         # The host takes pages only when they are written: state of elements of other ranks costs nothing there.
         all_of_them = block.memory.is_host or block.by_rows
         return Spans.join([(0, block.values.size)]) if all_of_them else self.owned(block)
@@ -480,7 +482,7 @@ class Planner:
         return block.grid.owned(self.placement, 0, block.grid.size)
 
     def total_of(self, entry: Entry) -> Array | None:
-        """Return memory for the sum of a whole value, None if another rank owns it."""
+        """Return memory for the sum of a whole value, None if another rank owns it; may allocate. Local."""
         block, low = entry.place.block, entry.place.start
         # One element, not all: an empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
@@ -493,7 +495,7 @@ class Planner:
     def bind_whole(
         self, entries: Sequence[Entry], totals: Sequence[Array | None]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that updates all whole values by their totals in few launches, None without such."""
+        """Return a function that updates all whole values by their totals in few launches, None without such. Local."""
         if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
             return None
         pairs = zip(entries, totals, strict=True)
@@ -501,29 +503,30 @@ class Planner:
         return self.kernels.bind_whole(self.updater, wholes)
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
-        """Cut keys into messages."""
+        """Cut keys into messages, one for each cell of a block; raise if a block lacks the updater's state. Local."""
         numbers = count()
         for block, items in by_block(entries).items():
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
             for start, pieces in _cells(block, items, entries):
-                yield self._bucket(entries, block, start, tuple(pieces), next(numbers))
+                yield self._make_bucket(entries, block, start, tuple(pieces), next(numbers))
 
-    def _bucket(
+    def _make_bucket(
         self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...], number: int
     ) -> Bucket:
+        """Return the message of keys in one cell: its memory, its owners and this rank's updates of it. Local."""
         stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
         shard = block.grid.shard(self.placement, start, stop)
-        runs = tuple(joined(pieces, block.grid.line))
+        runs = tuple(join_ranges(pieces, block.grid.line))
         dense = len(runs) == 1
-        total = self._total(block, start, shard, dense, number)
-        joint = tuple(self._updates(block, start, shard, runs, total))
+        total = self._find_total(block, start, shard, dense, number)
+        joint = tuple(self._cut_updates(block, start, shard, runs, total))
         # On a GPU one launch takes a step for each key; elsewhere an update is cut at keys.
         if (gpu := self._gpu_kernels) is not None:
-            cut_updates = partial(self._ranged, gpu, joint, shard, pieces)
+            cut_updates = partial(self._join_updates, gpu, joint, shard, pieces)
         else:
-            cut_updates = partial(self._updates, block, start, shard, pieces, total)
+            cut_updates = partial(self._cut_updates, block, start, shard, pieces, total)
         sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers)
         if self.transport.size == 1 and not self.transport.memory.is_host and total.dtype == dtype:
             sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
@@ -540,7 +543,7 @@ class Planner:
             joint_updates=joint,
             cut_updates=cut_updates,
             sends=sends,
-            items=_items(pieces, entries),
+            items=_items_slice(pieces, entries),
             shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
             direct=pieces[0].high == stop - start and sends[0] is not total and may_be_direct,
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
@@ -548,7 +551,8 @@ class Planner:
             bind_list=self.bind_list,
         )
 
-    def _total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
+    def _find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
+        """Return the memory for a bucket's sum at this rank: kept sums, the value itself, or scratch. Local."""
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
@@ -563,10 +567,10 @@ class Planner:
         low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
         return self.scratch[low : low + nbytes].view(dtype)
 
-    def _updates(
+    def _cut_updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
-        """Yield the updates of this rank's elements of the ranges."""
+        """Yield the updates of this rank's elements of the ranges, bound to kernels. Local."""
         # Where ranks share memory, this rank adds, block by block: one short memory for sums then stays in the cache.
         again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
@@ -584,10 +588,10 @@ class Planner:
                 run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
                 yield Update(item, first, last, part_total, value, state, run, both)
 
-    def _ranged(
+    def _join_updates(
         self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
     ) -> Iterator[Update]:
-        """Yield joint updates that take a step for each of their keys."""
+        """Yield joint updates that take a step for each of their keys, in one launch. Local."""
         mine = list(_owned(pieces, shard))
         for update in joint:
             inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]
@@ -607,7 +611,8 @@ def _shape_of(piece: Range, entry: Entry) -> tuple[int, ...]:
     return entry.shape if size == entry.place.size else (size,)
 
 
-def _items(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
+def _items_slice(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
+    """Return the keys' positions in the call as a slice, if they are whole and follow one another; else None."""
     # Then the arrays of the call are a slice, and need no loop.
     first = pieces[0].item
     for number, piece in enumerate(pieces):

@@ -45,7 +45,7 @@ class Values:
     # --- Plans
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
-        """Return the plan for known keys. Local."""
+        """Return the plan for known keys, cached or new; raise KeyNotInitialized for others. Local."""
         plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.lists.get(keys)
         if plan is None:
             self.table.check_kind(keys)
@@ -54,7 +54,7 @@ class Values:
         return plan
 
     def invalidate_listeners(self) -> None:
-        """Tell the listeners that plans are invalid. Local."""
+        """Make each listener drop its plans. Local."""
         for each in list(self.listeners):
             each.invalidate()
 
@@ -101,7 +101,7 @@ class Values:
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays and give them to every rank. A GPU's root brings the arrays of :meth:`set_apart`."""
+        """Store the root's arrays and give them to every rank. Collective. A GPU's root brings those of set_apart."""
         entries = self.table.find(keys)
         if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
@@ -127,20 +127,20 @@ class Values:
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Remove keys and free their places."""
+        """Remove keys and free their places; zero their state in shared blocks. Collective."""
         self._arena.release(self._remove(keys))
         self._arena.shrink()
 
     def _remove(self, keys: Sequence[Key]) -> list[Place]:
-        """Remove keys; return their places."""
+        """Remove keys, drop all plans, and zero their state in shared blocks; return their places. Local."""
         if not keys:
             return []
-        self._clear([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
+        self._zero_state([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
         places = [self.table.remove(key) for key in keys]
         self.invalidate()
         return places
 
-    def _clear(self, entries: Sequence[Entry]) -> None:
+    def _zero_state(self, entries: Sequence[Entry]) -> None:
         """Zero the optimizer state and residuals of entries, as new keys may get their places."""
         # Only the owner has state; every rank has residuals of its own.
         for block, runs in _side_by_side(entries).items():
@@ -152,7 +152,7 @@ class Values:
                     residual[low:high].fill(0)
 
     def drop_residuals(self, keeps_memory: bool = False) -> None:
-        """Drop the residuals of earlier pushes; with ``keeps_memory``, zero them. Local."""
+        """Drop residuals, sums and all plans; with ``keeps_memory``, zero the residuals instead. Local."""
         self.invalidate()
         for block in self.blocks:
             if not keeps_memory:
@@ -163,8 +163,8 @@ class Values:
         for entry in self.table.entries():
             entry.codec_state.clear()
 
-    def recount(self) -> None:
-        """Give all ranks the owners' update counts, and mark values stale. For owners that update independently."""
+    def gather_counts(self) -> None:
+        """Give all ranks the owners' update counts, and mark values stale where they differ. Collective."""
         counts = self.table.counts
         of_ranks = gather(self.transport, counts)
         entries = list(self.table.entries())
@@ -183,7 +183,7 @@ class Values:
     # --- Buffers
 
     def add_buffers(self, plan: Plan) -> None:
-        """Give the keys buffers, and their blocks the memory for them.
+        """Give the keys zeroed buffers, and their blocks the memory for them. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little.
@@ -199,7 +199,7 @@ class Values:
                 entry.buffer(self.transport.sharing_rank).fill(0)  # an earlier key may have left its contents there
         self.table.buffered[plan.rows] = True
 
-    def unbuffered(self, plan: Plan) -> Key | None:
+    def find_unbuffered(self, plan: Plan) -> Key | None:
         """Return a key that has no buffers, or None. Local."""
         if self.table.buffered[plan.rows].all():
             return None
@@ -215,7 +215,7 @@ class Values:
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
-        """Zero this rank's buffers inside the block: for a push to which it brings nothing. Local."""
+        """Zero this rank's buffers inside the block, and restore their contents after it. Local."""
         # The program's own numbers are in them: it has left join, and may still look there.
         buffers = self.buffers(plan)
         contents = [buffer.copy() for buffer in buffers]
@@ -242,7 +242,7 @@ class Values:
         return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 
     def apart(self, array: Array) -> Array:
-        """Return the array, or a copy if it lies in the memory of values: these may change before it is read. Local."""
+        """Return the array, or a copy if it lies in the memory of values, as it may change before it is read. Local."""
         if not self.is_view(array):
             return array
         copied = self._memory.empty(array.shape, array.dtype)
@@ -250,7 +250,7 @@ class Values:
         return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays for :meth:`write`. Local; called before ranks agree.
+        """Return the arrays for :meth:`write`; a GPU's root copies views of values now. Local.
 
         The root of a GPU's store copies views of values now, as the GPU's memory may be short.
         """
@@ -260,7 +260,7 @@ class Values:
         return kept
 
     def fillable(self, out: Array, entry: Entry) -> Array:
-        """Return the array to fill with a value: the value's own view for one over its memory, as it has it. Local."""
+        """Return the array to fill; for one over the value itself its view; raise if it lies in other values. Local."""
         if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
         self.check_own(out)
@@ -276,7 +276,7 @@ class Values:
 
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
-    """Return the elements of entries in each block."""
+    """Return the elements of entries in each block, joined, in one order on all ranks."""
     places = {block: [entries[item].place for item in items] for block, items in by_block(entries).items()}
     # In one order on all ranks: each range may be a broadcast.
     return {

@@ -22,7 +22,7 @@ _GPUS: WeakSet[Gpu] = WeakSet()
 """The GPUs of this process's stores, past and present."""
 
 
-def found(value: Any) -> tuple[Array, Gpu | None]:
+def locate(value: Any) -> tuple[Array, Gpu | None]:
     """Return ``value`` as an array, without a copy, and its GPU, or None if it is on the host. Local.
 
     Raises:
@@ -45,11 +45,9 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
     raise Unsupported(f"the array is on a GPU, and this process has no store on that GPU; create the store first{why}")
 
 
-def read(value: Any) -> Array:
-    """Return any array as one of numpy. An array on a GPU is copied, and the call waits for the copy. Raises as
-    :func:`found`.
-    """
-    array, gpu = found(value)
+def read_to_host(value: Any) -> Array:
+    """Return any array as one of numpy: itself, or a copy from a GPU after a wait. Raises as :func:`locate`. Local."""
+    array, gpu = locate(value)
     if gpu is None:
         return array
     out = np.empty(array.shape, array.dtype)
@@ -72,6 +70,7 @@ class GpuWorkspace:
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
+        """Take new arrays and numbers from this memory inside the block, as far as they fit. Local."""
         outer = self._memory, self._used
         self._memory, self._used = memory, 0
         try:
@@ -81,25 +80,29 @@ class GpuWorkspace:
             self._memory, self._used = outer
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content, in the reserved memory, or beyond it if that is full. Local."""
         begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
         if self._memory is None or begin + nbytes > self._memory.size:
-            # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._needed).
+            # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._bound).
             return self._gpu.empty(shape, dtype)
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
         return array
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        """Return row numbers on the GPU, all by one upload. Local."""
         # One upload for all: each copy from the host costs a call of its own, however short it is.
         there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
         return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        """Return the rows of these numbers, copied to ``out`` or to new memory. Queued. Local."""
         rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
         self._gpu.take_rows(table, self._there(ids), rows)
         return rows
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        """Queue a copy of rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Local."""
         # The kernel copies bits: a cast is a pass of its own, in reserved memory.
         if rows is not None and rows.dtype != table.dtype:
             given, rows = rows, self.empty(rows.shape, table.dtype)
@@ -134,6 +137,7 @@ class DeviceMemory:
         return self.order.new(shape, dtype)
 
     def source(self, value: Any) -> Array:
+        """Return an array on this GPU to read ``value`` from; uploads a host array, with a first warning. Local."""
         # owns() has proved that it is an Array; a type guard cannot say so.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
@@ -145,6 +149,7 @@ class DeviceMemory:
         return self.gpu.upload(array)
 
     def target(self, out: Any) -> Array:
+        """Return the array over ``out``, on this GPU or on the host; raise if it cannot be filled. Local."""
         if self.gpu.owns(out):
             if not out.flags.c_contiguous:
                 check_apart(out)
@@ -164,6 +169,7 @@ class DeviceMemory:
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy arrays to targets of other dtypes and memories; waits for those between GPU and host. Local."""
         # The common case in one launch: all arrays lie on this GPU.
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)
@@ -185,6 +191,7 @@ class DeviceMemory:
             self.gpu.copy([out for out, _ in here], [array for _, array in here])
 
     def to_host(self, array: Array) -> Array:
+        """Return a host array, itself or a copy. Waits for the GPU; raises if its work has failed. Local."""
         if not self.gpu.owns(array):
             return array
         out = np.empty(array.shape, array.dtype)
@@ -192,6 +199,7 @@ class DeviceMemory:
         return out
 
     def _download(self, array: Array, out: Array) -> None:
+        """Fill a host array from the GPU, and wait for it; raise if work on the GPU has failed. Local."""
         # On the store's stream: the array may still be filled there.
         with self.order.stream:
             self.gpu.download(array, out)
@@ -199,6 +207,7 @@ class DeviceMemory:
         self.order.check()
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return whether each array has NaN or more than the bound. Waits; raises if the GPU's work failed. Local."""
         # Inside of a call an allocation could fail on this rank alone; the flag for one array exists already.
         kept = self.order.call.caller is not None and len(every) == 1
         found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()
@@ -206,6 +215,7 @@ class DeviceMemory:
         return found
 
     def _warn_of_copies(self, array: Array) -> None:
+        """Warn, once per store, that host arrays are copied in every call. Local."""
         if not self._warned:
             self._warned = True
             log(

@@ -47,14 +47,16 @@ class HostMemory:
     # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
 
     def source(self, value: Any) -> Array:
+        """Return a host array to read ``value`` from; a GPU's is copied, and the call waits for it. Local."""
         try:
             return arrays.source(value)
         except Unsupported:
             if arrays.lies_on_host(value):
                 raise
-            return self._fetched(value)
+            return self._download(value)
 
     def target(self, out: Any) -> Array:
+        """Return the array to fill for ``out``, or a stand-in that is copied to its GPU after the call. Local."""
         try:
             return arrays.target(out)
         except Unsupported:
@@ -79,6 +81,7 @@ class HostMemory:
         return every
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        """Return the rows of these numbers, copied to ``out`` or to a new array. Local."""
         if out is None:
             return table[ids]
         # The caller has checked the range. Without mode="clip", take would fill a temporary array and copy it.
@@ -88,12 +91,14 @@ class HostMemory:
         table[ids] = 0 if rows is None else rows
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        """Add rows to the rows of these numbers, in the table's dtype. Each number occurs once. Local."""
         sums = table[ids]
         # Else numpy would add int64 and uint64 as float64, and lose the low bits.
         np.add(sums, rows, out=sums, dtype=sums.dtype, casting="unsafe")
         table[ids] = sums
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        """Return the sum of each run of rows in ``order``, as ``add.reduceat`` adds, rounded once. Local."""
         # A copy in order: reduceat takes runs only.
         rows = rows[order]
         if not prod(rows.shape[1:]):
@@ -110,7 +115,7 @@ class HostMemory:
     # --- Arrays of GPUs
 
     def find(self, value: Any) -> Gpu:
-        """Return the GPU of an array that lies on one.
+        """Return the GPU of an array that lies on one. Local.
 
         Raises:
             Unsupported: this memory knows none.
@@ -119,16 +124,18 @@ class HostMemory:
             raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
         return self._find(value)
 
-    def _fetched(self, value: Any) -> Array:
+    def _download(self, value: Any) -> Array:
+        """Return a new host array with a copy of an array on a GPU; waits for it. Local."""
         # A new array, not one that is kept: several arrays of a call may come from GPUs.
-        gpu, there = self._copied(value)
+        gpu, there = self._locate(value)
         array = np.empty(there.shape, there.dtype)
         gpu.download(there, array)
         return array
 
     def _stand_in(self, out: Any) -> Array:
+        """Return a new host array to fill; note to copy it to ``out``, on a GPU, after the call. Local."""
         arrays.check_mutable(out)
-        gpu, there = self._copied(out)
+        gpu, there = self._locate(out)
         arrays.check_apart(there)
         array = np.empty(there.shape, there.dtype)
         whole = there if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
@@ -136,8 +143,8 @@ class HostMemory:
         self.order.add(partial(_fill, gpu, there, whole, array))
         return array
 
-    def _copied(self, value: Any) -> tuple[Gpu, Array]:
-        """Return the GPU of an array to copy to the host, and the array as its library's; warn once per store."""
+    def _locate(self, value: Any) -> tuple[Gpu, Array]:
+        """Return the GPU of an array, and the array as its library's; raise on a worker thread; warn once. Local."""
         if self._find is not None and here.makes_calls:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
@@ -159,9 +166,11 @@ class HostMemory:
 HOST = HostMemory()
 
 
-def private(transport: Transport) -> Callable[[int], Array]:
-    """Return the allocator of zeroed memory for each rank alone. On GPUs the allocator is collective, and raises
-    MemoryError on every rank if one has too little. The host maps pages at the first write, so it does not fail here.
+def private_allocator(transport: Transport) -> Callable[[int], Array]:
+    """Return the allocator of zeroed memory for each rank alone. On GPUs the allocator is collective. Local.
+
+    There it raises MemoryError on every rank if one has too little. The host maps pages at the first write, so it does
+    not fail here.
     """
     if not transport.memory.is_host:
         return transport.allocate
@@ -170,14 +179,14 @@ def private(transport: Transport) -> Callable[[int], Array]:
 
 
 def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
-    """Copy a host array to an array of a GPU, through contiguous GPU memory: one upload cannot leave gaps."""
+    """Queue a copy of a host array to an array of a GPU, through contiguous memory: uploads leave no gaps. Local."""
     gpu.upload(array, whole)
     if whole is not out:
         gpu.copy((out,), (whole,))
 
 
 def _largest(array: Array) -> float:
-    """Return the size of the largest element; NaN, if one is."""
+    """Return the size of the largest element; NaN, if one is. Local."""
     # max and min make no temporary array, as abs would, and both return NaN if there is one. The bfloat16 of
     # ml_dtypes is compared as float32.
     values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.arrays import is_array, source
 from ..errors import ValueMismatch
 from ..protocols import Array, Workspace
-from .device import GpuWorkspace, found, read
+from .device import GpuWorkspace, locate, read_to_host
 from .host import HOST
 
 
@@ -59,7 +59,7 @@ class RowSparse:
         if (dimensions := len(indices.shape) if is_array(indices) else np.ndim(indices)) != 1:
             raise ValueMismatch(f"row numbers must have one dimension, not {dimensions}")
         # Rows may stay on a GPU; their numbers come to the host, where they are planned with.
-        rows, gpu = found(values)
+        rows, gpu = locate(values)
         self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(
@@ -71,7 +71,7 @@ class RowSparse:
             contiguous = gpu.empty(rows.shape, rows.dtype)
             gpu.copy((contiguous,), (rows,))
             rows = contiguous
-        self.replace(*_summed(self._tables, ids, rows))
+        self.replace(*_sum_repeated(self._tables, ids, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The workspace holds streams and device memory of this process; pickle only rows, and look it up again.
@@ -120,7 +120,7 @@ class RowSparse:
         return dense if dtype is None else dense.astype(dtype, copy=False)
 
     def to_dense(self) -> Array:
-        """Return a new array of the whole; missing rows are zero.
+        """Return a new array of the whole; missing rows are zero. On a GPU it is queued. Local.
 
         >>> RowSparse([1], np.ones((1, 2)), (2, 2)).to_dense()
         array([[0., 0.],
@@ -135,8 +135,10 @@ class RowSparse:
         return dense
 
     def replace(self, indices: Array, values: Array) -> None:
-        """Replace numbers and rows without a copy or a check. ``indices`` must be int64 and rise. ``values`` must have
-        a row for each, in the same memory (host or GPU) as the rows before.
+        """Replace numbers and rows, without a copy or a check. Local.
+
+        ``indices`` must be int64 and rise. ``values`` must have a row for each, in the same memory (host or GPU) as the
+        rows before.
         """
         self._indices: Array = indices.view()
         # A caller who wrote there could make numbers that fall or are out of range, and nothing looks again.
@@ -194,12 +196,13 @@ class NonzeroRows:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers as a flat int64 array, after a check that an array of ``count`` rows has them.
+    """Return row numbers as flat int64; raise if some are no integers, or not below ``count``. Waits for a GPU's.
+    Local.
 
     >>> row_ids([[2, 0]], 3)
     array([2, 0])
     """
-    array = np.asarray(given) if isinstance(given, (list, tuple)) else read(given)
+    array = np.asarray(given) if isinstance(given, (list, tuple)) else read_to_host(given)
     ids: Array = array.reshape(-1)
     if ids.dtype != np.int64:
         known = ids.dtype.kind in "iuf" or not ids.size  # MXNet's numbers of rows are often floats
@@ -213,8 +216,8 @@ def row_ids(given: Any, count: int) -> Array:
     return ids
 
 
-def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
-    """Return the distinct numbers in order, and the sum of the rows of each."""
+def _sum_repeated(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
+    """Return the distinct numbers, rising, and the sum of the rows of each; a copy unless they rise. Local."""
     if ids.size < 2 or (ids[1:] > ids[:-1]).all():
         return ids, rows
     order = np.argsort(ids, kind="stable")
@@ -226,7 +229,7 @@ def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
-    """Return rows in another dtype; the array itself, if it has this dtype."""
+    """Return rows in another dtype; the array itself, if it has this dtype. Local."""
     if rows.dtype == dtype:
         return rows
     cast = tables.empty(rows.shape, dtype)

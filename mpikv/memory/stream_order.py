@@ -57,11 +57,12 @@ class HostOrder:
         return self.beside is not None and self.beside.failed
 
     def add(self, fill: Callable[[], object]) -> None:
-        """Fill an array after the call under preparation, by ``fill()``."""
+        """Have ``fill()`` called after the call under preparation, to fill an array of a GPU. Local."""
         self._fills.append(fill)
         self.needed = True
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``function(*arguments)``; then copy stand-ins to arrays of GPUs, and forget them. Local."""
         try:
             result = function(*arguments)
             for fill in self._fills:
@@ -145,7 +146,7 @@ class GpuOrder:
     def watch(
         self, check: Callable[[], None], abort: Callable[[str], None], queue: Door, wake: Callable[[], None]
     ) -> None:
-        """Install the watchdog of the stream: work on it may never end by itself.
+        """Install the watchdog of the stream, as work on it may never end by itself. Local.
 
         ``check`` raises if work has failed. ``abort`` ends the work, and tells other ranks why. ``queue`` queues work
         without a transport. ``wake`` becomes :attr:`wake`.
@@ -154,6 +155,7 @@ class GpuOrder:
 
     @property
     def failed(self) -> bool:
+        """Whether work on this GPU, or another rank, is known to have failed. Local."""
         try:
             self.check()
         except MPIKVError:  # of another rank it is PeerFailed
@@ -170,6 +172,7 @@ class GpuOrder:
         self.check, self._lost = check, True
 
     def begin(self) -> None:
+        """Make the store's stream wait for an issued call's caller; raise if the GPU failed or captures. Local."""
         if self._lost:  # not a plain call of check: calls of several ranks are checked when they agree
             self.check()
         if self._gpu.capturing():
@@ -178,7 +181,7 @@ class GpuOrder:
             self.stream.wait(self.call.begin)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of undefined content, for the caller if this thread runs a call."""
+        """Return a new array of any content, for the caller if this thread runs a call. Local."""
         call = self.call
         if call.caller is None or 0 in shape:
             return self._gpu.empty(shape, dtype)
@@ -192,6 +195,7 @@ class GpuOrder:
         return array
 
     def check_new(self) -> None:
+        """Raise Unsupported if the call's caller, on another thread's default stream, cannot get new arrays. Local."""
         # Freed memory goes back in the order of the stream it was taken on, and the worker's default stream is another.
         call = self.call
         if call.on_worker and call.caller is not None and call.caller.handle == _PER_THREAD:
@@ -201,6 +205,7 @@ class GpuOrder:
             )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run ``function`` with its work on the store's stream; the caller's stream waits for it. Local."""
         call = self.call
         if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)
@@ -228,12 +233,14 @@ class GpuOrder:
         pass
 
     def issue(self) -> Issued:
+        """Note the caller's stream for a call that another thread makes; raise if it is captured. Local."""
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())
 
     @contextmanager
     def on_worker(self) -> Iterator[None]:
+        """Let this thread make calls of others inside the block, on the store's stream. Local."""
         call = self.call
         self._gpu.use()
         self._some_issued = call.on_worker = True
@@ -249,10 +256,11 @@ class GpuOrder:
             self.follow(self.stream.record())
 
     def follow(self, event: Event) -> None:
-        """Make the current stream of this thread wait for an event."""
+        """Make the current stream of this thread wait for an event; the host does not wait. Local."""
         self._gpu.current().wait(event)
 
     def _keep(self, done: Event, arguments: Any) -> None:
+        """Keep arguments alive until the GPU has passed an event. Local."""
         self._in_use.append((done, arguments))
         if not self.drop_done():
             self.wake()
@@ -276,8 +284,9 @@ class GpuOrder:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Queue transfers on a second stream inside; afterwards the store's stream waits for all of them. Collective:
-        all ranks enter it alike, in :meth:`run`.
+        """Queue transfers on a second stream inside; the store's stream waits for all at the end. Collective.
+
+        All ranks enter it alike, in :meth:`run`.
         """
         self.lane = self._transfers
         try:
@@ -289,6 +298,7 @@ class GpuOrder:
         self._leave_apart()
 
     def _leave_apart(self) -> None:
+        """Go back to the store's stream, and make it wait for all transfers. Local."""
         lane, self.lane = self.lane, self.stream
         if self._lags:
             self._lags = False
@@ -309,8 +319,8 @@ class GpuOrder:
         self._last_sent = event = self.lane.record()
         return event
 
-    def arrive(self, sent: Event | None) -> None:
-        """Make the store's stream wait for a transfer, and for all before it."""
+    def wait_for(self, sent: Event | None) -> None:
+        """Make the store's stream wait for a transfer, and for all before it; the host does not wait. Local."""
         if sent is not None:
             self.stream.wait(sent)
             # One stream runs all transfers in order: after the last one nothing is left to wait for.
@@ -349,7 +359,7 @@ class GpuOrder:
         raise TransportError("the recorded graph was discarded with the store")
 
     def drop_graphs(self) -> None:
-        """Discard all recorded graphs; call it before the resources that they use are freed."""
+        """Discard all recorded graphs; call it before the resources that they use are freed. Any thread. Local."""
         # None from now on: a graph that is being recorded closes itself when it finds that.
         with self._recording:
             graphs, self._graphs = self._graphs, None
@@ -359,7 +369,7 @@ class GpuOrder:
     # --- The end
 
     def wait(self) -> None:
-        """Wait until the stream is done; drop the arguments of its work."""
+        """Wait on the host until the stream is done; drop the arguments of its work. Local."""
         self.stream.synchronize()
         # The stream is done, so is all work that used them.
         with self._dropping:
@@ -368,6 +378,7 @@ class GpuOrder:
         done.clear()
 
     def close(self) -> None:
+        """Wait for the stream, discard graphs, and give unused memory back to the GPU. Local."""
         self.wait()
         self.drop_graphs()
         self._gpu.release(self.stream)
@@ -386,6 +397,7 @@ class Issued:
         """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()`` of an issued call, and keep its arrays alive until the GPU is done. Local."""
         order, state, made = self._order, self._order.call, list[Any]()
         outer = state.caller, state.begin, state.made
         state.caller, state.begin, state.made = self.caller, self.begin, made

@@ -93,10 +93,10 @@ class TensorCodec(Protocol):
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the arrays to move, and change ``state`` in place, on each rank alike. Their number and sizes depend on
-        the shape alone.
+        """Yield the arrays to move, and change ``state`` in place, on each rank alike.
 
-        ``gradient`` is flat and may be overwritten. ``residual`` as in :meth:`ElementwiseCodec.encode`.
+        Their number and sizes depend on the shape alone. ``gradient`` is flat and may be overwritten. ``residual`` as
+        in :meth:`ElementwiseCodec.encode`.
         """
 
 

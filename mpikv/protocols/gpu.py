@@ -132,8 +132,9 @@ class Gpu(Protocol):
         """
 
     def upload(self, array: Array, out: Array | None = None) -> Array:
-        """Return a copy of a numpy array, in ``out`` (same shape and dtype) if given. The caller may change the numpy
-        array on return.
+        """Return a copy of a numpy array, in ``out`` if given; the caller may change the numpy array on return.
+
+        ``out`` has the same shape and dtype.
         """
 
     def download(self, array: Array, out: Array) -> None:
@@ -153,8 +154,9 @@ class Gpu(Protocol):
         """Multiply arrays of floats in place, in float64, and round once."""
 
     def kernels(self) -> GpuKernels:
-        """Return the kernels that run optimizers' rules on arrays of the library. Bind and run them while this is the
-        thread's current GPU.
+        """Return the kernels that run optimizers' rules on arrays of the library.
+
+        Bind and run them while this is the thread's current GPU.
         """
 
     def address(self, array: Array) -> int:
@@ -164,9 +166,10 @@ class Gpu(Protocol):
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
 
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host.
+        """Return whether each array has NaN or more than the bound, by one launch for many; waits for the answer.
 
-        ``flags`` is memory for the results: a byte for each array (uint8). Contiguous arrays need no other memory.
+        As :meth:`Memory.exceeding`, with one small copy to the host. ``flags`` is memory for the results: a byte for
+        each array (uint8). Contiguous arrays need no other memory.
         """
 
     # Rows: as in a Workspace, whose numbers lie here.

@@ -51,7 +51,7 @@ class Group(Protocol):
         """
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks why this one will take part in nothing more. Local."""
+        """Tell the other ranks why this one will take part in nothing more. Local; does not wait."""
 
     def find_end(self) -> str:
         """Return which rank has left and why, or "". Local; any thread may ask."""

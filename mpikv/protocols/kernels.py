@@ -94,15 +94,16 @@ class GpuKernels(Kernels, Protocol):
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function of one step per range that updates each range, as one function of :meth:`~Kernels.bind` per
-        range would.
+        """Return a function of one step per range that updates each range by its step.
 
-        Ranges are adjacent and end at ``ends``. The updater is an optimizer with a rule.
+        It does as one function of :meth:`~Kernels.bind` per range would. Ranges are adjacent and end at ``ends``. The
+        updater is an optimizer with a rule.
         """
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function of one step per value that updates each value, as :meth:`Updater.update` does. It uses the
-        updater's options at the time of each call. None where it saves nothing.
+        """Return a function of one step per value that updates each value, None where it saves nothing.
+
+        It updates as :meth:`Updater.update` does, by the updater's options at the time of each call.
         """
 
     def codec(self, codec: Codec) -> Codec:

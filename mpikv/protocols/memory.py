@@ -91,7 +91,7 @@ class Memory(Protocol):
         """Return a new array of any content. The caller may keep it."""
 
     def source(self, value: Any) -> Array:
-        """Return an array of this memory to read ``value`` from, without a copy if it lies here.
+        """Return an array of this memory to read ``value`` from: without a copy if it lies here, else a copy.
 
         Raises:
             TypeError: not an array.
@@ -99,7 +99,9 @@ class Memory(Protocol):
         """
 
     def target(self, out: Any) -> Array:
-        """Return an array over the memory of ``out`` for :meth:`copy` to write to.
+        """Return the array to fill for ``out``, over its memory or a stand-in. It may lie on the host.
+
+        A host's memory has a stand-in for an array of a GPU: :meth:`StreamOrder.run` copies it after the call.
 
         Raises:
             TypeError: not an array, or one that cannot be written.
@@ -107,8 +109,9 @@ class Memory(Protocol):
         """
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, of the same shape, cast where the dtypes differ. Either may be a host array,
-        whatever this memory is.
+        """Copy each source to its target, of the same shape, cast where the dtypes differ.
+
+        Either may be a host array, whatever this memory is.
         """
 
     def to_host(self, array: Array) -> Array:

@@ -76,23 +76,24 @@ class Transport(Protocol):
         """The index of the send buffer for the next sum or all_to_all, and only that one."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes. It goes back
-        to the system with the last array over it.
+        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes. Collective.
+
+        It goes back to the system with the last array over it.
 
         Raises MemoryError on every rank if one has too little.
         """
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root. ``recv`` is ignored on the other ranks."""
+        """Sum every rank's ``send`` at the root; return the terms. ``recv`` is ignored on other ranks. Collective."""
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Sum every rank's ``send`` at every rank, with the same bits on each."""
+        """Sum every rank's ``send`` at every rank, with the same bits on each; return the terms. Collective."""
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements."""
+        """Sum every rank's ``send``; return the terms of rank r's part, of ``counts[r]`` elements. Collective."""
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Exchange bytes: rank r receives the r-th part of every rank's ``send``, of ``counts[r]`` bytes.
+        """Send the r-th part of ``send`` to rank r; with ``counts`` None, send all of it to every rank. Collective.
 
         ``send`` is uint8, equally long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank
         receives all bytes of every rank.
@@ -102,20 +103,20 @@ class Transport(Protocol):
         """
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, comes from rank r. In place.
+        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, comes from rank r. Collective.
 
-        It is the same range of allocated memory on every rank, or private memory on every rank. In shared memory, no
-        rank may still read values that the last fence has shown.
+        In place. It is the same range of allocated memory on every rank, or private memory on every rank. In shared
+        memory, no rank may still read values that the last fence has shown.
         """
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's ``buffer`` to every rank's, in place. Of memory, see :meth:`all_gather`."""
+        """Copy the root's ``buffer`` to every rank's, in place. Collective. Of memory, see :meth:`all_gather`."""
 
     def fence(self) -> None:
         """Make what any rank wrote to allocated memory visible to the ranks that share it."""
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
+        """Return whether every rank passed the same token, in [0, 2**62). Collective; also a barrier and a fence.
 
         With ``send_ready``, ``send_buffers[slot]`` holds the ``send`` of the next sum, made if all agree; that sum then
         saves one wait for the others. Ranks with the same token pass the same ``send_ready``.
@@ -138,9 +139,9 @@ class Transfers(Protocol):
         """Let exchanges return before they are complete, inside. Collective."""
 
     def sent(self) -> Any:
-        """Return the last exchange, for :meth:`arrive`; None if it is complete. Local."""
+        """Return the last exchange, for :meth:`wait_for`; None if it is complete. Local."""
 
-    def arrive(self, sent: Any) -> None:
+    def wait_for(self, sent: Any) -> None:
         """Make later work wait for an exchange: its terms, or the values that it brings. Collective."""
 
     def note_read(self) -> None:
@@ -163,9 +164,8 @@ class ReadsInPlace(Protocol):
     """A transport whose ranks may read each other's arrays of any size where they lie."""
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """Return the terms of this rank's part of a sum, a piece of them at a time; None on every rank if one's array
-        is small or cannot be read. Collective.
+        """Return the terms of this rank's part of a sum, in pieces; None on every rank if one cannot. Collective.
 
-        Terms come in rank order, this rank's own in place. They may be read until the next piece. No rank may change
-        another's part of its ``send`` before the next exchange.
+        One cannot if its array is small, or cannot be read. Terms come in rank order, this rank's own in place. They
+        may be read until the next piece. No rank may change another's part of its ``send`` before the next exchange.
         """

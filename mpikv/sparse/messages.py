@@ -73,13 +73,13 @@ class Packed:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        """Return the rows ``wanted[r]`` of each value from each rank r; ``take`` returns this rank's. Collective."""
+        """Ask each rank r for rows ``wanted[r]``, and return them; ``take`` returns this rank's. Collective."""
         asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
         # since the asking rank knows their order.
-        answers = [_aligned(take(_read_numbers(_taker(part), len(kinds)))) for part in asked]
+        answers = [_flatten(take(_read_numbers(_taker(part), len(kinds)))) for part in asked]
         received, _ = self._alltoallv.send(answers, ("answer", label))
-        return _answers(received, wanted, kinds, self._rank)
+        return _read_answers(received, wanted, kinds, self._rank)
 
 
 class Split:
@@ -95,32 +95,36 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
+        """Send row numbers between hosts and rows between GPUs; return each rank's rows for this one. Collective."""
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
         ready(received)
-        sent = [_aligned(part) for part in self._of_others(rows())]
+        sent = [_flatten(part) for part in self._drop_own(rows())]
         pairs = zip(received, self._rows.carry(sent, table), strict=True)
         return [list(zip(ids, _read_rows(_taker(part), ids, kinds), strict=True)) for ids, part in pairs]
 
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
+        """Ask each rank r for rows ``wanted[r]``, and return them, on the GPU. Collective."""
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         ready(asked)
         # Transposed: the table says how much each rank asks for, and the answers go the other way.
-        answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
-        return _answers(answers, wanted, kinds, self._rank)
+        answers = self._rows.carry([_flatten(take(part)) for part in asked], table.T)
+        return _read_answers(answers, wanted, kinds, self._rank)
 
     def _send_numbers(self, numbers: Lists, kinds: Sequence[Kind], label: Hashable) -> tuple[list[list[Array]], Array]:
-        """Send numbers to each other rank, or the only ones to all. Collective. Return the numbers received from each,
-        and a table of bytes of rows: one line per sender, one column per receiver, or one for all.
+        """Send row numbers to each other rank; return those received, and a table of the rows' bytes. Collective.
+
+        Without a part for each rank, the numbers are for all. The table has one line per sender, and one column per
+        receiver, or one for all.
         """
-        parts = self._of_others(numbers)
+        parts = self._drop_own(numbers)
         sizes = [sum(ids.size * kind.nbytes for ids, kind in zip(part, kinds, strict=False)) for part in parts]
         received, table = self._numbers.send(list(map(_pack, parts)), label, sizes)
         return [_read_numbers(_taker(part), len(kinds)) for part in received], table
 
-    def _of_others(self, parts: Lists) -> Lists:
+    def _drop_own(self, parts: Lists) -> Lists:
         """Return the parts without this rank's own, which stays here; a single part is for all."""
         return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
@@ -137,17 +141,17 @@ def row_messages(transport: Transport) -> RowMessages:
 
 
 def _pack(every: Sequence[Array], rows: Sequence[Array] = ()) -> Part:
-    """Flatten the numbers of several values, after how many there are of each, and rows of these numbers."""
+    """Return the parts of a message: the counts and numbers of several values, and their rows, flat. Local."""
     lengths = np.array([ids.size for ids in every], np.int64)
     # Most parts of a sparse push are empty: they take no byte of the message.
     if not lengths.any():
         return ()
     # On the host: a caller's rows may have gaps between them.
     whole = np.ascontiguousarray
-    return [lengths, *map(whole, every), *_aligned(list(map(whole, rows)))]
+    return [lengths, *map(whole, every), *_flatten(list(map(whole, rows)))]
 
 
-def _aligned(rows: Sequence[Array]) -> Part:
+def _flatten(rows: Sequence[Array]) -> Part:
     """Flatten rows, widest elements first: so every array of the message starts aligned for a GPU."""
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
@@ -160,13 +164,13 @@ def _read_numbers(take: _Take, values: int) -> list[Array]:
 
 def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
     """Return the rows of each value, of these numbers."""
-    # As _aligned has put them: the receiver knows all kinds, so no message says it.
+    # As _flatten has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: take(numbers[item].size * kinds[item].nbytes).view(kinds[item].dtype) for item in order}
     return [rows[item].reshape(ids.size, kinds[item].width) for item, ids in enumerate(numbers)]
 
 
-def _answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind], rank: int) -> list[list[Array]]:
+def _read_answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind], rank: int) -> list[list[Array]]:
     """Return from each other rank's message the rows wanted of it; this rank's holds nothing."""
     pairs = enumerate(zip(received, wanted, strict=True))
     return [[] if sender == rank else _read_rows(_taker(part), numbers, kinds) for sender, (part, numbers) in pairs]

@@ -35,7 +35,7 @@ _BYTES = np.dtype(np.uint8)
 
 
 def check_updater(exchange: Exchange) -> None:
-    """Raise Unsupported if this store cannot push rows. Local."""
+    """Raise Unsupported if this store cannot push rows: by compression, or an updater of whole values. Local."""
     updater = exchange.updater
     if exchange.compression is not None:
         raise Unsupported(
@@ -74,7 +74,7 @@ class Rows:
                 self._tables.prepare_rows(dtype)
 
     def add_keys(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
-        """Give keys their memory, and store the root's rows.
+        """Give keys their memory, and store the root's rows. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -82,7 +82,7 @@ class Rows:
         table = self._exchange.values.table
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
         with ExitStack() as held:
-            sent = self._from_root(keys, given, held)
+            sent = self._send_from_root(keys, given, held)
             self._exchange.values.add_keys(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
             for entry, (ids, rows) in zip(entries, sent, strict=True):
@@ -99,14 +99,14 @@ class Rows:
         self._exchange.values.start_from_values(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the rows over ranks; update the rows of the sum.
+        """Sum the rows over ranks; update the rows of the sum, at their owners. Collective.
 
         Raises:
             MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
         """
         with ExitStack() as held:
             # Sums first: too little memory must raise before any value changes.
-            sums = self._sums(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
+            sums = self._sum_rows(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
             if confirm is None:
                 for entry, step, (ids, total) in zip(plan.entries, steps.each, sums, strict=True):
                     self._update(entry, ids, total, step)
@@ -118,17 +118,13 @@ class Rows:
             self._exchange.values.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:
-        """Reserve GPU memory for the next steps, until ``held`` is left. Collective.
-
-        Raises:
-            MemoryError: on every rank, if one has too little.
-        """
+        """Reserve GPU memory until ``held`` is left; raise MemoryError on every rank if one lacks it. Collective."""
         if not self._memory.is_host:
             # Each rank allocates its own number of bytes: no other rank reads this memory.
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
-        """Fill the given rows of each value; the row numbers rise."""
+        """Fill the given rows of each value; the row numbers rise. Collective if ranks have stale values."""
         stale = self._exchange.values.table.stale
         # The flags are the same on every rank, so all ranks agree whether to communicate.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
@@ -136,35 +132,33 @@ class Rows:
             self._tables.take_rows(_table(entry, entry.value), ids, rows)
         if asked:
             with ExitStack() as held:
-                self._ask([plan.entries[item] for item in asked], [pulled[item] for item in asked], held)
+                self._fetch_stale([plan.entries[item] for item in asked], [pulled[item] for item in asked], held)
 
     # --- Sums
 
-    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
-        """Return the sum over ranks of the rows with elements of this rank. Collective. On a GPU the sum lies in memory
-        reserved until the end of the push.
-        """
+    def _sum_rows(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
+        """Return the sum over ranks of the rows with elements of this rank, in kept or reserved memory. Collective."""
         self._kept.start()
         if self._transport.size > 1:
-            addends = self._exchanged(entries, given, held)
+            addends = self._send_to_owners(entries, given, held)
         else:
             addends = [given]
             if not self._memory.is_host:
-                self._reserve(self._needed(entries, [[ids for ids, _ in given]]), held)
+                self._reserve(self._bound(entries, [[ids for ids, _ in given]]), held)
         return [
             sum_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*addends, strict=True), strict=True)
         ]
 
-    def _exchanged(
+    def _send_to_owners(
         self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
     ) -> Sequence[Sequence[Selected]]:
-        """Return each rank's rows with elements of this rank. Collective."""
+        """Send rows to their owners; return each rank's rows with elements of this rank. Collective."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
 
         def ready(received: Sequence[Sequence[Array]]) -> None:
-            self._reserve(self._needed(entries, [*parts, *received]), held)
+            self._reserve(self._bound(entries, [*parts, *received]), held)
 
         if self._exchange.placement.everywhere:
             parts = [numbers]
@@ -186,7 +180,7 @@ class Rows:
             addends[rank] = list(zip(parts[rank], rows[rank], strict=True))
         return addends
 
-    def _needed(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
+    def _bound(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
         """Bound the GPU memory of a push, in bytes. Local. ``every``: numbers of the rows that this rank has or
         receives.
         """
@@ -199,16 +193,16 @@ class Rows:
         # Copies of a row, none wider than a row of sums: sent or received; the sum at each level; its cast; the value
         # as it is read and written; each state. A piece may be as short as one element, hence two numbers per element.
         # Bounds, no exact count: memory that is left over is given back, and too little would end the store.
-        rows = _room_for(every, wide, copies=4 + levels + slots + pieces, arrays=1 + 3 * levels)
+        rows = _bound_rows(every, wide, copies=4 + levels + slots + pieces, arrays=1 + 3 * levels)
         return rows + cleared + len(entries) * (16 + 2 * slots) * ALIGNMENT
 
-    def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
-        """Return the root's rows, on every rank. Collective."""
+    def _send_from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
+        """Send the root's rows to every rank; return them. Collective."""
         mine = [(rows.indices, _flat(rows)) for rows in given]
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
         def ready(received: Sequence[Sequence[Array]]) -> None:
-            self._reserve(_room_for([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
+            self._reserve(_bound_rows([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
 
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
@@ -219,7 +213,7 @@ class Rows:
         return [(ids.copy(), values.copy()) for ids, values in received[self._root]]
 
     def _split(self, entry: Entry, values: Array, places: Sequence[Any]) -> list[Array]:
-        """Return for each rank the rows at its positions."""
+        """Return for each rank the rows at its positions: views of ``values``, or of one copy. Local."""
         if self._owners(entry).alone:
             return [values[at] for at in places]
         # One copy for all ranks: rows of each are then one range.
@@ -228,6 +222,7 @@ class Rows:
         return [values[low:high] for low, high in pairwise(ends)]
 
     def _owners(self, entry: Entry) -> _Owners:
+        """Return the owners of a value's elements, cached with its plan. Local."""
         plan = self._exchange.values.plan((entry.key,))
         owners = self._owners_of.get(plan)
         if owners is None:
@@ -237,7 +232,7 @@ class Rows:
     # --- Updates
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
-        """Update this rank's elements of some rows."""
+        """Update this rank's elements of some rows by their sum, in place. Local."""
         updater = self._exchange.updater
         if updater.assigns:
             # Without an updater a push replaces the value, so rows outside of the sum become zero.
@@ -254,7 +249,7 @@ class Rows:
                 into = [value[ids[at], low:high] for at, low, high in parts]
                 self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
             return
-        states, pieces = self._states(entry, ids[whole])
+        states, pieces = self._find_states(entry, ids[whole])
         rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
         of_states = others[0] if others else rows
         # Copies, side by side: an optimizer updates one contiguous array per call, however many rows.
@@ -270,7 +265,7 @@ class Rows:
             part = entry.state_of(begin + low, begin + high)
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
 
-    def _states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
+    def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
         """Return tables of the states, and the places of rows in them, if this rank owns the rows as a whole.
 
         A state of the whole value has the value's row numbers; the places are None. Otherwise the state holds this
@@ -284,7 +279,7 @@ class Rows:
         return tables, owners.pieces(ids)
 
     def _clear(self, entry: Entry) -> None:
-        """Write zeros to this rank's possibly nonzero elements of a value."""
+        """Write zeros to this rank's possibly nonzero elements of a value. Local."""
         value, place = _table(entry, entry.value), entry.place
         if entry.present is None or entry.present.rows is None:
             mine = self._exchange.values.planner.owned(place.block)
@@ -298,7 +293,7 @@ class Rows:
             value[ids[at], low:high] = 0
 
     def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
-        """Update values by the root's function. Collective. It changes copies: if it fails, no value has changed."""
+        """Run the root's updater function on copies, and store these if no rank failed. Collective."""
         updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
         assert isinstance(updater, CallableUpdater)
         try:
@@ -308,7 +303,7 @@ class Rows:
                     # The function sees the whole value, and may fail halfway.
                     value = entry.value.copy()
                     changed.append((entry, value))
-                    _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
+                    _call_updater(updater, step, RowSparse(ids, rows, entry.shape), value)
         except BaseException as error:  # also sys.exit and Ctrl-C: the other ranks wait in confirm
             failure = error
         # All ranks learn of the failure before any value changes.
@@ -318,15 +313,15 @@ class Rows:
 
     # --- Pulls
 
-    def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
-        """Fetch stale rows from their owners. Collective."""
+    def _fetch_stale(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
+        """Fetch stale rows from their owners, and write them to the pulled rows. Collective."""
         owners, size = [self._owners(entry) for entry in entries], self._transport.size
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
         wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]
 
         def ready(asked: Sequence[Sequence[Array]]) -> None:
             # Two copies: rows sent or received, and of the received ones those of one owner.
-            self._reserve(_room_for((*asked, *wanted), kinds, copies=2, arrays=5), held)
+            self._reserve(_bound_rows((*asked, *wanted), kinds, copies=2, arrays=5), held)
 
         def take(asked: Sequence[Array]) -> list[Array]:
             some = zip(entries, asked, strict=True)
@@ -418,8 +413,9 @@ class _Owners:
         return first, last
 
     def split(self, ids: Array, size: int) -> list[Any]:
-        """Return for each rank the positions of the rows with elements of this rank. They are an array, or a slice if
-        one rank owns the whole value.
+        """Return for each rank the positions of the rows with elements of this rank: an array, or a slice.
+
+        They are a slice if one rank owns the whole value.
         """
         if self.alone:
             return [slice(None) if rank == self._owners[0] else slice(0, 0) for rank in range(size)]
@@ -443,9 +439,7 @@ class _Owners:
         return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Sort some rows of a rank, as from :meth:`split`: the positions of the rows it owns as a whole, and its parts
-        of the others as (position, first element, end).
-        """
+        """Sort rows of a rank: positions of rows it owns as a whole, its parts of others as (position, first, end)."""
         if not self._cut:
             return slice(None), ()
         first, last = self._ends(ids)
@@ -454,6 +448,7 @@ class _Owners:
         return slice(None) if whole.all() else np.flatnonzero(whole), parts
 
     def _parts(self, rank: int, at: int, ids: Array) -> Iterator[tuple[int, int, int]]:
+        """Yield a rank's parts of one row, as (position, first element, end)."""
         begin = int(ids[at]) * self._width
         first, last = (int(end[0]) for end in self._ends(ids[at : at + 1]))
         for number in range(first, last + 1):
@@ -462,7 +457,8 @@ class _Owners:
                 yield at, max(low, 0), min(high, self._width)
 
 
-def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
+def _call_updater(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
+    """Call an updater function, that changes ``value`` in place; add the key to its error. Local."""
     try:
         updater.call(step, rows, value)
     except BaseException as error:
@@ -470,10 +466,8 @@ def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array)
         raise
 
 
-def _room_for(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
-    """Return a bound on the GPU memory of rows and their numbers, in bytes: ``copies`` of each row, in ``arrays`` of
-    each value.
-    """
+def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
+    """Return a bound on the GPU memory of rows: ``copies`` of each row, in ``arrays`` of each value. Local."""
     pairs = (pair for numbers in every for pair in zip(numbers, kinds, strict=False))
     return sum(copies * ids.size * (kind.nbytes + 8) + arrays * ALIGNMENT for ids, kind in pairs)
 

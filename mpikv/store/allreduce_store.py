@@ -31,7 +31,7 @@ from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import DeviceMemory
 from ..memory.host import HostMemory
 from ..protocols import Array, Gpu, Key, Memory
-from ..verbs.arguments import outs_of, priorities, writable
+from ..verbs.arguments import checked_target, outs_of, priorities
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer, widened
@@ -107,20 +107,20 @@ class AllReduce(RankedStore):
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or ``value`` where there is none, with the sum over ranks.
+        """Fill ``out``, or ``value`` where there is none, with the sum over ranks. Collective.
 
-        Collective. Forms of keys and arrays, and what is returned, as in :meth:`mpikv.KVStore.pushpull`.
+        Forms of keys and arrays, and what is returned, as in :meth:`mpikv.KVStore.pushpull`.
 
         Raises:
             ValueMismatch: an array of a list has another shape than the first; a shape or a dtype of ``out`` does not
                 fit; there is no value.
             RankMismatch, PeerFailed: as in :meth:`mpikv.KVStore.push`.
         """
-        return self._called("pushpull", key, value, out, priority)
+        return self._make_call("pushpull", key, value, out, priority)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Fill ``out``, or ``value`` where there is none, with the root's ``value``. Collective, and repeatable."""
-        return self._called("broadcast", key, value, out, priority)
+        return self._make_call("broadcast", key, value, out, priority)
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
         """Not in this store. Collective; raises Unsupported."""
@@ -135,22 +135,22 @@ class AllReduce(RankedStore):
         self._cannot("pull")
 
     def barrier(self) -> None:
-        """As :meth:`mpikv.KVStore.barrier`. Collective."""
+        """Wait until every rank has come here. Collective."""
         self._store.barrier()
 
     _barrier = barrier
 
     def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """As :meth:`mpikv.KVStore.check_equal`. Collective."""
+        """Compare a text with those of the other ranks; raise RankMismatch if they differ. Collective."""
         self._store.check_equal(text, verb)
 
     def any_rank(self, flag: bool) -> bool:
-        """As :meth:`mpikv.KVStore.any_rank`. Collective."""
+        """Return whether any rank passed True. Collective."""
         return self._store.any_rank(flag)
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """As :meth:`mpikv.KVStore.raise_on_all_ranks`. Collective."""
+        """Raise an error of this rank in place of the next call; the others raise PeerFailed. Collective."""
         self._store.raise_on_all_ranks(error, verb)
 
     def close(self) -> None:
@@ -161,16 +161,18 @@ class AllReduce(RankedStore):
         self._store.__exit__(*failure)
 
     def _cannot(self, verb: str) -> NoReturn:
+        """Raise Unsupported on every rank: this store has no such call. Collective."""
         self.raise_on_all_ranks(
             Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb
         )
 
-    def _called(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
+    def _make_call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
+        """Make a call: the recalled one, or after checks; on GPUs if all values lie there. Collective."""
         if type(priority) is int and not priority and (known := self._recall(verb, key, value, out)) is not None:
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
             form = parse(key, value)
-            there = self._lie_on_gpus(form)
+            there = self._values_lie_on_gpus(form)
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
         if there and self._gpus is None:
@@ -178,8 +180,8 @@ class AllReduce(RankedStore):
         filled = given_to_fill(key, value, out)
         return self._store._collective(verb, self._prepare, key, verb, form, there, filled, out is None, priority)
 
-    def _lie_on_gpus(self, form: Form) -> bool:
-        """Return whether all arrays of a call lie on a GPU and can be written there, if this store may sum on GPUs."""
+    def _values_lie_on_gpus(self, form: Form) -> bool:
+        """Return whether all values, not ``out``, lie on GPUs, none immutable, and may be summed there. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
@@ -188,7 +190,7 @@ class AllReduce(RankedStore):
         return can_sum and bool(arrays) and all(lies_elsewhere(one) and not is_immutable(one) for one in arrays)
 
     def _prepare_gpus(self, key: Any, verb: str, form: Form) -> PreparedCall:
-        """Prepare to open the collectives of GPUs, before the first call with arrays there."""
+        """Prepare to open the collectives of GPUs, for the first call with arrays there. Its run is collective."""
         memory, opens = self._store._transport.memory, self._open_gpus
         assert isinstance(memory, HostMemory)
         assert opens is not None
@@ -205,7 +207,7 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, there: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Prepare a call that fills and returns ``filled``; ``implied``: they were given to be summed.
+        """Check and describe a call that fills and returns ``filled``; on the host, make its first copies now. Local.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
@@ -215,18 +217,18 @@ class AllReduce(RankedStore):
         there = here is self._gpus
         if there:
             here.memory.order.begin()
-        sources = [self._source(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
+        sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
         def fill(arrays: Any, result: Any) -> tuple[Arrays, Any]:
             groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
             outs = [
-                tuple(writable(each, name, source.shape, source.dtype, here.memory) for each in group)
+                tuple(checked_target(each, name, source.shape, source.dtype, here.memory) for each in group)
                 for name, source, group in zip(form.keys, sources, groups, strict=True)
             ]
             return widened(form.keys, [source.dtype for source in sources], outs, here.memory, result)
 
-        outs, result = self._store._verbs.operands.fillable(fill, filled, implied)
-        work = self._work(sources, outs, here.memory)
+        outs, result = self._store._verbs.operands.with_stand_ins(fill, filled, implied)
+        work = self._plan_work(sources, outs, here.memory)
         wishes = priorities(priority, form.keys) if priority != 0 else ()
         option = f"on {'GPUs' if there else 'the host'}" + f" priority {wishes}" * any(wishes)
         call = self._store._verbs.comparison.value_call(verb, form, sources, option)
@@ -272,7 +274,7 @@ class AllReduce(RankedStore):
         return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
 
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
-        """Prepare a call that is recalled. Local."""
+        """Prepare a call that is recalled, and stage its message. Local; its run is collective."""
         self._stage(self._host, verb, pairs)
         return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 
@@ -282,7 +284,8 @@ class AllReduce(RankedStore):
         if verb == "pushpull" and here.stage(*sends):
             self._store._exchange.pipeline.prefetched = sends[0]
 
-    def _source(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
+    def _add_up(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
+        """Return the array to send for a key: the only one of its list, or their sum; raise if they differ. Local."""
         first, *others = map(memory.source, group)
         storable(first.dtype)
         if not others:
@@ -297,7 +300,8 @@ class AllReduce(RankedStore):
         total: Array = memory.order.run(run_quietly, lambda: add().astype(first.dtype, copy=False))
         return total
 
-    def _work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
+    def _plan_work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
+        """Plan the copies and sums of a call; take new arrays where the caller's cannot be sent or filled. Local."""
         work, gpu = _Work([], [], []), memory.gpu if isinstance(memory, DeviceMemory) else None
         address = address_of if gpu is None else gpu.address
         apart = disjoint([[source] for source in sources], outs, address)
@@ -318,15 +322,17 @@ class AllReduce(RankedStore):
         return work
 
     def _run(self, here: Collectives, verb: str, work: _Work, result: Any) -> Any:
+        """Make the call's copies and sums; return its result. On GPUs it queues them. Collective."""
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
             let_gpus_queue()
-            here.memory.order.run(run_quietly, self._move, here, verb, work, staged)
+            here.memory.order.run(run_quietly, self._copy_and_sum, here, verb, work, staged)
         else:
-            self._move(here, verb, work, staged)
+            self._copy_and_sum(here, verb, work, staged)
         return answer(result)
 
-    def _move(self, here: Collectives, verb: str, work: _Work, staged: bool) -> None:
+    def _copy_and_sum(self, here: Collectives, verb: str, work: _Work, staged: bool) -> None:
+        """Make the call's first copies, its sums or broadcasts, and its last copies. Collective."""
         _copy(work.before, here.memory)
         if verb == "pushpull":
             here.all_reduce_each(work.pairs, Op.SUM, staged)
@@ -346,7 +352,7 @@ def _copy(pairs: Sequence[Pair], memory: Memory) -> None:
 
 
 def _fits(out: Array, dtype: np.dtype[Any], gpu: Gpu | None) -> bool:
-    """Return whether results can be received in an array of the caller's."""
+    """Return whether results can be received in an array of the caller's as it is. Local."""
     return (gpu is None or gpu.owns(out)) and out.dtype == dtype and bool(out.flags.c_contiguous)
 
 

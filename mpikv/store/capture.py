@@ -74,7 +74,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recorded updates are right for these steps, once the table has their numbers."""
+        """Return whether the recorded updates are right for these steps, once the table has their numbers. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -158,25 +158,25 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call. Local. If ranks refuse the call, the same state prepares it again."""
+        """Prepare the next call: plain, queued, to be recorded, or launched. Local; its run is collective."""
         memory = self._memory
         # A rank that has left join cannot launch this graph: it has no arrays.
         if memory is None or self._door.state is State.JOINING:
-            return self._plainly(_PLAIN)
+            return self._prepare_plain(_PLAIN)
         # Bound anew after anything that moves values: the graph has their addresses.
         known = self._known or self._bind_anew(memory)
         if known.lack or not known.agreed:
-            call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
+            call, run = self._prepare_plain(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
                 return call, run
             if not known.lack:
                 self._steps = self._verbs.comparison.update_call("pushpull", known.plan)[1]
-            return call, lambda: self._first(known, run)
+            return call, lambda: self._run_first(known, run)
         call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
         updater = self._exchange.updater
         same = steps.uniform is known.uniform and updater.revision == known.revision
         if not same and not known.suits(steps, updater):
-            known = self._with_table(replace(known, ready=False, graph=None), steps)
+            known = self._add_table(replace(known, ready=False, graph=None), steps)
         self._steps = steps
         if known.graph is not None:
             # The queue keeps the arrays of the graph alive until the GPU is done.
@@ -186,14 +186,14 @@ class CapturedStep:
             return self._describe(call, _AGAIN), lambda: self._queue_first(known)
         return self._describe(call, _RECORDED), lambda: self._record(memory, known)
 
-    def _plainly(self, how: str) -> PreparedCall:
-        """Prepare a plain pushpull."""
+    def _prepare_plain(self, how: str) -> PreparedCall:
+        """Prepare a plain pushpull of the step's arrays. Local; its run is collective."""
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
         return self._describe(call, how), run
 
     def _describe(self, call: Call, how: str) -> Call:
-        """Add the number of this step, and how it runs, to the description that ranks compare."""
+        """Return a description that also compares the number of this step, and how it runs. Local."""
         known, same, described = self._described
         if described is None or call is not known or how != same:
             described = add_text(call, f"captured step #{self._number}, {how}")
@@ -206,37 +206,38 @@ class CapturedStep:
         # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
         lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
-        lack = lack or _lack_of(
+        lack = lack or _find_lack(
             memory, self._given, plan, None if sources is None else groups_of(sources), groups_of(targets)
         )
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
-        return self._with_table(
+        return self._add_table(
             _Known(plan, sources, targets, result, lack), self._verbs.comparison.update_call("pushpull", plan)[1]
         )
 
-    def _with_table(self, known: _Known, steps: Steps) -> _Known:
+    def _add_table(self, known: _Known, steps: Steps) -> _Known:
+        """Return a state with GPU memory for these steps: the old table, or a new one if it does not fit. Local."""
         table = known.table
         # A table of other options has other numbers, and kernels that were compiled for them.
         if table is None or not table.fits(steps.each[0]):
-            table = self._exchange.table_of_steps(known.plan)
+            table = self._exchange.make_step_table(known.plan)
         return replace(known, table=table, revision=self._exchange.updater.revision, uniform=steps.uniform)
 
     # --- What is run once all ranks agree
 
-    def _first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Learn whether all ranks can record it; run it. Collective."""
-        known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
+    def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
+        """Learn whether all ranks can record the step; then make the call. Collective."""
+        known = self._known = replace(known, agreed=True, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._queue_first(known)
 
-    def _lack_anywhere(self, lack: str) -> str:
+    def _agree_on_lack(self, lack: str) -> str:
         """Return why it cannot be recorded on this rank, or on another. Collective."""
         rank, size = self._exchange.transport.rank, self._exchange.transport.size
         least = self._agreement.least(rank if lack else size)
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _queue_first(self, known: _Known) -> Any:
-        """Queue it as it will be recorded. Collective."""
+        """Queue the work as it will be recorded. Collective."""
         self._known = replace(known, ready=True)
         return self._run(known)
 
@@ -250,13 +251,13 @@ class CapturedStep:
             except RuntimeError as error:  # of CUDA, in whatever words
                 lack = str(error)
         # NCCL waits for all ranks in a graph: if one cannot launch it, none may.
-        lack = self._lack_anywhere(lack)
+        lack = self._agree_on_lack(lack)
         known = self._known = replace(known, graph=None if lack else graph, lack=lack)
         run = partial(self._run, known)
         return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Write the present steps, queue the work or launch its graph; return the result, filled later."""
+        """Write the present steps; queue the work, or launch its graph. Collective. The result is filled later."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
@@ -264,11 +265,11 @@ class CapturedStep:
             self._queue(known)
         else:
             known.graph.launch()
-            self._exchange.pipeline.count(known.plan, stale=False)
+            self._exchange.pipeline.count_push(known.plan, stale=False)
         return known.result
 
     def _queue(self, known: _Known) -> None:
-        """Queue the work; updates read their steps from the table."""
+        """Queue the work; updates read their steps from the table. Collective."""
         plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
         if known.table is not None:
             rows = known.table.rows
@@ -277,7 +278,7 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Check the arguments of a pushpull; the prepared call returns them, copied, for a step to keep. Local."""
+    """Check a pushpull's arguments; the prepared call returns copies of them for a step to keep. Local."""
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
@@ -294,22 +295,22 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
 
 
 def _copy(given: Any) -> Any:
-    """Return arguments with lists and dicts copied, so that later changes of these have no effect."""
+    """Return arguments with lists and dicts copied, but not their arrays. Local."""
     if isinstance(given, Mapping):
         return {key: _copy(each) for key, each in given.items()}
     return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:
-    """Return a pushpull's plan, its sources or None for the buffers, its targets, and its result."""
+    """Return a pushpull's plan, its checked sources or None for the buffers, its targets, and its result. Local."""
     key, value, out, result = given
-    plan, sources = verbs.operands.sources(key, value)
+    plan, sources = verbs.operands.find_sources(key, value)
     fills = given_to_fill(key, value, out)
     if fills is None:
         return plan, sources, (), in_form(key, plan, plan.views)
     if isinstance(sources, Brought):
         return plan, sources, (), result
-    targets, renewed = verbs.operands.targets(plan, key, fills, implied=out is None)
+    targets, renewed = verbs.operands.find_targets(plan, key, fills, implied=out is None)
     return plan, sources, targets, renewed if type(renewed) in Filled else result
 
 
@@ -317,7 +318,7 @@ def _has_rows(given: Fixed) -> bool:
     return any(isinstance(each, RowSparse) for arrays in given[:3] for each in leaves(arrays))
 
 
-def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
+def _find_lack(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
     """Return why a graph cannot use the arrays: it needs the same GPU memory at each call. "" if it can."""
     for entry, group in zip(plan.entries, targets, strict=True) if targets else ():
         if not all(map(memory.gpu.owns, group)):
@@ -326,12 +327,13 @@ def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | N
         return ""
     # Compared with what was bound: a copy that was made for a push is new each time, and its address with it.
     for key, group, arrays in zip(plan.keys, parse(given.key, given.value).groups, sources, strict=True):
-        if lack := _lack_of_source(memory, group, arrays):
+        if lack := _find_lack_of_source(memory, group, arrays):
             return f"{lack}, of key {key!r}"
     return ""
 
 
-def _lack_of_source(memory: DeviceMemory, given: Sequence[Any], arrays: Sequence[Any]) -> str:
+def _find_lack_of_source(memory: DeviceMemory, given: Sequence[Any], arrays: Sequence[Any]) -> str:
+    """Return why a graph cannot read a key's arrays at each call; "" if it can. Local."""
     if len(given) > 1:
         return "several arrays are added up in memory that is taken each time"
     if not lies_elsewhere(given[0]):

@@ -64,12 +64,12 @@ class Door:
     # --- Guards
 
     def check_open(self, verb: str) -> None:
-        """Raise where the store has ended."""
+        """Raise Closed if the store has ended. Local."""
         if self.state is State.ENDED:
             raise self._agreement.at_rank(verb, Closed(f"{verb}: {self.why}"))
 
     def check_free(self, verb: str) -> None:
-        """Raise unless a call may run here, perhaps after those that are pending."""
+        """Raise unless a call may run here, perhaps after those that are pending. Local; does not wait."""
         self.check_open(verb)
         # First this, as calls may complete meanwhile.
         if not self._pending.active or self._pending.runs_here():
@@ -84,7 +84,7 @@ class Door:
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Wait until a call may run; return the error of a pending call that nobody has seen, to be raised instead."""
+        """Wait for pending calls and take the store; return the unseen error of one, to be raised instead. Local."""
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
@@ -103,14 +103,14 @@ class Door:
         return None
 
     def _claim(self, verb: str) -> None:
-        """Mark the store as busy, so that the thread of pending calls begins none in the middle of this one."""
+        """Mark the store as busy, so that the thread of pending calls begins none; raise if it is busy. Local."""
         self._check_idle(verb)
         self.running = verb
 
     # --- Calls without an agreement of their own
 
     def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run a function that waits for other ranks without an agreement; complete the message of its error."""
+        """Run a function that waits for other ranks without an agreement; a failure may end the store."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))
@@ -152,7 +152,7 @@ class Door:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Let in only calls that ranks wait for, in a block, unless a pending call has ended the store."""
+        """Let in only calls that ranks wait for, in a block, unless a pending call has ended the store. Local."""
         self.check_open("join")
         before, self.state = self.state, State.JOINING
         try:
@@ -162,11 +162,11 @@ class Door:
                 self.state = before
 
     def end(self, why: str) -> None:
-        """Let nothing in any more."""
+        """Let nothing in any more. Local; it frees nothing."""
         self.state, self.why = State.ENDED, why
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
+        """Make the store unusable after a failure that other ranks do not know of; add to its message. Local."""
         if is_settled(error):
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)
@@ -180,7 +180,7 @@ class Door:
 
 
 def show_keys(key: Any = None) -> str:
-    """Return the keys of a call, good or bad, for a message."""
+    """Return the keys of a call, good or bad, shortened for a message. Local."""
     if key is None:
         return ""
     return brief(label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key), _MOST_SHOWN)

@@ -14,7 +14,7 @@ from .kvstore import lost_stores, open_stores
 
 
 def prepare_endings(on_gpu: bool) -> None:
-    """Arrange for the ends of a process that has made a store. Called once MPI is loaded, so that MPI ends after it."""
+    """Register functions for the end of the process and for a fork, to run before MPI and CuPy end. Local."""
     _register()
     if on_gpu:  # before CuPy ends, which may have been imported after the first store was made
         # Functions run in reverse: registered again, this one comes before CuPy's.
@@ -29,16 +29,14 @@ def _register() -> None:
 
 
 def tell_unseen() -> None:
-    """Print errors of calls with ``wait=False`` that nobody has seen. Local. For a rank that is about to end the job
-    before the end of its program.
-    """
+    """Print errors of calls with ``wait=False`` that nobody has seen; waits a second for pending ones. Local."""
     for store in (*open_stores(), *lost_stores()):
         if (unseen := store.unseen()) is not None:
             _tell(unseen)
 
 
 def _close_all() -> None:
-    """Close the stores that are still open at the end of the program, while MPI still runs."""
+    """Close the open stores at the end of the program; wait for ranks that lost theirs, or end the job. Collective."""
     # In the order of their creation, the same on all ranks: closing is collective.
     while stores := open_stores():
         store = stores[0]
@@ -76,7 +74,7 @@ def _tell(error: BaseException) -> None:
 
 
 def _end_in_child() -> None:
-    """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
+    """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork. Local."""
     for store in open_stores().copy():
         store.abandon(
             "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "

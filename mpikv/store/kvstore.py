@@ -193,6 +193,7 @@ class KVStore(RankedStore):
         return self._door.state is State.JOINING
 
     def _update_count(self, key: Key) -> int:
+        """Return how many updates the present updater has made to a value; waits for pending calls. Local."""
         self._pending.drain()
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
@@ -273,9 +274,9 @@ class KVStore(RankedStore):
     # --- Verbs
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
-        """Enter keys into the table.
+        """Enter keys into the table, with the root's arrays as their values. Collective.
 
-        Collective. The root's values are stored; the other ranks' give shape and dtype, which must be the same.
+        The other ranks' arrays give shape and dtype, and these must be the same.
 
         Args:
             key: an int or a str, a list of them, or a dict of arrays.
@@ -298,10 +299,10 @@ class KVStore(RankedStore):
         self._collective("init", self._verbs.values.init, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
-        """Add up one value per rank and give the sum to the updater.
+        """Add up one value per rank and give the sum to the updater, at the owner of the value. Collective.
 
-        Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
-        never averaged). With one, ``updater(key, sum, stored)`` runs once per key and push, at the owner.
+        Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and never
+        averaged). With one, ``updater(key, sum, stored)`` runs once per key and push, at the owner.
 
         Args:
             key: an int or a str, a list of them, or a dict of arrays. Repeated keys in a list mean a list of arrays.
@@ -349,9 +350,9 @@ class KVStore(RankedStore):
     def pull(
         self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
     ) -> Any:
-        """Read the stored value of a key, or of each key of a list.
+        """Fill ``out``, or return new arrays, with the stored value of a key or of each key of a list. Collective.
 
-        Collective; ``out`` may differ per rank.
+        ``out`` may differ per rank.
 
         Args:
             key: an int or a str, a list of them, or a dict of arrays to fill.
@@ -388,9 +389,7 @@ class KVStore(RankedStore):
         return self._collective("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
-        """Push and pull in one exchange, faster than the two calls.
-
-        Collective.
+        """Push and pull in one exchange, faster than the two calls; fills ``out``, or without it ``value``. Collective.
 
         Args:
             key: as in :meth:`push`.
@@ -422,15 +421,15 @@ class KVStore(RankedStore):
         return self._collective("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> CapturedStep:
-        """Return a function that makes the same :meth:`pushpull` at each call.
+        """Return a function that makes the same :meth:`pushpull` at each call; nothing is pushed yet. Collective.
 
-        Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
-        a CUDA graph. That call and later ones launch it, and the cost to the host does not grow with the number of
-        keys, unless these have rates of their own. A learning rate, a schedule, and update counts go on as in any push.
-        Where a GPU cannot record the work, the function makes plain calls, its ``captured`` is False, and its
-        ``reason`` says why: on the host, for updater functions and optimizers of whole values, compression,
-        ``deterministic``, several arrays for a key, and arrays of the host or that are not contiguous. After anything
-        that moves values, or changes how they are updated, the work is recorded anew.
+        Each call of the function is collective, too. On a GPU the second call records the work in a CUDA graph. That
+        call and later ones launch it, and the cost to the host does not grow with the number of keys, unless these have
+        rates of their own. A learning rate, a schedule, and update counts go on as in any push. Where a GPU cannot
+        record the work, the function makes plain calls, its ``captured`` is False, and its ``reason`` says why: on the
+        host, for updater functions and optimizers of whole values, compression, ``deterministic``, several arrays for a
+        key, and arrays of the host or that are not contiguous. After anything that moves values, or changes how they
+        are updated, the work is recorded anew.
 
         Args:
             key: as in :meth:`push`. The present contents of lists and dicts count.
@@ -470,10 +469,9 @@ class KVStore(RankedStore):
         return (self._collective if self._waits(verb, wait) else self._issue)(verb, prepare, *arguments)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
-        """Read some rows of the stored value of a key, or of each key of a list; only they travel.
+        """Read some rows of the value of a key, or of each key of a list; only they travel. Collective.
 
-        Collective; ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension
-        at least.
+        ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension at least.
 
         Args:
             key: an int or a str, or a list of them.
@@ -505,13 +503,13 @@ class KVStore(RankedStore):
         return self._collective("row_sparse_pull", self._verbs.rows.row_sparse_pull, key, out, priority, row_ids)
 
     def buffer(self, key: Any) -> Any:
-        """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
+        """Return this rank's gradient buffer of a key, or a list of buffers; the first call allocates. Collective.
 
-        Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
-        copy nothing where all ranks are on one host: every rank reads the others' buffers. Buffers may be filled again
-        when these return, and are changed by the store only as ``out``; at first they hold zeros, or what a deleted
-        key left. They may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten
-        or the store closed. A key that is initialised anew has no buffer until it is asked for.
+        What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then copy nothing
+        where all ranks are on one host: every rank reads the others' buffers. Buffers may be filled again when these
+        return, and are changed by the store only as ``out``; at first they hold zeros, or what a deleted key left. They
+        may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the store
+        closed. A key that is initialised anew has no buffer until it is asked for.
 
         Args:
             key: an int or a str, or a list of them.
@@ -540,7 +538,7 @@ class KVStore(RankedStore):
 
     @hiding_frames
     def view(self, key: Any) -> Any:
-        """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
+        """Return a read-only view of the value of a key, or a list of views; waits for pending calls. Local.
 
         The view is the store's own memory. It holds the newest value after ``init``, ``set`` and ``broadcast`` of the
         key, after each ``pushpull``, and after each ``pull`` that has it as ``out``, which moves nothing on one host.
@@ -570,10 +568,10 @@ class KVStore(RankedStore):
         return in_form(key, plan, plan.views)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Store the root's values under keys, new or known, and read them: ``init`` or ``set``, then ``pull``.
+        """Store the root's values under keys, new or known, and fill ``out``, or else ``value``. Collective.
 
-        Collective. ``value`` is read on the root only; on other ranks it gives shape and dtype. A training begins with
-        it: all ranks then compute their first gradients from the same weights.
+        ``value`` is read on the root only; on other ranks it gives shape and dtype. A training begins with it: all
+        ranks then compute their first gradients from the same weights.
 
         Args:
             key: as in :meth:`init`.
@@ -597,9 +595,9 @@ class KVStore(RankedStore):
         return self._collective("broadcast", self._verbs.values.broadcast, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
-        """Overwrite stored values by the root's, without the updater. Optimizer state stays.
+        """Overwrite stored values by the root's, without the updater; optimizer state stays. Collective.
 
-        Collective. ``value`` is read on the root only; the other ranks' are checked.
+        ``value`` is read on the root only; the other ranks' are checked.
 
         Args:
             key: as in :meth:`init`.
@@ -620,9 +618,7 @@ class KVStore(RankedStore):
         self._collective("set", self._verbs.values.set, key, value)
 
     def delete(self, key: Any) -> None:
-        """Remove keys, their values and their optimizer state.
-
-        Collective.
+        """Remove keys, their values and their optimizer state. Collective.
 
         Args:
             key: an int or a str, or a list of them.
@@ -650,7 +646,7 @@ class KVStore(RankedStore):
         self._collective("barrier", self._control.barrier)
 
     def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+        """Compare a text with those of the other ranks, such as settings; raise if they differ. Collective.
 
         Args:
             text: the same on every rank, as is ``verb``.
@@ -691,10 +687,9 @@ class KVStore(RankedStore):
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """Raise an error of this rank in place of the next call, so that the others need not wait for it.
+        """Raise an error of this rank in place of the next call; the other ranks raise PeerFailed. Collective.
 
-        Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
-        go on.
+        The others may make any call: they raise ``PeerFailed`` with the text of the error, and all may go on.
 
         Args:
             error: what this rank raises. An error of Python's or of this package is given the rank in its message.
@@ -716,9 +711,9 @@ class KVStore(RankedStore):
         self._control.controllers[check_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
-        """Call the controller of a number at the root, if there is one, with ``body``.
+        """Call the controller of a number at the root, if there is one, with ``body``. Collective.
 
-        Collective; the same on every rank. The controller is given what JSON makes of ``body``, and cannot call the
+        Every rank gives the same command. The controller is given what JSON makes of ``body``, and cannot call the
         store. When it raises, so does the command on every rank.
 
         Args:
@@ -745,13 +740,13 @@ class KVStore(RankedStore):
     _barrier = barrier
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> None:
-        """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
+        """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``. Collective.
 
-        Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
-        exactly what the caller of ``init`` wrote. Both arrays are valid, and can be written, during the call only;
-        shape and dtype of ``stored`` stay. For a push of rows ``input`` is a :class:`RowSparse`, and ``stored`` a copy
-        of the whole value all the same. An exception in it is raised on every rank, and no value of that push is
-        changed. None returns to ASSIGN. Nothing changes until the next push.
+        It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key`` exactly what
+        the caller of ``init`` wrote. Both arrays are valid, and can be written, during the call only; shape and dtype
+        of ``stored`` stay. For a push of rows ``input`` is a :class:`RowSparse`, and ``stored`` a copy of the whole
+        value all the same. An exception in it is raised on every rank, and no value of that push is changed. None
+        returns to ASSIGN. Nothing changes until the next push.
 
         Raises:
             Unsupported: the placement was asked to be ``sharded`` or ``replicated``.
@@ -777,10 +772,10 @@ class KVStore(RankedStore):
         return function
 
     def set_optimizer(self, optimizer: Any, **arguments: Any) -> None:
-        """Set the optimizer that a push runs at the owners of the values; state starts anew.
+        """Set the optimizer that a push runs at the owners of the values; state starts anew. Collective.
 
-        Collective; the same on every rank. Settings changed later, as ``optimizer.learning_rate``, count from the next
-        push on and must be changed alike on every rank, which the push checks.
+        Every rank sets the same one. Settings changed later, as ``optimizer.learning_rate``, count from the next push
+        on and must be changed alike on every rank, which the push checks.
 
         Args:
             optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
@@ -804,14 +799,13 @@ class KVStore(RankedStore):
         self._collective("set_optimizer", lambda: self._verbs.settings.set_optimizer(optimizer, arguments))
 
     def set_gradient_compression(self, compression: Any) -> None:
-        """Compress what is pushed from now on.
+        """Compress pushes from now on, or stop compressing; residuals start anew. Collective.
 
-        Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
-        every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
-        feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
-        float32. ``init``, ``set``, ``broadcast`` and pulled values are never compressed. Residuals start at zero, and
-        do so again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they
-        were.
+        Every rank sets the same one. A ``push`` and a ``pushpull`` then send codes in place of gradients, on every
+        placement. What is left out of a push is kept on its rank, the residual, and added to the next (error feedback).
+        Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is float32.
+        ``init``, ``set``, ``broadcast`` and pulled values are never compressed. Residuals start at zero, and do so
+        again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they were.
 
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
@@ -851,13 +845,15 @@ class KVStore(RankedStore):
         self.optimizer.learning_rate = learning_rate
 
     def save(self, path: Any, residuals: bool = True, *, wait: bool = True, state: Any = None) -> SaveWork | None:
-        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
-        and what compressed pushes have left out.
+        """Write all of the store to one file; with ``wait=False``, a copy of it in a thread. Collective.
 
-        Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
-        that it owns, without copying them, but for those of a GPU, for which the host needs as much memory. The file
-        takes its place at ``path`` in one step when it is whole and on the disk: a job that is killed at any moment
-        leaves the checkpoint that was there, or the new one.
+        The file has values, versions, the optimizer with settings, state and counts, schedules, and what compressed
+        pushes have left out.
+
+        The path is the same on every rank, of a file system that all hosts share. Each rank writes the elements that it
+        owns, without copying them, but for those of a GPU, for which the host needs as much memory. The file takes its
+        place at ``path`` in one step when it is whole and on the disk: a job that is killed at any moment leaves the
+        checkpoint that was there, or the new one.
 
         An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
@@ -910,12 +906,12 @@ class KVStore(RankedStore):
         return work
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
-        placement.
+        """Make the store as it was when :meth:`save` wrote the file, bit for bit, and return its ``state``. Collective.
 
-        Collective; the same path on every rank, each of which reads the elements that it owns. The store either has no
-        keys, which are then created, or has exactly those of the file. It has no updater yet, or one of the same kind
-        as the file's, which is replaced: :attr:`optimizer` is a new object.
+        The number of ranks and the placement may be others. The path is the same on every rank, and each reads the
+        elements that it owns. The store either has no keys, which are then created, or has exactly those of the file.
+        It has no updater yet, or one of the same kind as the file's, which is replaced: :attr:`optimizer` is a new
+        object.
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
         found good, for which it is read twice; a file that is changed between ends the store. What compressed pushes
@@ -941,9 +937,9 @@ class KVStore(RankedStore):
         return state
 
     def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
-        """Write the optimizer's state and update counts to a file, without the values.
+        """Write the optimizer's state and update counts to a file, without the values. Collective.
 
-        Collective, as :meth:`save`.
+        The path is as in :meth:`save`.
 
         Args:
             fname: as in :meth:`save`.
@@ -971,11 +967,11 @@ class KVStore(RankedStore):
         self._collective("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: Any) -> None:
-        """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
+        """Read state and update counts that :meth:`save_optimizer_states` wrote; values stay. Collective.
 
-        Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
-        settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the
-        float32 masters are state, from which the next push of a key goes on.
+        The path is as in :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps
+        its settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision``
+        the float32 masters are state, from which the next push of a key goes on.
 
         Raises:
             ConfigError: the store has no optimizer.
@@ -1015,7 +1011,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return the numbers of a training's steps, for its one loop; after a death the loop goes on where it was.
+        """Put back the newest copy, pull into ``fill``, and return a training's steps for its one loop. Collective.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1032,9 +1028,10 @@ class KVStore(RankedStore):
         end the program with status 75, unless the program handles SIGTERM. With neither of all these, the loop is that
         of ``range``.
 
-        Collective but for ``range``, and so is the end of a step. Keys, updater and codec are set before the loop. A
-        Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each step. Ranks of
-        ``dist_async`` meet about once a second; a copy has the pushes of all ranks up to the same step, each once.
+        The loop of ``range`` is local; in any other the end of a step is collective. Keys, updater and codec are set
+        before the loop. A Python updater's own state is kept by :meth:`keep`. Buffers are not kept: fill them in each
+        step. Ranks of ``dist_async`` meet about once a second; a copy has the pushes of all ranks up to the same step,
+        each once.
 
         Args:
             total: the number of steps, from 0.
@@ -1093,9 +1090,9 @@ class KVStore(RankedStore):
         return self._restored
 
     def group(self, ranks: Sequence[int]) -> KVStore | None:
-        """Make a store of some of the ranks, with the options of this one. Both can be used, by turns.
+        """Make a store of some of the ranks, with the options of this one. Collective over all ranks of this store.
 
-        Collective over this store: every rank calls it with the same list, those that are not in it, too.
+        Every rank calls it with the same list, those that are not in it, too. Both stores can be used, by turns.
 
         Args:
             ranks: ranks of this store; the new store counts them in this order, and the first is its root.
@@ -1155,8 +1152,9 @@ class KVStore(RankedStore):
             self._door.shadow(self._verbs.join.prepare, self._run_in_order)
 
     def close(self) -> None:
-        """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
-        the program.
+        """End the store and free its memory; raise errors that nobody has seen. Collective, idempotent.
+
+        The end of a ``with`` block closes the store, too, and so does the end of the program.
 
         Raises:
             RankMismatch: the other ranks did something else.
@@ -1187,32 +1185,27 @@ class KVStore(RankedStore):
             raise unseen
 
     def drain(self) -> None:
-        """Wait for calls with ``wait=False``. Local. For the end of the program.
-
-        Raises:
-            Stalled: no call has completed within the store's timeout, as where an updater never returns.
-        """
+        """Wait for pending calls at the end of the program; raise Stalled after the timeout. Local."""
         if not self._pending.drain(self._config.timeout):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
     def unseen(self) -> BaseException | None:
-        """Return the error of a call with ``wait=False`` that nobody has seen, but not that the store had ended. Local.
-        For the end of the program.
-        """
+        """Wait a second for pending calls; return an unseen error of one, at the end of the program. Local."""
         self._pending.drain(_LAST_STEPS)
         failure = self._pending.failure()
         return None if isinstance(failure, Closed) else failure
 
     def abandon(self, why: str, tell: bool = True) -> None:
-        """Make the store unusable on this rank without asking the others. Local; used where a collective call could
-        wait for ever. ``tell`` the others, where they would wait on GPUs for this rank.
+        """Make the store unusable on this rank, and ``tell`` others that would wait on GPUs for it. Local.
+
+        It asks no other rank: used where a collective call could wait for ever.
         """
         if self._leave(why):
             lost_stores().append(self)
             self._order.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
-        """Make the store unusable; return whether it was not."""
+        """End the store here, with its queue, checkpoints and commits; return whether it was open. Local."""
         try:
             self._stores.remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
@@ -1228,7 +1221,7 @@ class KVStore(RankedStore):
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Tell the other ranks that this one ends without having closed the store together with them. For the end.
+        """Tell the other ranks that this one ends without having closed the store with them. Local.
 
         Returns:
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
@@ -1292,6 +1285,7 @@ class KVStore(RankedStore):
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
+        """Run a call in the order of streams, after pending calls of other stores on GPUs. Collective."""
         if self._has_stream and len(self._stores) > 1:
             let_gpus_queue(self)
         return self._order.run(quietly, run)
@@ -1303,7 +1297,7 @@ class KVStore(RankedStore):
         return bool(wait)
 
     def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
-        """Have the worker thread make a call; its last argument is the priority. Local."""
+        """Queue a call for the worker thread; return its Work. Local; some mistakes are raised on all ranks."""
         self._door.check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
@@ -1336,6 +1330,7 @@ class KVStore(RankedStore):
         return least
 
     def _free(self) -> None:
+        """Free arrays, memory and communicator, in this order. Collective."""
         # The arrays first, then their memory, then the group: each refers to the next.
         self._exchange.close()
         for release in self.before_free:
@@ -1354,8 +1349,9 @@ def open_stores() -> list[KVStore]:
 
 
 def lost_stores() -> list[Any]:
-    """Return the stores, and what else has :meth:`KVStore.announce_shutdown` and :meth:`KVStore.unseen`, that ranks did
-    not close together: not all ranks may come to the end of MPI.
+    """Return the list of stores, and of what ends as these do, that ranks did not close together.
+
+    They have :meth:`KVStore.announce_shutdown` and :meth:`KVStore.unseen`: not all ranks may come to the end of MPI.
     """
     return owned("lost stores")
 

@@ -51,7 +51,7 @@ class KVStoreBase:
 
     @staticmethod
     def register(kind: _Kind) -> _Kind:
-        """Make a class known to :func:`mpikv.create` by its name in lower case. A decorator.
+        """Make a class known to :func:`mpikv.create` by its name in lower case. Local. A decorator.
 
         :func:`mpikv.create` calls the class with the arguments that it was given itself. A name that is known is given
         to the new class, with a warning. An installed package need not be imported: the entry point
@@ -212,7 +212,7 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return the class that was registered by a name, or that an installed package has for it; None without either."""
+    """Return the class of a store by its name: registered, or imported from an installed package; else None. Local."""
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package
@@ -220,11 +220,12 @@ def plugin(name: str) -> type[KVStoreBase] | None:
         for entry in entry_points(group=GROUP):
             if entry.name.lower() == name:
                 # Kept: finding the packages takes longer than making a store.
-                KVStoreBase.kv_registry[name] = _loaded(entry)
+                KVStoreBase.kv_registry[name] = _load(entry)
     return KVStoreBase.kv_registry.get(name)
 
 
-def _loaded(entry: Any) -> type[KVStoreBase]:
+def _load(entry: Any) -> type[KVStoreBase]:
+    """Load a store's class from an entry point; raise ConfigError if it cannot be loaded, or is none. Local."""
     try:
         kind = entry.load()
     except Exception as error:

@@ -63,7 +63,7 @@ class Tracer:
         self._launched = None if launch is None else (launch.rank, launch.size)
 
     def name_store(self, store: KVStore) -> str:
-        """Return the name of a new store in the trace."""
+        """Return the name of a new store in the trace; the first call writes the head of the file. Local."""
         if not self._stores:
             # A store may be of some ranks only, which count otherwise.
             rank, size = self._launched or (store.rank, store.size)
@@ -75,7 +75,7 @@ class Tracer:
 
     @contextmanager
     def event(self, name: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Write when a block begins and ends. The end tells what the block puts into the dict, and its error."""
+        """Write to the file when a block begins and ends; the end has the yielded dict and an error. Local."""
         self._mark("B", name, about)
         known: dict[str, Any] = {}
         try:
@@ -92,6 +92,7 @@ class Tracer:
         self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": about})
 
     def _write(self, event: dict[str, Any]) -> None:
+        """Append an event to the file; if that fails, log it and write nothing more. Any thread. Local."""
         # A line at once, unbuffered: lines of two threads must not mix.
         line = f"{json.dumps(event)}\n".encode()
         with self._lock:
@@ -107,7 +108,7 @@ class Tracer:
 
 
 def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
-    """Return a subclass of a kind of stores that traces its calls, and how long each waits for the other ranks."""
+    """Return a subclass of a kind of stores that writes each call, and its wait for ranks, to a file. Local."""
 
     # The kind is known at run time alone, and mypy wants a base that it can read.
     class Traced(kind):  # type: ignore[misc, valid-type]

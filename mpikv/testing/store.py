@@ -411,11 +411,11 @@ class StoreContract:
     def test_a_key_without_a_buffer(self, kv: KVStore) -> None:
         kv.init(["a", "b"], [full(1), full(1)])
         kv.buffer("a")
-        with pytest.raises(ValueMismatch, match="no value for key 'b', and no buffer"):
+        with pytest.raises(ValueMismatch, match="no value for key 'b' and no buffer"):
             kv.push(["a", "b"])
         kv.buffer("b")
         kv.init("a", full(2), overwrite=True)
-        with pytest.raises(ValueMismatch, match="no value for key 'a', and no buffer"):
+        with pytest.raises(ValueMismatch, match="no value for key 'a' and no buffer"):
             kv.pushpull("a")
         with pytest.raises(TypeError, match="a dict"):
             kv.buffer({"a": full(1)})

@@ -317,14 +317,14 @@ class TransportContract:
                     sums.append((transport.sent(), exchange, counts, memory[turn * size : (turn + 1) * size]))
                 if sums and turn >= transport.ahead:
                     sent, exchange, counts, value = sums.popleft()
-                    transport.arrive(sent)
+                    transport.wait_for(sent)
                     low = sum(counts[: transport.rank])
                     write(transport, value[low : low + counts[transport.rank]], exchange.received())
                     transport.all_gather(value, counts)
                     spread.append((transport.sent(), exchange, value))
                 if spread and turn >= 2 * transport.ahead:
                     sent, exchange, value = spread.popleft()
-                    transport.arrive(sent)
+                    transport.wait_for(sent)
                     assert_same(read(transport, value), exchange.sum)
         assert not sums
         assert not spread

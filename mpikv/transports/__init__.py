@@ -23,7 +23,8 @@ from .watchdog import Watchdog
 
 
 def choose(group: Group, config: Config) -> tuple[str, str]:
-    """Return the name of the transport for these ranks, and the reason. Local.
+    """Return the name of the transport for these ranks, and the reason; raise Unsupported if it cannot join them.
+    Local.
 
     Raises:
         Unsupported: the transport of the settings cannot join these ranks.
@@ -60,7 +61,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
 def open_transport(
     group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
 ) -> Transport:
-    """Return the transport for these ranks. Collective over the group. ``warn`` reports long waits.
+    """Open and return the transport for these ranks; ``warn`` reports long waits. Collective over the group.
 
     ``memory`` is the host's, as the transport's store sees it. ``waits`` replaces the usual way to wait.
     """
@@ -91,7 +92,7 @@ def open_gpu_transport(
     warn: Warn | None = None,
     control: Transport | None = None,
 ) -> Transport:
-    """Return the transport for the GPUs of these ranks, one each. Collective over the group.
+    """Open and return the transport for the GPUs of these ranks, one each. Collective over the group.
 
     Args:
         group: the ranks.

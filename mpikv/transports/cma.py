@@ -65,7 +65,7 @@ class Attached:
         return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
 
     def read(self, local_rank: int, address: int, into: Array) -> None:
-        """Fill a contiguous array from an address of another rank of this host.
+        """Fill a contiguous array from an address of another rank of this host; raise if that fails. Local.
 
         Raises:
             TransportError: the process is gone, or has no such memory.
@@ -84,7 +84,7 @@ class Attached:
 
 
 def attach(group: Group) -> Attached | None:
-    """Return access to the memories of the ranks of this host, or None if one rank cannot read another's.
+    """Return access to the memories of this host's ranks, or None if one cannot read another. Collective over the host.
 
     Collective over the host.
     """
@@ -120,8 +120,9 @@ class CopyChoice:
         self._chosen, self._pace = 0, [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way for this choice. Of 32 choices, each way is tried once; the others take the faster, or the one
-        that has not been measured yet.
+        """Return the way for this choice: each is tried once in 32 choices, and the others take the faster.
+
+        The faster, or the one that has not been measured yet.
         """
         # By the count alone, no clock and no chance: ranks then try a way in the same exchange.
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1

@@ -111,6 +111,7 @@ class HierarchicalTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
+        """Return zeroed memory, shared on each host; raise MemoryError on every rank if one is short. Collective."""
         # A rank that is alone on its host shares its memory with nobody, and /dev/shm may be small.
         make = self._group.allocate if self.sharing_size > 1 else partial(zeros, huge_pages=True)
         memory = allocate_collectively(self._group, self._flat.agree, make, nbytes)[:]
@@ -126,22 +127,25 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        """Sum every rank's ``send`` at the root; return the terms of the sum there. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        """Sum every rank's ``send`` at every rank; return the terms of the sum. Collective."""
         # Used where every rank has values of its own: such ranks are alone on their hosts. The fence uses up a
         # send_ready buffer: it was announced for this sum, and no later one may take it.
         self._inner.fence()
         return self._flat.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        """Sum on each host, then send the owners' parts; return the terms of this rank's part. Collective."""
         key = self._inner.slot, tuple(counts), send.dtype
         # An exchange, no sum: each rank of the host sees the others' whole contributions, and adds its part.
         rows = self._inner.allreduce(send, recv)
-        work = self._sums.get(key) or self._prepare(key, rows)
+        work = self._sums.get(key) or self._divide_sum(key, rows)
         with self._messages("reduce_scatter") as started:
             # Receives first: a message that arrives before its receive is posted takes another copy inside of MPI.
             for memory, carrier in work.receives:
@@ -157,7 +161,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """See :class:`~mpikv.protocols.Transfers`. Collective."""
+        """Let exchanges return while their messages between hosts are in flight, inside the block. Collective."""
         self._is_apart = True
         try:
             yield
@@ -174,8 +178,8 @@ class HierarchicalTransport:
         flight, self._last = self._last, None
         return flight
 
-    def arrive(self, sent: _Flight | None) -> None:
-        """See :class:`~mpikv.protocols.Transfers`. Collective."""
+    def wait_for(self, sent: _Flight | None) -> None:
+        """Wait for an exchange between hosts, then for this host if it brings values; None is complete. Collective."""
         if sent is not None:
             self._requests.complete(*sent.requests)
             self._flying.pop(id(sent), None)
@@ -187,7 +191,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
-        """Yield a list for the messages that a block starts, and wait for them if not :meth:`apart`. Collective."""
+        """Yield a list for the messages that a block starts, and wait for them unless :meth:`apart`. Collective."""
         with self._group.translated(name):
             with self._requests.started() as started:
                 yield started
@@ -195,22 +199,25 @@ class HierarchicalTransport:
             if self._is_apart:
                 self._flying[id(flight)] = flight
             else:
-                self.arrive(self.sent())
+                self.wait_for(self.sent())
 
     # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Send the r-th part of ``send`` to rank r, or all to every rank; return one array per rank. Collective."""
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()
         return self._flat.all_to_all(send, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """Fill each rank's part of ``buffer`` on every rank; inside of :meth:`apart` it may come later. Collective."""
         if not self._is_shared(buffer):
             self._flat.all_gather(buffer, counts)
             return
-        self._spread("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts), ends=True)
+        self._send_values("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts), ends=True)
 
     def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to every rank's; inside of :meth:`apart` it may come later. Collective."""
         if self._has_trees or not self._is_shared(buffer):
             self._flat.broadcast(buffer, root)
             return
@@ -218,18 +225,20 @@ class HierarchicalTransport:
         whole = buffer.view(np.uint8)
         for begin in range(0, whole.size, self.limit):
             part, ends = whole[begin : begin + self.limit], begin + self.limit >= whole.size
-            self._spread("broadcast", part, 1, self._all_at(root, part.size), ends)
+            self._send_values("broadcast", part, 1, self._all_at(root, part.size), ends)
 
     def fence(self) -> None:
         self._inner.fence()
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return whether every rank passed the same token; wait for all. Also a fence of each host. Collective."""
         equal = self._flat.agree(token)
         # MPI orders messages, not other memory: the host needs its own barrier. It is agree, not fence, so a rank that
         # came late learns that the others on its host go on without it.
         return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:
+        """Release all memory of messages, and both transports below. Collective, idempotent."""
         self._sums.clear()
         self._allocated.clear()
         self._inner.close()
@@ -243,8 +252,8 @@ class HierarchicalTransport:
     def _all_at(self, owner: int, count: int) -> tuple[int, ...]:
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
 
-    def _prepare(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
-        """Divide a sum, and keep the result. ``rows`` are the contributions of this host's ranks, whole. Local."""
+    def _divide_sum(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
+        """Divide a sum into messages, take memory for them, and keep the result. ``rows``: the host's sends. Local."""
         # All at once: the order of use would cost every sum, and a full table is rare.
         if len(self._sums) >= _MOST_PREPARED:
             self._sums.clear()
@@ -274,9 +283,10 @@ class HierarchicalTransport:
         own = [row[begin : begin + count] for row in rows]
         return self._sums.setdefault(key, _Sum(receives, tuple(parts), (*own, *incoming)))
 
-    def _spread(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...], ends: bool) -> None:
-        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective. ``ends``: the
-        ranks of the host then wait for each other.
+    def _send_values(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...], ends: bool) -> None:
+        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective.
+
+        ``ends``: the ranks of the host then wait for each other.
         """
         routes = self._routes_of(counts)
         with self._messages(name, brings_values=ends) as started:

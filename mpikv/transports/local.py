@@ -32,6 +32,7 @@ class LocalTransport(Unshared):
         return self if self.memory.is_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:
+        """Return zeroed memory; raise MemoryError, as known to all ranks, if there is too little. Local."""
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:
@@ -42,6 +43,7 @@ class LocalTransport(Unshared):
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
+        """Copy ``send`` to ``recv``, cast where the dtypes differ, and return it. Local."""
         if self.memory.is_host:
             # "safe": half precision into float32, never the reverse.
             np.copyto(recv, send, casting="safe")
@@ -69,6 +71,7 @@ class LocalTransport(Unshared):
         return True
 
     def close(self) -> None:
+        """Wait for the GPU's work, if any, and release the buffer and the streams; end the watchdog. Local."""
         self.send_buffers = (np.empty(0, np.uint8),)
         self.memory.order.close()
         if self._watchdog is not None:

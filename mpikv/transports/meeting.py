@@ -82,7 +82,7 @@ class HostGroup:
         return allocate_shared(self, nbytes, zeroed)
 
     def exchange(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order, whatever their lengths. Collective.
+        """Return the texts of all ranks, in rank order, whatever their lengths. Collective, with a deadline.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -99,7 +99,7 @@ class HostGroup:
     gather = exchange
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks why this one will take part in nothing more. Local."""
+        """Write to shared memory why this rank will take part in nothing more; the first bytes of it. Local."""
         reason = np.frombuffer((why or "no reason").encode()[: _END - 8], np.uint8)
         self._reasons[self.rank, : reason.size] = reason
         self._ends[self.rank] = reason.size

@@ -49,7 +49,7 @@ class Tickets:
         return self.meet(number)
 
     def post(self, token: int) -> int:
-        """Announce a token, and return its number. Local."""
+        """Start to compare a token with other ranks', without waiting; return its number for :meth:`meet`. Local."""
         self._posted += 1
         # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
         words = np.array([token, -token] if token != ANY else [-1 << 62, -1 << 62])
@@ -63,7 +63,7 @@ class Tickets:
         return bool(self._sent[number][0].Test())
 
     def meet(self, number: int) -> bool:
-        """Wait until every rank has posted its token of this number, and return whether all are equal; in order.
+        """Wait until every rank has posted its token of this number; return whether all are equal. In order.
 
         Raises:
             Stalled: a rank did not come, or has given up.
@@ -75,7 +75,7 @@ class Tickets:
         return bool(largest <= -opposite)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """See :class:`~mpikv.protocols.Transport`; ranks have as many elements each. Collective."""
+        """Fill each rank's part of ``buffer`` on every rank, all of one size, in place. Collective."""
         self.waiting.complete(self._group.comm.Iallgather(self._group.mpi.IN_PLACE, buffer))
 
     def close(self) -> None:
@@ -116,17 +116,20 @@ class MpiTransport(Unshared):
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        if self._gathers or self._few_halves(send):
+        """Sum every rank's ``send`` at the root; return the terms there, any arrays elsewhere. Collective."""
+        if self._gathers or self._exchanges_halves(send):
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
         return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        if self._gathers or self._few_halves(send):
+        """Sum every rank's ``send`` at every rank; return ``recv``, or all terms if it only carries. Collective."""
+        if self._gathers or self._exchanges_halves(send):
             return self.all_to_all(send, None)
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        """Sum every rank's ``send``; return the terms of this rank's part. Collective."""
         if self._gathers or _is_half(send):
             return self.all_to_all(send, counts)
         return self._sum(
@@ -134,11 +137,11 @@ class MpiTransport(Unshared):
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's part for this one; rank r receives ``counts[r]`` elements, or all of all. Collective."""
+        """Send the r-th part to rank r, or all to every rank; return one array per rank, until the next. Collective."""
         if counts is None:
             nbytes, starts = [send.nbytes] * self.size, [0] * self.size
         else:
-            nbytes, starts = _laid_out(counts, send.itemsize)
+            nbytes, starts = _lay_out(counts, send.itemsize)
         mine = nbytes[self.rank]
         received = self._gathered.first(self.size * mine)
         with self._group.translated("alltoall"):
@@ -152,12 +155,14 @@ class MpiTransport(Unshared):
         return [part.view(send.dtype) for part in received.reshape(self.size, mine)]
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        nbytes, starts = _laid_out(counts, buffer.itemsize)
+        """Fill each rank's part of ``buffer`` on every rank, in place. Collective."""
+        nbytes, starts = _lay_out(counts, buffer.itemsize)
         parts = [buffer.view(np.uint8), (nbytes, starts), self._mpi.BYTE]
         with self._group.translated("all_gather"):
             self._requests.complete(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
 
     def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to every rank's, in messages of the limit, in place. Collective."""
         whole = buffer.view(np.uint8)
         with self._group.translated("broadcast"):
             for begin in range(0, whole.size, self.limit):
@@ -171,7 +176,7 @@ class MpiTransport(Unshared):
         self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
-        """Run a summing collective in a type that MPI sums exactly; it may be wider than the arrays'. Collective."""
+        """Run a sum in a type that MPI sums exactly, by copies if it is wider; return ``recv`` filled. Collective."""
         # Open MPI's sums of short integers saturate, and must wrap.
         is_short = send.dtype.kind in "iu" and send.dtype.itemsize < 4
         dtype = np.dtype(f"{send.dtype.kind}4") if is_short else accumulator(send.dtype)
@@ -189,12 +194,12 @@ class MpiTransport(Unshared):
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
 
-    def _few_halves(self, send: Array) -> bool:
+    def _exchanges_halves(self, send: Array) -> bool:
         """Return whether an exchange of half precision moves less than an allreduce in float32."""
         return self.size <= _FEW_RANKS and _is_half(send)
 
 
-def _laid_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
+def _lay_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
     """Return the bytes of each rank's elements, and their offsets side by side."""
     nbytes = [count * itemsize for count in counts]
     return nbytes, [0, *accumulate(nbytes[:-1])]

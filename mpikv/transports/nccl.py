@@ -160,7 +160,7 @@ class NcclTransport(Unshared):
         self._join(waiting)
 
     def _join(self, waiting: Waiting) -> None:
-        """Make the communicator in a thread of its own: NCCL may wait for ever for a missing rank. Collective."""
+        """Make the communicator in its own thread, as NCCL may never return; raise if it fails. Collective."""
         trial = self.allocate(_ALIGNMENT)
         identity, errors = self._identity(), list[BaseException]()
 
@@ -183,7 +183,7 @@ class NcclTransport(Unshared):
             )
             self._fail(Stalled(late), _JOINING)
         except (MPIKVError, self._nccl.NcclError, KeyError) as error:
-            self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
+            self._fail(error if isinstance(error, MPIKVError) else self._translate(error, _JOINING), _JOINING)
         # A rank that failed tells the others, and raises its own error even if they come too late to hear it.
         try:
             if not self.control.agree(int(self._failure is None)):
@@ -201,13 +201,13 @@ class NcclTransport(Unshared):
         log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
-        """Return the id of a new communicator; the first rank makes it. Collective."""
+        """Return the id of a new communicator; the first rank makes it, and its error is raised on all. Collective."""
         made = ""
         if self.rank == 0:
             try:
                 made = json.dumps([self._nccl.get_unique_id().hex(), ""])
             except (self._nccl.NcclError, KeyError) as error:
-                made = json.dumps(["", str(self._translated(error, "making an id"))])
+                made = json.dumps(["", str(self._translate(error, "making an id"))])
         identity, problem = json.loads(self._group.gather(made)[0])
         if problem:
             raise TransportError(f"rank 0: {problem}")
@@ -241,18 +241,19 @@ class NcclTransport(Unshared):
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes)
 
     def _for_messages(self, nbytes: int) -> Array:
-        """Allocate memory for messages. Collective."""
+        """Allocate memory for messages; raise MemoryError on every rank if one has too little. Collective."""
         what = f"messages (bucket_bytes is {self.limit})"
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        """Queue a sum of every rank's ``send`` at the root; return its terms. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Reduce every rank's array, on every rank. ``op`` is NCCL's name of another one than the sum."""
+        """Queue a sum of every rank's array on every rank; ``op`` is NCCL's name of another operation. Collective."""
         if self._gathers:
             return self._terms(send, None)
 
@@ -266,7 +267,7 @@ class NcclTransport(Unshared):
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Sum the first array of each pair over ranks, into the second on every rank; both may be one array.
+        """Queue a sum of each pair's first array over ranks, into the second; both may be one array. Collective.
 
         NCCL :meth:`adds` them, of any sizes, all in one call: no filled array may overlap another array.
         """
@@ -280,11 +281,11 @@ class NcclTransport(Unshared):
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Reduce the ranks' arrays; each rank gets its part. ``op`` as in :meth:`allreduce`."""
+        """Queue a sum of the ranks' arrays; each rank gets its part. ``op`` as in :meth:`allreduce`. Collective."""
         return self._scatter("reduce_scatter", send, recv, counts, op)
 
     def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Reduce the ranks' arrays; each rank gets its part. Collective."""
+        """Queue a sum of the ranks' arrays; return the terms of this rank's part. Collective."""
         if self._gathers:
             return self._terms(send, counts)
 
@@ -303,9 +304,7 @@ class NcclTransport(Unshared):
         return self._sum(name, send, recv, start)
 
     def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's elements for this one, in the dtype of the sum: the caller adds without a cast.
-        Collective.
-        """
+        """Queue an exchange; return every rank's elements for this one, widened to the sum's dtype. Collective."""
         wide = accumulator(send.dtype)
         if wide != send.dtype:
             narrow, send = send, self._wide[0].view(wide)[: send.size]
@@ -315,8 +314,9 @@ class NcclTransport(Unshared):
     def _sum(
         self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
-        """Run a summing collective in a type that NCCL sums exactly; it may be wider than the arrays'. ``start`` gets
-        the addresses of arrays of that type, and the size of the first. Collective.
+        """Queue a sum in a type that NCCL sums exactly, through copies if it is wider; return ``recv``. Collective.
+
+        ``start`` gets the addresses of arrays of that type, and the size of the first.
         """
         wire = self._wires[send.dtype.name]
 
@@ -340,7 +340,7 @@ class NcclTransport(Unshared):
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's part for this one; rank r receives ``counts[r]`` elements, or all of all. Collective."""
+        """Queue an exchange; return every rank's part for this one, until the next exchange. Collective."""
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         nbytes = elements[self.rank] * send.itemsize
@@ -357,9 +357,9 @@ class NcclTransport(Unshared):
         return parts
 
     def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
-        """Send the r-th array to rank r, and fill the r-th with what comes from there: as many bytes. Collective.
+        """Queue sends of the r-th array to rank r, and receives into the r-th of ``receives``. Collective.
 
-        Nothing is done where both are one object.
+        Both have as many bytes. Nothing is done where both are one object.
         """
 
         def run(comm: Any) -> None:
@@ -372,6 +372,7 @@ class NcclTransport(Unshared):
         self._queue(f"exchange of {sum(send.nbytes for send in sends)} bytes", run)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """Queue to fill each rank's part of ``buffer`` on every rank, in place. Collective."""
         nbytes = [count * buffer.itemsize for count in counts]
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
@@ -389,6 +390,7 @@ class NcclTransport(Unshared):
         self._queue(f"all_gather of {buffer.size} {buffer.dtype}", run)
 
     def broadcast(self, buffer: Array, root: int) -> None:
+        """Queue a copy of the root's ``buffer`` to every rank's, in place. Collective."""
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
         def run(comm: Any) -> None:
@@ -399,6 +401,7 @@ class NcclTransport(Unshared):
     # --- Agreement and ends
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return whether every rank passed the same token; the host waits. Raises earlier failures. Collective."""
         self._check()
         try:
             agreed = self.control.agree(token)
@@ -409,12 +412,14 @@ class NcclTransport(Unshared):
         return agreed
 
     def abandon(self, why: str = "") -> None:
-        """Abort work in flight without the other ranks; with ``why``, tell them. Local, idempotent. Does nothing in a
-        forked child, as neither NCCL nor CUDA survives a fork.
+        """Abort work in flight without the other ranks; with ``why``, tell them. Local, idempotent.
+
+        It does nothing in a forked child, as neither NCCL nor CUDA survives a fork.
         """
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
+        """Wait for the GPU, and destroy the communicator, or abort it after a failure. Collective, idempotent."""
         if self._process != os.getpid() or not self.send_buffers[0].size:
             return
         try:
@@ -437,13 +442,15 @@ class NcclTransport(Unshared):
         self._gpu.release(self._stream)
 
     def _check(self) -> None:
+        """Raise the failure of this transport again, if it has one. Local."""
         if self._failure is not None:
             # A new error each time: raised again, one object would collect the tracebacks of all calls and threads.
             raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)
 
     def _fail(self, error: Exception, call: str, tell: bool = True) -> None:
-        """Make the transport unusable, and abort work in flight. Local. ``tell`` the other ranks, as they may wait for
-        this one; but not of a deadline, since it is theirs, too.
+        """Make the transport unusable, abort work in flight, and ``tell`` the other ranks. Local; raises nothing.
+
+        They may wait for this one. They are not told of a deadline, since it is theirs, too.
         """
         if self._process != os.getpid():
             return
@@ -467,8 +474,9 @@ class NcclTransport(Unshared):
     # --- The door of every call of NCCL
 
     def _queue(self, call: str, run: Callable[[Any], Any]) -> Any:
-        """Return the result of ``run``, a function that queues work on the communicator. The watchdog watches the work
-        unless a graph records it.
+        """Run a function that queues work on the communicator; watch the work; any error ends the transport.
+
+        It returns the function's result. Work that a graph records is not watched.
         """
         work = Work(call)
         try:
@@ -495,7 +503,7 @@ class NcclTransport(Unshared):
 
     @contextmanager
     def _grouped(self) -> Iterator[None]:
-        """Make NCCL take the calls of a block as one."""
+        """Make NCCL take the calls of a block as one. Local."""
         # A group must be ended whatever happens in it: later calls would be added to it, and never begin.
         self._call(self._nccl.groupStart, on_stream=False)
         try:
@@ -511,10 +519,10 @@ class NcclTransport(Unshared):
         try:
             function(*arguments, self._order.lane.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
-            raise self._translated(error, function.__name__) from error
+            raise self._translate(error, function.__name__) from error
 
     def _check_flight(self) -> None:
-        """Raise if NCCL reports an error or a rank has left: queued work would never finish."""
+        """Raise if NCCL reports an error or a rank has left: queued work would never finish. Local."""
         self._check_async()
         if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.find_end()):
             raise TransportError(why)
@@ -528,11 +536,12 @@ class NcclTransport(Unshared):
                 self._comm.check_async_error()
         except (self._nccl.NcclError, KeyError) as error:
             if _status(error) != _IN_PROGRESS:
-                raise self._translated(error, "work in flight") from error
+                raise self._translate(error, "work in flight") from error
         finally:
             self._queueing.release()
 
-    def _translated(self, error: Exception, doing: str) -> MPIKVError:
+    def _translate(self, error: Exception, doing: str) -> MPIKVError:
+        """Return an error of NCCL as TransportError, or PeerFailed if another rank failed. Local."""
         status = _status(error)
         detail = last_error()
         text = (
@@ -553,7 +562,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _status(error: Exception) -> int:
-    """Return NCCL's status; CuPy raises a KeyError for a status that it does not know."""
+    """Return NCCL's status from CuPy's error; a KeyError stands for an unknown one. Raises other KeyErrors."""
     if isinstance(error, KeyError):
         if not error.args or not isinstance(error.args[0], int):
             raise error
@@ -573,6 +582,8 @@ def _failure(error: Exception, call: str) -> MPIKVError:
 
 
 def _abort(comm: Any, prepare: Callable[[], None]) -> None:
+    """Abort a communicator in a thread of its own, and wait for two seconds at most. Local."""
+
     def abort() -> None:
         prepare()
         comm.abort()

@@ -16,7 +16,7 @@ _SHARING = 23000
 
 
 def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
-    """Compare GPUs, libraries and settings. Collective.
+    """Compare GPUs, libraries and settings; raise the first problem on every rank. Collective.
 
     Raises:
         TransportUnavailable: on every rank, with the first problem of any.
@@ -28,6 +28,7 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
 
 
 def _find_problem(every: Sequence[dict[str, Any]]) -> str:
+    """Return why NCCL would only wait with these ranks' facts; "" if it would not."""
     versions = [rank["version"] for rank in every]
     if other := _first_other(versions):
         return (

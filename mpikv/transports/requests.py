@@ -23,10 +23,10 @@ _LOOK_EVERY = 64
 _abandoned: list[Any] = []
 
 
-def _looking(
+def _raising(
     ready: Callable[[], bool], look: Callable[[], Exception | None], every: int = _LOOK_EVERY
 ) -> Callable[[], bool]:
-    """Return a function that asks ``ready``, and every so often raises the exception of ``look``."""
+    """Return a function that asks ``ready``, and every so often raises the exception of ``look``. Local."""
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
@@ -58,7 +58,7 @@ class AbortableWaiting:
 
     def listen(self) -> None:
         """Look for other ranks' notices from now on. Local."""
-        self.until = lambda ready, missing: self._waiting.until(_looking(ready, self._look), missing)
+        self.until = lambda ready, missing: self._waiting.until(_raising(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
         return TransportError(why) if (why := self._find_end()) else None
@@ -74,16 +74,18 @@ class Requests:
         self._translated = group.translated("waiting")
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true; the condition need not be one of MPI. If it raises, the other ranks learn
-        that this one has given up.
+        """Wait until ``ready()`` is true; if that fails, tell the other ranks that this one has given up.
+
+        The condition need not be one of MPI.
 
         Raises:
             Stalled: the deadline passed, or another rank has given up.
         """
         # A look at every poll: it calls MPI, and others may wait for a message of this rank that moves only inside MPI.
-        self._until(_looking(ready, partial(self._look, missing), every=1), missing)
+        self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until ``ready()`` is true; send other ranks a notice if that raises."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
@@ -92,7 +94,7 @@ class Requests:
             raise
 
     def complete(self, *requests: Any) -> None:
-        """Wait until the operations are complete. Raises as :meth:`until`."""
+        """Wait until the operations are complete; if that raises, abandon them and tell the other ranks."""
         if not requests:
             return
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
@@ -100,14 +102,14 @@ class Requests:
         every = _LOOK_EVERY if present().polls else 1
         try:
             # An operation that others have left may never complete: the looks end the wait.
-            self._until(OfMessages(_looking(test, partial(self._look, tuple), every)), tuple)
+            self._until(OfMessages(_raising(test, partial(self._look, tuple), every)), tuple)
         except BaseException:
             self.abandon(requests)
             raise
 
     @contextmanager
     def started(self) -> Iterator[list[Any]]:
-        """Yield a list for the operations that a block starts; they may go on after it."""
+        """Yield a list for the operations that a block starts; if it raises, abandon them and tell other ranks."""
         started: list[Any] = []
         try:
             yield started
@@ -127,14 +129,14 @@ class Requests:
         self._group.send_notice(b"", self._group.others, GONE)
 
     def check(self) -> None:
-        """Raise Stalled if another rank has given up."""
+        """Raise Stalled or TransportError if another rank has given up or left. Does not wait."""
         with self._translated:
             # MPICH's first probe only makes progress; the second sees the message.
             if failure := self._look(tuple) or self._look(tuple):
                 raise failure
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> Exception | None:
-        """Return the failure if another rank has given up, with the ranks that this one waits for, if known."""
+        """Return the failure if another rank has given up; answer other hosts' questions. Does not wait."""
         # One probe in the usual case: there is no message of any kind. A rank that is alone has no communicator.
         if not self._group.others or not self._comm.Iprobe():
             return None

@@ -61,9 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Read as many bytes as there are; return their number, and whether the sender may wait for their room. By the
-        receiver alone.
-        """
+        """Read the bytes there are; return their number, and whether the sender may wait for room. By the receiver."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -95,7 +93,7 @@ class Rings:
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
 
     def send(self, to: int, tag: int, data: Array) -> Iterator[None]:
-        """Send a message: the caller may change the array at the end. To each rank one at a time."""
+        """Send a message, yielding until the caller may change the array. To each rank one message at a time."""
         ring = self._to[to]
         in_place = data.nbytes >= _LARGE and self._reader is not None and self._reader.is_readable(data)
         awaited = ring.words[_TAKEN] + in_place
@@ -109,15 +107,13 @@ class Rings:
             yield
 
     def receive_head(self, source: int) -> Generator[None, None, list[int]]:
-        """Receive the head of the next message of a rank, and return it: tag, length, and the address to read it at,
-        which is 0 if the message is in the ring.
-        """
+        """Receive the head of a rank's next message: tag, length, address to read it at or 0. Yields until then."""
         head = np.empty(3, np.int64)
         yield from self._read(source, head.view(np.uint8))
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the message after the latest head.
+        """Receive the message after the latest head, yielding until it has come; raise if its sender gave up.
 
         Raises:
             TransportError: it was to be read in place, and its sender has given up.
@@ -136,6 +132,7 @@ class Rings:
         self._ring(source)
 
     def _read(self, source: int, into: Array) -> Iterator[None]:
+        """Fill an array from a rank's ring, yielding while it is empty; ring the sender if it may wait."""
         while into.size:
             count, was_full = self._from[source].read(into)
             into = into[count:]
@@ -145,6 +142,7 @@ class Rings:
                 yield
 
     def _ring(self, rank: int) -> None:
+        """Ring a rank's bell, and wake it if it sleeps."""
         self._order()  # what it is woken for comes before the bell
         self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
         wake_sleepers(self._address + rank * _LINE)
@@ -154,7 +152,7 @@ class Rings:
         self._seen = self._bells[self._rank]
 
     def sleep(self) -> None:
-        """Return soon after a ring of the bell since the look, or after a nap."""
+        """Sleep until a ring of the bell since the look, a millisecond at most."""
         here = present()
         if here.world is None:
             sleep_on(self._address + self._rank * _LINE, self._seen, _NAP)

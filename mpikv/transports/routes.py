@@ -58,8 +58,9 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
 def _between(
     carriers: Sequence[int], owners: Sequence[int], first: int, counts: Sequence[int], starts: Sequence[int]
 ) -> Iterator[Route]:
-    """Yield the routes from one host to another: what its owners are to receive, in their order, is cut into equal
-    shares of the carriers, beginning with the ``first`` one: another one for each host.
+    """Yield the routes from one host to another: its owners' elements, cut into equal shares of the carriers.
+
+    Owners receive in their order. Shares begin with the ``first`` carrier: another one for each host.
     """
     parts = [counts[owner] for owner in owners if counts[owner]]
     shares = min(len(carriers), max(len(parts), sum(parts) // _FEWEST, 1))

@@ -58,8 +58,8 @@ Serve: TypeAlias = "Callable[[Request], bool]"
 """Answers a request, or returns False if it is too early for it. The thread calls it."""
 
 
-def unserved(requests: Sequence[Request], serve: Serve) -> list[Request]:
-    """Serve requests in their order; return the remaining ones. Local.
+def serve_ready(requests: Sequence[Request], serve: Serve) -> list[Request]:
+    """Serve requests in their order; return those that are too early, to be tried again. Local.
 
     Requests of one rank keep their order: one that is too early holds back its successors, even if it is ready by the
     time that they are tried.
@@ -98,7 +98,7 @@ class Endpoint:
         self._thread.start()
 
     def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Send a request. The caller may change ``body``, a contiguous array, on return."""
+        """Send a copy of a request without waiting, and wake its receiver. Local."""
         self._requests.send(rank, head, body)
         if self._bells:
             self._bells.ring(rank)
@@ -127,7 +127,7 @@ class Endpoint:
         return self._thread.is_alive()
 
     def discard(self) -> list[int]:
-        """Receive and drop what has arrived, without waiting; return the ranks with a message still on its way.
+        """Receive and drop messages, without waiting; return the ranks with one still on its way. Local.
 
         Call it when the thread has ended, until no rank is returned: no other waits for this one then.
         """
@@ -137,7 +137,7 @@ class Endpoint:
         return sorted(ranks)
 
     def close(self, waiting: Waits) -> None:
-        """Free the communicator. No message may be on its way. Collective.
+        """Wait for the thread to end, and free the communicator. No message may be on its way. Collective.
 
         Raises:
             Stalled: the thread does not end, or an answered message does not complete, before the deadline.
@@ -149,6 +149,7 @@ class Endpoint:
             self._comm.Free()
 
     def _work(self) -> None:
+        """Answer requests until the end; keep and log an error. The thread's function."""
         try:
             with self._group.translated("answering other ranks"), _switching_often():
                 self._answer_all()
@@ -161,6 +162,7 @@ class Endpoint:
             log(text, self._group.rank, error, level=logging.ERROR, trace=error)
 
     def _answer_all(self) -> None:
+        """Answer requests as they come, and sleep between them, until :meth:`stop`. Local."""
         early: list[Request] = []
         here = present()
         last, due = here.now(), 0
@@ -169,13 +171,13 @@ class Endpoint:
             request = self._asked.take() or self._asked.take()
             # One request, then all that are early once more: it may be the one they wait for.
             if request is not None:
-                early = unserved([*early, request], self._serve)
+                early = serve_ready([*early, request], self._serve)
                 if early and early[-1] is request:
                     # The inbox's memory receives the next message; a request that waits needs its own.
                     early[-1] = request._replace(body=request.body.copy())
                 last, due = here.now(), due - 1
                 continue
-            early = unserved(early, self._serve)
+            early = serve_ready(early, self._serve)
             moving = [*self._requests.tidy(), *self._answers.tidy(), *self._asked.coming, *early]
             if self._bells and not moving and due <= self._wakes:
                 due += self._bells.listen()
@@ -200,7 +202,7 @@ _intervals: list[float] = []
 
 @contextmanager
 def _switching_often() -> Iterator[None]:
-    """Shorten Python's switch interval inside a block. An interval that the program sets meanwhile stays."""
+    """Shorten Python's switch interval inside a block, in all threads of the process. Local."""
     with _switching:
         _intervals.append(sys.getswitchinterval())
         if _intervals[-1] > _SWITCH_INTERVAL:
@@ -230,7 +232,7 @@ class _Inbox:
         return () if self._coming is None else (self._coming[1],)
 
     def take(self) -> Request | None:
-        """Return the next message, if it is complete."""
+        """Return the next message if it is complete; its body is overwritten by the one after it. Does not wait."""
         if self._coming is None and not self._begin():
             return None
         assert self._coming is not None
@@ -242,6 +244,7 @@ class _Inbox:
         return Request(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
 
     def _begin(self) -> bool:
+        """Begin to receive the next message; return whether there was one. Does not wait."""
         # Any source: owners do not know who will ask next.
         status, mpi = self._status, self._mpi
         # A matched probe: the following receive gets exactly this message, whatever other threads receive.
@@ -265,6 +268,7 @@ class _Outbox:
         self._free: dict[int, list[Array]] = {}
 
     def send(self, rank: int, head: Sequence[int], body: Array | None) -> None:
+        """Send a copy of a message without waiting for its receiver. Local; any thread."""
         nbytes = _HEAD + (0 if body is None else body.nbytes)
         with self._lock:
             if len(self._sent) >= _MOST_UNFINISHED:
@@ -289,6 +293,7 @@ class _Outbox:
             return [rank for _, _, rank in self._sent]
 
     def _tidy(self) -> None:
+        """Take back the memory of completed messages. Local; the lock is held."""
         # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
         if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
             for request, memory, _ in self._sent:

@@ -65,10 +65,8 @@ class Arrivals:
         # Where ranks share cores, a rank that spins keeps the awaited one from running.
         self._spins = _SPINS if size <= group.host_cores else 0
 
-    def _await(self, peer: int, arrivals: int) -> None:
-        """Wait until this peer has arrived or, if it does not come at once, until all have. If some do not come, mark
-        this rank as gone, so they learn it.
-        """
+    def _await_peers(self, peer: int, arrivals: int) -> None:
+        """Wait until a peer has arrived, or if it is late, until all have; if some stall, mark this rank as gone."""
         flags = self._flags
         for _ in range(self._spins):
             if arrivals <= flags[peer] < GONE:
@@ -157,7 +155,7 @@ class ShmTransport(Arrivals):
         return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """See :class:`~mpikv.protocols.ReadsInPlace`. Collective."""
+        """Return this rank's part of every rank's ``send``, in pieces read in place; None if one cannot. Collective."""
         if (addresses := self._expose(send.view(np.uint8))) is None:
             return None
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
@@ -167,6 +165,7 @@ class ShmTransport(Arrivals):
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """Fill each rank's part of ``buffer`` on every rank, in place, through staging or a single copy. Collective."""
         whole, longest = buffer[: sum(counts)].view(np.uint8), max(counts) * buffer.itemsize
         parts = np.split(whole, np.cumsum(counts[:-1]) * buffer.itemsize)
         is_large = whole.size >= self._large
@@ -196,7 +195,7 @@ class ShmTransport(Arrivals):
         self._send_ready = False
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token; wait for all of them. Keeps ``send_ready`` if they agree."""
+        """Return whether all ranks passed the same token; wait for all. Keeps ``send_ready``. Collective."""
         # Tokens alternate between two words: a rank already in the next barrier must not overwrite this one's token.
         # Two suffice, since no rank is two barriers ahead. The token is written before the arrival that announces it.
         flags, word = self._flags, 1 + (self._arrivals & 1)
@@ -209,6 +208,7 @@ class ShmTransport(Arrivals):
         return True
 
     def close(self) -> None:
+        """Drop this rank's arrays over the shared memory, which ends with the last one. Local, idempotent."""
         # Every array over the shared memory: it goes back to the system with the last one.
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
@@ -224,7 +224,7 @@ class ShmTransport(Arrivals):
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
     def _large_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Do the same, but each rank chooses by itself between a copy and single-copy of its message. Collective."""
+        """Exchange large messages, each by a copy or read in place; return this rank's part of each. Collective."""
         low, high = _part(self.rank, counts, send.size)
         private = send.base is not self._halves.base
         # Chosen even if the message is not private, so that ranks choose equally often and try a way together.
@@ -247,9 +247,7 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Return the addresses at which ranks have a large array; None if it is small, or one cannot be read or is not
-        offered. Collective.
-        """
+        """Return the addresses of the ranks' large arrays; None if one is small, or cannot be read. Collective."""
         if self._attached is None or whole.size < self._large:
             return None
         address = whole.ctypes.data if offers and self._attached.is_readable(whole) else 0
@@ -260,7 +258,7 @@ class ShmTransport(Arrivals):
         return addresses if all(addresses) else None
 
     def _read_pieces(self, send: Array, addresses: Sequence[int], low: int, high: int) -> Iterator[Sequence[Array]]:
-        """Yield every rank's elements ``[low, high)``, a piece at a time. Local."""
+        """Yield every rank's elements ``[low, high)``, a piece at a time; the next one overwrites it. Local."""
         for begin in range(low, high, self.limit // send.itemsize):
             own = send[begin : min(begin + self.limit // send.itemsize, high)]
             there = [address + begin * own.itemsize for address in addresses]
@@ -324,7 +322,7 @@ class ShmTransport(Arrivals):
         flags[self._mine] = arrivals
         for peer in self._peers:
             if not arrivals <= flags[peer] < GONE:
-                self._await(peer, arrivals)
+                self._await_peers(peer, arrivals)
         if self._exposed is not None:
             # All ranks have finished reading the exchange of this message.
             flags[self._mine + _ADDRESS + 1 - self.slot] = 0

@@ -57,7 +57,7 @@ class Watchdog:
         self._claiming = threading.Lock()
 
     def look_after(self, work: Work) -> None:
-        """Watch work that follows all earlier work on the same stream."""
+        """Watch work that follows all earlier work on the same stream; may start the thread. Local."""
         # In this order: see _may_end.
         self._works.append(work)
         self.wake()
@@ -72,16 +72,17 @@ class Watchdog:
         self._stopped = True
 
     def _start(self) -> None:
-        if not self._stopped and self._claim():
+        if not self._stopped and self._take_place():
             threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
-    def _claim(self) -> bool:
+    def _take_place(self) -> bool:
         """Return whether no thread watched, and take its place."""
         with self._claiming:
             alive, self._alive = self._alive, True
             return not alive
 
     def _watch(self) -> None:
+        """Look at the work until none is left; fail the store if some does not end. The thread's function."""
         try:
             self._prepare()
             # It ends when nothing has needed it for a while: an idle program has no thread.
@@ -91,7 +92,7 @@ class Watchdog:
                 time.sleep(_NAP)
                 self._drop_done()
                 if self._works:
-                    self._waiting.until(self._moved, tuple)
+                    self._waiting.until(self._oldest_is_done, tuple)
                 if self._works or not self._drop():
                     needed = time.monotonic()
                 elif (self._stopped or time.monotonic() - needed >= _IDLE) and self._may_end():
@@ -106,14 +107,14 @@ class Watchdog:
         # A caller adds work, then reads _alive. So this clears _alive first, then looks for work once more: one of the
         # two sees the other.
         self._alive = False
-        return not (self._works or not self._drop()) or not self._claim()
+        return not (self._works or not self._drop()) or not self._take_place()
 
     def _drop_done(self) -> None:
         # Without a lock: only this thread removes work, and deque.append is atomic.
         while self._works and self._works[0].done:
             self._works.popleft()
 
-    def _moved(self) -> bool:
+    def _oldest_is_done(self) -> bool:
         """Return whether the oldest work is done."""
         if self._works[0].done:
             return True

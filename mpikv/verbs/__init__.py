@@ -44,7 +44,7 @@ class Verbs:
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:
-        """Drop a call that was prepared and will not run. Local."""
+        """Drop a call that was prepared and will not run: its packed message and its stand-ins. Local."""
         # It lies in the send buffer, and the next push would send it.
         self._exchange.pipeline.prefetched = None
         self._exchange.transport.memory.order.cancel()

@@ -21,18 +21,18 @@ WIDER = "init the key with a wider dtype"
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 
 
-def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays of a push for each key, flat, in the store's memory, and fit for the stored values."""
+def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return a push's checked arrays: flat, in the store's memory, not cast; raise if one does not fit. Local."""
     return [
-        tuple(_readable(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
+        tuple(_fitting(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
         for entry, group in zip(entries, groups, strict=True)
     ]
 
 
-def singles(form: Form, table: KeyTable | None, memory: Memory, is_read: bool) -> list[Array]:
-    """Return the one array of each key, in this memory. For keys in the table it fits the stored value.
+def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_numbers: bool) -> list[Array]:
+    """Return the one array of each key, in this memory; raise ValueMismatch for a list, or if it does not fit. Local.
 
-    ``is_read`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
+    ``checks_numbers`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
     """
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
@@ -42,12 +42,12 @@ def singles(form: Form, table: KeyTable | None, memory: Memory, is_read: bool) -
                 "rank, one for each device; give one of them, or a key to each"
             )
         entry = table[key] if table is not None and key in table else None
-        arrays.append(_readable(group[0], entry, is_read=is_read) if entry else memory.source(group[0]))
+        arrays.append(_fitting(group[0], entry, checks_numbers=checks_numbers) if entry else memory.source(group[0]))
     return arrays
 
 
-def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a pull fills for each key, in the store's memory, and fit for the stored values.
+def checked_targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return the checked arrays that a pull fills; a stand-in is copied to the caller's array after the call. Local.
 
     A value's own view is returned as it is: there is nothing to fill.
     """
@@ -55,15 +55,15 @@ def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
         tuple(
             array
             if array is entry.view
-            else writable(array, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
+            else checked_target(array, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
             for array in group
         )
         for entry, group in zip(entries, groups, strict=True)
     ]
 
 
-def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
-    """Return ``out`` as an array to which a value of this shape and dtype, in this memory, can be written."""
+def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
+    """Return the array to fill for ``out``, or its stand-in; raise if its shape or dtype does not fit. Local."""
     array = memory.target(out)
     if array.shape != shape:
         raise ValueMismatch(
@@ -78,7 +78,10 @@ def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], m
 
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
-    """Return the arrays to fill, in the order of ``keys``; ``key`` is the form of these that the caller passed."""
+    """Return the unchecked arrays to fill, in the order of ``keys``; raise if the caller names other keys. Local.
+
+    ``key`` is the form of the keys that the caller passed.
+    """
     # A dict of keys has arrays to push: its out is a dict, too, or none.
     if isinstance(key, Mapping):
         if not isinstance(out, Mapping):
@@ -95,7 +98,7 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
 
 
 def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
-    """Return the arrays of a plan in the form of the caller's ``key``."""
+    """Return the arrays of a plan in the form of the caller's ``key``: one array, a list or a tuple. Local."""
     if not isinstance(key, (list, tuple)):
         return arrays[0]
     if len(key) == len(plan.keys):
@@ -105,7 +108,7 @@ def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
 
 
 def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
-    """Return new arrays for the values of a plan, in the form of the caller's ``key``."""
+    """Return new arrays of any content for the values of a plan, in the form of the caller's ``key``. Local."""
     if not isinstance(key, (list, tuple)):
         return memory.empty(plan.shapes[0], plan.dtypes[0])
     entries = in_form(list(key), plan, plan.entries)
@@ -113,7 +116,7 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
 
 
 def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
-    """Return an array to fill in place of one that cannot be written, None for one that is not to be replaced.
+    """Return a new host array to fill in place of one that cannot be written; None if none is needed or allowed. Local.
 
     A read-only array of numpy is replaced only if it was given to be pushed (``implied``): as ``out`` it is a mistake.
     """
@@ -128,6 +131,7 @@ def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
 
 
 def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
+    """Return whether an array to fill needs another in its place, as it cannot be written. Local."""
     immutable = is_immutable(array)
     if not lies_on_host(array):
         return immutable and memory.is_host
@@ -135,7 +139,7 @@ def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
 
 
 def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
-    """Return one priority per key."""
+    """Return one priority per key; raise ValueMismatch unless given an int, or an int for each. Local."""
     wishes = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(keys)
     if len(wishes) != len(keys) or not all(isinstance(wish, (int, np.integer)) for wish in wishes):
         raise ValueMismatch(f"priority is an int or a list of one int per key, not {priority!r}")
@@ -143,7 +147,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer given as an object, or by its name and arguments."""
+    """Return an optimizer: made by name, or the caller's object, with ``average`` set on it if given. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):
@@ -159,7 +163,7 @@ def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
 
 def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
-    """Return the updater if it can be called with three arguments."""
+    """Return the updater; raise TypeError unless it can be called with three arguments. Local."""
     if not callable(updater):
         raise TypeError(f"an updater is a function f(key, input, stored), not {a_kind(updater)}")
     try:
@@ -174,7 +178,8 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     return updater  # type: ignore[no-any-return]
 
 
-def _readable(value: Any, entry: Entry, several: int = 1, is_read: bool = True) -> Array:
+def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_numbers: bool = True) -> Array:
+    """Return an array of the stored shape in the store's memory, checked but not cast to the stored dtype. Local."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
@@ -182,13 +187,13 @@ def _readable(value: Any, entry: Entry, several: int = 1, is_read: bool = True) 
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
-            + ("reshape it, or init the key anew with overwrite=True" if several == 1 else _SEVERAL)
+            + ("reshape it, or init the key anew with overwrite=True" if group_size == 1 else _SEVERAL)
         )
     if array.dtype != entry.dtype:
         what = f"value of key {entry.key!r}"
         if not castable(array.dtype, entry.dtype):
             raise ValueMismatch(f"{_kinds(what, array.dtype, entry.dtype)}, use astype")
-        if is_read:
+        if checks_numbers:
             check_integers(what, array, entry.dtype, memory, WIDER)
     return array
 
@@ -198,6 +203,7 @@ def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
 
 
 def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
+    """Return a key's group; raise ValueMismatch if it is empty. Local."""
     if not group:
         raise ValueMismatch(f"no value for key {key!r}")
     return group

@@ -26,7 +26,7 @@ _digest = lru_cache(maxsize=256)(digest)
 
 
 def text_call(verb: str, text: str, shown: str | None = None) -> Call:
-    """Return a call for ranks to compare a text. Messages show ``shown`` for it, and the first line that differs."""
+    """Return a call for ranks to compare a text. Messages show ``shown``, and the first line that differs. Local."""
     return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=text.splitlines)
 
 
@@ -44,7 +44,7 @@ class Comparison:
         self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return the description of a verb that updates nothing."""
+        """Return a cached description of a verb that updates nothing; a new one cuts the plan's buckets. Local."""
         call = plan.calls.get(verb)
         if call is None:
             # Now, as memory may be short on this rank, and the others must learn it before they begin.
@@ -57,9 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return the description of a verb that updates, the updater's steps, and a ``confirm`` for updaters that may
-        raise.
-        """
+        """Return the call, the updater's steps, and ``confirm`` if the updater may raise; takes memory now. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
@@ -82,6 +80,7 @@ class Comparison:
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
     def _describe_update(self, verb: str, plan: Plan, contribution: Contribution) -> UpdateCall:
+        """Return a new description of an update for the plan's cache, and prepare the pipeline for it. Local."""
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
@@ -108,6 +107,6 @@ class Comparison:
 
 
 def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:
-    """Add priorities to the description, as they must be the same on all ranks."""
+    """Return a call that also compares priorities; raise ValueMismatch unless there is one int per key. Local."""
     wishes = priorities(priority, plan.keys)
     return add_text(call, f"priority {wishes}") if any(wishes) else call

@@ -41,6 +41,7 @@ class ControlVerbs:
         return _VOTE, lambda: not self._agreement.least(int(not flag))
 
     def mean(self, value: Any) -> PreparedCall:
+        """Prepare the mean of all ranks' numbers, or of those under each name. Local; its run is collective."""
         named = value if isinstance(value, Mapping) else {"": value}
         numbers, keys = [float(each) for each in named.values()], list(named)
 
@@ -53,11 +54,11 @@ class ControlVerbs:
         return text_call("mean", str(keys), str(keys) if named is value else ""), run
 
     def least(self, queued: int) -> PreparedCall:
-        """Prepare to learn how many calls with ``wait=False`` all ranks have queued."""
+        """Prepare to learn the fewest calls with ``wait=False`` that a rank has queued. Its run is collective."""
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
-        """Prepare to make a communicator of some ranks."""
+        """Prepare to make a communicator of some ranks; raise for wrong ranks. Local; its run is collective."""
         if not can_create:
             raise Unsupported("group: a store that was not made by create() cannot make another")
         members, size = tuple(ranks), self._group.size
@@ -67,13 +68,14 @@ class ControlVerbs:
         return text_call("group", text), lambda: (members, self._group.part(members))
 
     def command(self, head: Any, body: Any) -> PreparedCall:
+        """Prepare to run the controller of a number at the root, with a JSON body. Local; its run is collective."""
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         whole = f"{check_head(head)}, {text}"
         call = text_call("command", whole, brief(whole, _MOST_SHOWN))
         return call, lambda: self._control(call, head, text)
 
     def _control(self, call: Call, head: int, text: str) -> None:
-        """Run a controller at the root, and learn on every rank how it went."""
+        """Run a controller at the root; if it raises, every rank raises. Collective."""
         failure = None
         if self._group.rank == self._root:
             try:
@@ -89,7 +91,7 @@ class ControlVerbs:
 
 
 def check_head(head: Any) -> int:
-    """Return the number of a command."""
+    """Return the number of a command as an int; raise TypeError if it is none, or negative. Local."""
     if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
         raise TypeError(f"the number of a command is an int from 0, not {head!r}")
     return int(head)

@@ -24,7 +24,8 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return this rank's part in a call of the others, None for a barrier. Local.
+        """Return this rank's part in a call of the others, None for a barrier; raise RankMismatch if they differ.
+        Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """
@@ -35,6 +36,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
+        """Prepare a call of the others to which this rank brings no arrays. Local."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":
@@ -43,7 +45,7 @@ class Join:
             return self._rows.pull_rows(plan, nothing)
         contribution = Contribution[report.contribution]
         if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
-            none = self._rows.none_of(plan)
+            none = self._rows.no_rows(plan)
             whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
             if report.verb == "push":
                 return self._rows.push(plan, none)

@@ -18,9 +18,9 @@ from ..errors import Unsupported, ValueMismatch, is_unwritable
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
-from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
+from .arguments import checked_sources, checked_target, checked_targets, new_arrays, outs_of, stand_in
 from .renewed import Renewed, widened
-from .row_arguments import Brought, brings_rows, brought
+from .row_arguments import Brought, brings_rows, sum_given
 
 _is_contiguous = attrgetter("flags.c_contiguous")
 _LISTS, _KEY_TYPES = (list, tuple), {int, str}
@@ -38,7 +38,7 @@ class Operands:
         self._known_apart: dict[int, ref[Array]] = {}
 
     def plan(self, key: Any) -> Plan:
-        """Return the plan for keys without arrays."""
+        """Return the plan for keys without arrays, cached or new; raise for a dict and for unknown keys. Local."""
         if isinstance(key, Mapping):
             raise TypeError("this call takes keys without arrays, not a dict; pass a list of its keys")
         return self._find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
@@ -60,8 +60,8 @@ class Operands:
 
     # --- What is pushed
 
-    def sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
-        """Return the plan and the operand of a push: arrays, rows, or None for the buffers.
+    def find_sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
+        """Return the plan and the checked operand of a push: arrays, rows, or None for the buffers. Local.
 
         ``filled``: the call also writes to the arrays.
         """
@@ -69,42 +69,42 @@ class Operands:
         if type(key) is dict and value is None:
             names, given = tuple(key), list(key.values())
         plan = self._find_plan(names)
-        if plan is not None and (arrays := self._plain(plan, names, given, filled)) is not None:
+        if plan is not None and (arrays := self._plain_arrays(plan, names, given, filled)) is not None:
             return plan, arrays
         if names is not key or (plan is None and isinstance(key, Mapping)):
-            return self.sources(*flatten(key, value), filled)
+            return self.find_sources(*flatten(key, value), filled)
         if value is not None:
             form = parse(key, value)
             if plan is None:
                 plan = self._exchange.values.plan(form.keys)
-                if (arrays := self._plain(plan, key, value, filled)) is not None:
+                if (arrays := self._plain_arrays(plan, key, value, filled)) is not None:
                     return plan, arrays
-            return self._sources(form)
+            return self._check_sources(form)
         plan = plan or self.plan(key)
-        if (missing := self._exchange.values.unbuffered(plan)) is not None:
+        if (missing := self._exchange.values.find_unbuffered(plan)) is not None:
             raise ValueMismatch(f"no value for key {missing!r} and no buffer; pass one, or fill kv.buffer({missing!r})")
         return plan, None
 
-    def arrays(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
-        """Return the plan and the flat arrays of a push in any form, without rows."""
-        plan, arrays = self._sources(parse(key, value))
+    def find_arrays(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
+        """Return the plan and the checked, flat arrays of a push in any form; raise Unsupported for rows. Local."""
+        plan, arrays = self._check_sources(parse(key, value))
         if isinstance(arrays, Brought):
             raise Unsupported("this store takes no RowSparse; push to_dense(), or use 'dist_sync'")
         return plan, arrays
 
-    def _sources(self, form: Form) -> tuple[Plan, Arrays | Brought]:
-        """Return the plan and the arrays, or the rows, of a push in any form."""
+    def _check_sources(self, form: Form) -> tuple[Plan, Arrays | Brought]:
+        """Return the plan and a push's checked arrays, or summed rows; copies views of values if needed. Local."""
         plan = self._exchange.values.plan(form.keys)
         if brings_rows(form.groups):
             check_updater(self._exchange)
             self._rows.load(plan.dtypes)
-            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.values.apart)
-        arrays = sources(plan.entries, form.groups)
+            return plan, sum_given(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.values.apart)
+        arrays = checked_sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]
         return plan, arrays
 
-    def _plain(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
+    def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
         """Return the arrays if there is one per key, in the store's memory, of the value's shape and dtype; else None.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
@@ -150,7 +150,7 @@ class Operands:
         return arrays
 
     def _lies_apart(self, array: Array) -> bool:
-        """Return whether a view of other memory lies outside of the memory of values."""
+        """Return whether a view of other memory lies outside of the memory of values; if so, remember it. Local."""
         # Its flags do not tell: torch, for one, makes a view writable. Comparing addresses takes longer than adding a
         # small array, so each array is looked up once, or its base for all views of it.
         known, base = self._known_apart, array.base
@@ -166,9 +166,9 @@ class Operands:
 
     # --- What is filled
 
-    def pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
-        """Return the plan of a pull, the arrays to fill, and the result of the call."""
-        if (known := self.known_pulled(key, out)) is not None:
+    def find_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
+        """Return the plan of a pull, the checked arrays to fill (new without ``out``), and its result. Local."""
+        if (known := self.find_cached_pulled(key, out)) is not None:
             return known
         plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
@@ -177,36 +177,37 @@ class Operands:
         if out is None:
             self._memory.order.check_new()
             out = new_arrays(key, plan, self._memory)
-        return plan, *self.targets(plan, key, out)
+        return plan, *self.find_targets(plan, key, out)
 
-    def known_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any] | None:
-        """Return the same for keys with a cached plan and plain arrays, else None."""
+    def find_cached_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any] | None:
+        """Return as :meth:`find_pulled`, if the plan is cached and the arrays are plain; else None. Local."""
         names, outs, filled = key, out, out
         if type(key) is dict and out is None:
             names, outs, filled = tuple(key), list(key.values()), key
         plan = self._find_plan(names)
-        if plan is None or (arrays := self._plain(plan, names, outs, True)) is None:
+        if plan is None or (arrays := self._plain_arrays(plan, names, outs, True)) is None:
             return None
         return plan, arrays, filled
 
-    def targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return the arrays to fill, and the result of the call. ``implied``: they were given to be pushed."""
+    def find_targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return the checked arrays to fill, and the result. ``implied``: they were given to be pushed. Local."""
         names, outs = key, given
         if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
             names, outs = tuple(given), list(given.values())
             if names != plan.keys or not _are_keys(names, plan.keys):
                 names, outs = flatten(given, what="out")
                 names = plan.keys if tuple(names) == plan.keys else ()
-        if (arrays := self._plain(plan, names, outs, True)) is not None:
+        if (arrays := self._plain_arrays(plan, names, outs, True)) is not None:
             return arrays, given
-        return self.fillable(
-            lambda out, result: self.targets_of(plan, outs_of(key, out, plan.keys).groups, result), given, implied
+        return self.with_stand_ins(
+            lambda out, result: self.check_targets(plan, outs_of(key, out, plan.keys).groups, result), given, implied
         )
 
-    def fillable(
+    def with_stand_ins(
         self, fill: Callable[[Any, Any], tuple[Arrays, Any]], given: Any, implied: bool = False
     ) -> tuple[Arrays, Any]:
-        """Return ``fill(arrays, result)``: the arrays to fill, and the result of the call.
+        """Return ``fill(arrays, result)``: the arrays to fill, and the call's result. It is tried again with stand-ins.
+        Local.
 
         Both arguments are the caller's structure. If it has arrays that cannot be written, they are those of a
         :class:`Renewed`, with new arrays in their places.
@@ -220,18 +221,18 @@ class Operands:
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
         return fill(renewed.arrays, renewed)
 
-    def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
-        """Return the arrays to fill for each key, and the call's result, made from ``result``."""
-        pairs = zip(plan.entries, targets(plan.entries, groups), strict=True)
+    def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
+        """Return the checked arrays to fill for each key, or stand-ins, and the call's final result. Local."""
+        pairs = zip(plan.entries, checked_targets(plan.entries, groups), strict=True)
         outs = [tuple(self._exchange.values.fillable(array, entry) for array in group) for entry, group in pairs]
         return widened(plan.keys, plan.dtypes, outs, self._memory, result)
 
-    def places(
+    def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any, result: Any
     ) -> tuple[Arrays, Any]:
-        """Return the same for values of these shapes and dtypes. The keys may be new."""
+        """Return the checked arrays to fill with values of these shapes, of old or new keys, and the result. Local."""
         outs = [
-            tuple(writable(array, name, shape, dtype, self._memory) for array in group)
+            tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
         ]
         for array in (array for group in outs for array in group):
@@ -246,8 +247,9 @@ class GpuOperands(Operands):
         super().__init__(exchange, rows)
         self._gpu, self._kind = memory.gpu, memory.gpu.kind
 
-    def _plain(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        arrays = super()._plain(plan, key, given, filled)
+    def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
+        """Return a tuple of the arrays if all are plain, contiguous and on this GPU; else None. Local."""
+        arrays = super()._plain_arrays(plan, key, given, filled)
         if arrays is None or not all(map(_is_contiguous, arrays)) or self._gpu.addresses(arrays) is None:
             return None
         if (filled or len(plan.buckets) > 1) and not self._exchange.values.lie_apart(self._gpu, arrays):

@@ -37,9 +37,10 @@ class PushPull:
     # --- Check
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
-        plan, arrays = self._operands.sources(key, value)
+        """Prepare a push, and pack its first message into the send buffer. Local; its run is collective."""
+        plan, arrays = self._operands.find_sources(key, value)
         if self.check_finite:
-            self._look_at(plan, arrays)
+            self._check_finite_values(plan, arrays)
         if type(arrays) is Brought:
             return self._rows.push(plan, arrays.rows, priority)
         if not plan.raw:
@@ -47,41 +48,43 @@ class PushPull:
         # Described first, then packed: a user's schedule may raise, and no message is to be dropped then.
         prepared = self.update("push", plan, arrays, priority)
         if arrays is not None:
-            self._exchange.pipeline.stage(plan, arrays)
+            self._exchange.pipeline.pack_first(plan, arrays)
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        known = self._operands.known_pulled(key, out)
+        """Prepare a pull; its run fills ``out``, a dict given as ``key``, or new arrays. Its run is collective."""
+        known = self._operands.find_cached_pulled(key, out)
         if known is None:
             given = out if out is not None or not isinstance(key, Mapping) else key
             if asks_rows(given):
                 return self._rows.pull(key, given, ignore_sparse, priority)
-            known = self._operands.pulled(key, out)
+            known = self._operands.find_pulled(key, out)
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Check and describe a pushpull; its run fills ``out``, or if None, ``value``. Packs the first message now."""
-        plan, arrays = self._operands.sources(key, value, out is None)
+        """Prepare a pushpull, and pack its first message; its run fills ``out`` or ``value``, and is collective."""
+        plan, arrays = self._operands.find_sources(key, value, out is None)
         if self.check_finite:
-            self._look_at(plan, arrays)
+            self._check_finite_values(plan, arrays)
         if type(arrays) is Brought:
             return self._rows.pushpull(plan, arrays.rows, key, given_to_fill(key, value, out), priority)
         pushed = arrays if plan.raw else self._exchange.pushable(plan, arrays)
         if out is not None:
-            targets, result = self._operands.targets(plan, key, out)
+            targets, result = self._operands.find_targets(plan, key, out)
         elif arrays is None:
             # Of buffers without out= nothing is copied: the caller reads the new values in place.
             targets, result = (), in_form(key, plan, plan.views)
         elif are_plain(arrays):
             targets, result = arrays, key if value is None else value
         else:
-            targets, result = self._operands.targets(plan, key, given_to_fill(key, value, out), True)
+            targets, result = self._operands.find_targets(plan, key, given_to_fill(key, value, out), True)
         prepared = self.update("pushpull", plan, pushed, priority, targets, result)
         if pushed is not None:
-            self._exchange.pipeline.stage(plan, pushed)
+            self._exchange.pipeline.pack_first(plan, pushed)
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
+        """Prepare to give keys buffers; its run, collective, allocates and returns this rank's. Local."""
         plan = self._operands.plan(key)
 
         def run() -> Any:
@@ -90,8 +93,8 @@ class PushPull:
 
         return self._comparison.plan_call("buffer", plan), run
 
-    def _look_at(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
-        """Raise NotFinite in each so-many-th push if this rank brings NaN or infinity. Local."""
+    def _check_finite_values(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
+        """Raise NotFinite in each so-many-th push if this rank brings NaN or infinity; waits for a GPU then. Local."""
         self._pushes += 1
         if self._pushes % self.check_finite:
             return
@@ -120,7 +123,7 @@ class PushPull:
         result: Any = None,
         contribution: Contribution = Contribution.WHOLE,
     ) -> PreparedCall:
-        """Prepare a ``push`` or a ``pushpull`` of checked arrays; None stands for the buffers."""
+        """Prepare a push or a pushpull of checked arrays; None stands for buffers. Its run is collective."""
         if sources is None:
             contribution = Contribution.BUFFERS
         known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline
@@ -141,6 +144,7 @@ class PushPull:
         return call, run if type(result) not in Filled else lambda: answer(run())
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
+        """Prepare a pull into checked arrays. Local; its run is collective."""
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
         call = self._comparison.plan_call("pull", plan, priority)
         return call, run if type(result) not in Filled else lambda: answer(run())

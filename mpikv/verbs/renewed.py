@@ -29,18 +29,19 @@ class Renewed:
         """``stand_in`` returns an array for one that cannot be written, None for others, or raises."""
         self._stand_in = stand_in
         self._originals: dict[int, Any] = {}
-        self.arrays = _replaced(given, self._filled)
+        self.arrays = _map_leaves(given, self._take_stand_in)
 
-    def made(self) -> Any:
-        """Return the structure for the caller, once the arrays are filled."""
+    def finish(self) -> Any:
+        """Return the caller's structure with the filled arrays, as arrays of the caller's library. Local."""
         try:
             of = self._originals
-            return _replaced(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
+            return _map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
         except Exception as error:
             settled(error)  # the ranks have made their call, and each makes its own arrays
             raise
 
-    def _filled(self, leaf: Any) -> Any:
+    def _take_stand_in(self, leaf: Any) -> Any:
+        """Return the stand-in of a leaf, and note it for :meth:`finish`; the leaf itself if it needs none. Local."""
         array = self._stand_in(leaf)
         if array is None:
             return leaf
@@ -55,7 +56,7 @@ class Widened:
         """``outs``: for some keys the array to be filled, and the one of the stored dtype that the call fills."""
         self._result, self._outs, self._memory = result, outs, memory
 
-    def made(self) -> Any:
+    def finish(self) -> Any:
         """Copy the integers to the caller's arrays; return the call's result.
 
         Raises:
@@ -73,13 +74,13 @@ Filled = (Renewed, Widened)
 
 def answer(result: Any) -> Any:
     """Return the call's result for the caller."""
-    return result.made() if type(result) in Filled else result
+    return result.finish() if type(result) in Filled else result
 
 
 def widened(
     keys: Sequence[Key], dtypes: Sequence[np.dtype[Any]], groups: Groups, memory: Memory, result: Any = None
 ) -> tuple[Groups, Any]:
-    """Return the arrays that a call fills with values of these dtypes, and its result.
+    """Return the arrays that a call fills with values of these dtypes, and the result to pass to :func:`answer`. Local.
 
     Where an integer dtype of the caller's is narrower, a new array of the stored dtype takes the array's place, and a
     :class:`Widened` takes that of ``result``.
@@ -100,7 +101,7 @@ def widened(
 
 
 def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory, advice: str) -> None:
-    """Raise ValueMismatch if integers of an array would wrap in a dtype."""
+    """Raise ValueMismatch if integers of an array would wrap in a dtype. Waits for a GPU's array. Local."""
     if not narrows(array.dtype, dtype) or not array.size:
         return
     # The smallest and the largest, as Python's ints: numpy would compare int64 and uint64 as floats.
@@ -111,7 +112,7 @@ def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory
 
 
 def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> None:
-    """Raise ValueMismatch if pulled integers would wrap in the dtype of this rank's out."""
+    """Raise ValueMismatch if pulled integers would wrap in this rank's out. Waits for a GPU's array. Local."""
     try:
         advice = f"the array to fill of this rank was left as it was, pass an out of {array.dtype.name}"
         check_integers(f"the value of key {key!r}", array, dtype, memory, advice)
@@ -131,11 +132,12 @@ def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
     return type(like)(*leaves) if hasattr(like, "_fields") else type(like)(leaves)  # type: ignore[call-arg]
 
 
-def _replaced(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a structure of the same dicts, lists and tuples, with ``change(leaf)`` for each leaf. Local."""
     if isinstance(tree, Mapping):
-        return _make_mapping(tree, {key: _replaced(leaf, change) for key, leaf in tree.items()})
+        return _make_mapping(tree, {key: _map_leaves(leaf, change) for key, leaf in tree.items()})
     if isinstance(tree, (list, tuple)):
-        return contained(tree, [_replaced(leaf, change) for leaf in tree])
+        return contained(tree, [_map_leaves(leaf, change) for leaf in tree])
     return change(tree)
 
 

@@ -15,7 +15,7 @@ from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, row_ids, sum_rows
 from ..protocols import Array, Key, Memory
-from .arguments import WIDER, writable
+from .arguments import WIDER, checked_target
 from .renewed import check_integers, check_out
 
 _NUMPYS = {np.ndarray}
@@ -41,7 +41,7 @@ def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
 
 
 def asks_rows(out: Any) -> bool:
-    """Return whether an ``out`` of a pull, in any form, has a :class:`RowSparse`."""
+    """Return whether an ``out`` of a pull, in any form, has a :class:`RowSparse`. Local."""
     if isinstance(out, Mapping):
         out = list(out.values())
     if not isinstance(out, (list, tuple)):
@@ -49,17 +49,17 @@ def asks_rows(out: Any) -> bool:
     return set(map(type, out)) != _NUMPYS and any(map(asks_rows, out))
 
 
-def brought(
+def sum_given(
     entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
 ) -> Brought:
-    """Return the sums of this rank's rows for each key. ``apart`` copies arrays that may change too early."""
-    return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
+    """Return this rank's rows for each key, checked and summed. ``apart`` copies those that may change. Local."""
+    return Brought([_sum_group(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
 def single_rows(
     keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory, apart: Callable[[Array], Array]
 ) -> list[RowSparse]:
-    """Return the one array of rows of each key, in this memory. ``apart`` as for :func:`brought`."""
+    """Return the one RowSparse of each key, in this memory; raise ValueMismatch if there are others. Local."""
     for key, group in zip(keys, groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:
@@ -67,15 +67,15 @@ def single_rows(
     return [_in_memory(group[0], memory, apart) for group in groups]
 
 
-def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
-    """Return the requests of a row_sparse_pull for each value, and the result of that call."""
+def requests_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
+    """Return the checked requests of a row_sparse_pull for each value, and the result of that call. Local."""
     if wanted is None:
         raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
     if isinstance(wanted, Integral):
         wanted = [wanted]
     if not isinstance(key, (list, tuple)):
         (entry,) = entries
-        asked = paired(entry, [wanted] if _is_one(wanted) else list(wanted), out)
+        asked = pair_outs(entry, [wanted] if _is_one(wanted) else list(wanted), out)
         if out is None:
             out = [each.out for each in asked]
             if _is_one(wanted):
@@ -91,7 +91,7 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
     for at, name in enumerate(key):
         (single,) = parse(name, None).keys
         entry, asked = known[single]
-        (more,), result = asked_of([entry], single, None if out is None else out[at], wanted[at])
+        (more,), result = requests_of([entry], single, None if out is None else out[at], wanted[at])
         asked += more
         found.append(result)
     return [asked for _, asked in known.values()], found if out is None else out
@@ -116,14 +116,15 @@ class Wanted(NamedTuple):
     made: Sequence[Made]
 
 
-def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
-    """Return the rows of a value to pull for some requests, with memory for them. Local."""
+def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
+    """Return the rows of a value to pull for some requests, and take memory for them. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
-    return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
+    return Wanted(ids, rows, asked, [_take_memory(entry, ids, each, memory) for each in asked])
 
 
-def _made(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
+def _take_memory(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
+    """Return memory to answer one request, allocated now. Local."""
     shape, out = (each.ids.size, *entry.shape[1:]), each.out
     casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
     return Made(
@@ -131,8 +132,8 @@ def _made(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
     )
 
 
-def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
-    """Return the bytes of workspace on a GPU for pulling these rows and for :func:`deliver`."""
+def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
+    """Return the bytes of workspace on a GPU for pulling these rows and for :func:`deliver`. Local."""
     nbytes = 0
     for entry, wanted in zip(entries, every, strict=True):
         if not wanted.asked:
@@ -144,17 +145,17 @@ def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Give each request its rows of a value. Local."""
+    """Write each request's rows of a value to its out; raise if integers would wrap. Queued on a GPU. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
         # A single request owns the pulled rows; several need copies.
         some = rows
         if each.ids is not wanted.ids:
-            some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
+            some = _copy_rows(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
         check_out(entry.key, some, each.out.dtype, memory)
         if isinstance(each.out, RowSparse):
             # A copy: several outs of one request share the numbers.
-            each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
+            each.out.replace(each.ids.copy(), _cast_like(each.out, some, memory, made.cast))
         elif memory.is_host:
             each.out[...] = 0
             each.out[each.ids] = some
@@ -166,13 +167,13 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
 
 
 def fill(entry: Entry, out: RowSparse) -> None:
-    """Give an out all nonzero rows of a value. This rank has its newest elements. Local."""
+    """Replace an out's rows by the nonzero rows of a value, up to date on this rank. Waits for a GPU. Local."""
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
-    some = _taken(memory, entry.value, ids)
+    some = _copy_rows(memory, entry.value, ids)
     check_out(entry.key, some, out.dtype, memory)
-    out.replace(ids, _like(out, some, memory))
+    out.replace(ids, _cast_like(out, some, memory))
 
 
 def _union(wanted: Sequence[Array]) -> Array:
@@ -189,8 +190,8 @@ def _is_one(wanted: Any) -> bool:
     )
 
 
-def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return the requests for rows of a value: one per out. One array of numbers serves all outs; None makes outs."""
+def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
+    """Return checked requests for rows of a value, one per out; one array of numbers serves all outs. Local."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     # Sorted and once each, so that two requests can be joined, and a row travels once.
@@ -204,7 +205,7 @@ def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
         raise ValueMismatch(
             f"{len(outs)} outs and {len(numbers)} row_ids for key {entry.key!r}; give one row_ids for all, or one each"
         )
-    return [Asked(ids, _fillable(entry, each)) for ids, each in zip(numbers, outs, strict=True)]
+    return [Asked(ids, _checked_out(entry, each)) for ids, each in zip(numbers, outs, strict=True)]
 
 
 def _empty(entry: Entry) -> RowSparse:
@@ -213,19 +214,19 @@ def _empty(entry: Entry) -> RowSparse:
 
 
 def _in_memory(rows: RowSparse, memory: Memory, apart: Callable[[Array], Array]) -> RowSparse:
-    """Return rows with values in this memory, safe from changes: the given ones if theirs are."""
+    """Return rows with values in this memory, safe from changes: the given ones if theirs are. Local."""
     values = apart(memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
 
-def _taken(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
-    """Return a copy of rows of a table."""
+def _copy_rows(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
+    """Return a copy of rows of a table, in ``made`` or a new array. Local."""
     made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
     return memory.workspace.take_rows(table, ids, made)
 
 
-def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
-    """Return rows in the dtype and the memory of an out."""
+def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
+    """Return rows in the dtype and the memory of an out; a copy to the host waits for the GPU. Local."""
     if out.on_host:
         return memory.to_host(rows).astype(out.dtype, copy=False)
     if rows.dtype == out.dtype:
@@ -235,14 +236,16 @@ def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None
     return new
 
 
-def _fillable(entry: Entry, out: Any) -> Any:
+def _checked_out(entry: Entry, out: Any) -> Any:
+    """Return the array to fill for ``out``, or its stand-in, or a RowSparse itself; raise if it does not fit. Local."""
     if not isinstance(out, RowSparse):
-        return writable(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
+        return checked_target(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
     check_fit(entry, "out", out)
     return out
 
 
-def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
+def _sum_group(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
+    """Return the checked sum of this rank's rows of a key, in the value's dtype; copies all but a fit one. Local."""
     if not group:
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
@@ -268,6 +271,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
 
 
 def _check_rows(key: Key, group: Sequence[Any]) -> None:
+    """Raise ValueMismatch if one of a key's group is no RowSparse. Local."""
     for each in group:
         if type(each) is not RowSparse:
             raise ValueMismatch(
@@ -277,7 +281,7 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
 
 
 def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
-    """Raise unless rows fit a value: as a ``value`` that is pushed, or as an ``out`` that is filled."""
+    """Raise unless rows fit a value: as a ``value`` that is pushed, or as an ``out`` that is filled. Local."""
     if rows.shape != entry.shape:
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "

@@ -22,7 +22,7 @@ from .arguments import outs_of
 from .comparison import Comparison
 from .operands import Operands
 from .renewed import answer
-from .row_arguments import Asked, asked_of, brought, check_fit, deliver, fill, paired, spare_of, wanted_of
+from .row_arguments import Asked, check_fit, deliver, fill, pair_outs, requests_of, spare_bytes, sum_given, want_rows
 
 
 class RowVerbs:
@@ -35,7 +35,7 @@ class RowVerbs:
     # --- Check
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull that fills a :class:`RowSparse`, or leaves it as it is, and fills all else."""
+        """Prepare a pull that fills a RowSparse ``out`` or leaves it, and fills all else. Its run is collective."""
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
         plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
@@ -50,7 +50,7 @@ class RowVerbs:
             sparse = [()] * len(sparse)
         elif any(sparse):
             self._memory.order.check_new()
-        targets, result = self._operands.targets_of(plan, dense, out)
+        targets, result = self._operands.check_targets(plan, dense, out)
         call = self._comparison.plan_call("pull", plan, priority)
 
         def run() -> Any:
@@ -67,22 +67,24 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
+        """Prepare a push of rows and a pull into ``result`` of the same rows, or whole. Its run is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
         asked = [
-            paired(entry, [each.indices for each in group], group)
+            pair_outs(entry, [each.indices for each in group], group)
             for entry, group in zip(plan.entries, rows, strict=True)
         ]
         whole = None
         if any(dense):
-            whole, result = self._operands.targets_of(plan, dense, result)
+            whole, result = self._operands.check_targets(plan, dense, result)
         return self.pushpull_rows(plan, given, whole, asked, result, priority)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
+        """Prepare a pull of some rows, and take memory for them now. Local; its run is collective."""
         plan = self._operands.plan(key)
         self._rows.load(plan.dtypes)
-        asked, result = asked_of(plan.entries, key, out, row_ids)
+        asked, result = requests_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
             self._exchange.values.check_own(each.out)
         return self.pull_rows(plan, asked, result, priority)
@@ -96,8 +98,9 @@ class RowVerbs:
     def pull_rows(
         self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None, priority: Any = 0
     ) -> PreparedCall:
+        """Prepare a pull of rows for checked requests, and take memory for them now. Its run is collective."""
         call = self._comparison.plan_call("row_sparse_pull", plan, priority)
-        pull = self._pulling(plan, asked)
+        pull = self._prepare_pull(plan, asked)
 
         def run() -> Any:
             pull()
@@ -114,11 +117,11 @@ class RowVerbs:
         result: Any = None,
         priority: Any = 0,
     ) -> PreparedCall:
-        """Prepare a push of rows; then a pull of whole values, if they are wanted, and of rows."""
+        """Prepare a push of rows, then a pull of whole values, if wanted, and of rows. Its run is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
         # Before ranks agree: it takes the memory for the rows.
-        pull = self._pulling(plan, asked)
+        pull = self._prepare_pull(plan, asked)
 
         def run() -> Any:
             self._rows.push(plan, given, steps, confirm)
@@ -134,15 +137,15 @@ class RowVerbs:
 
         return call, run
 
-    def none_of(self, plan: Plan) -> Sequence[RowSparse]:
+    def no_rows(self, plan: Plan) -> Sequence[RowSparse]:
         """Return the operand of a rank without rows."""
         self._rows.load(plan.dtypes)
-        return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
+        return sum_given(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
-    def _pulling(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> Callable[[], None]:
-        """Return a function that pulls rows for requests. Local; takes the memory now, as a GPU may have too little."""
-        every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
-        nbytes = 0 if self._memory.is_host else spare_of(plan.entries, every)
+    def _prepare_pull(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> Callable[[], None]:
+        """Take memory for pulled rows, as a GPU may have too little; return a collective that pulls. Local."""
+        every = [want_rows(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
+        nbytes = 0 if self._memory.is_host else spare_bytes(plan.entries, every)
         spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
 
         def pull() -> None:

@@ -30,6 +30,7 @@ class SettingVerbs:
         return self._change_updater("set_updater", new)
 
     def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
+        """Prepare a change of the optimizer; rank 0 logs multipliers of unknown keys. Its run is collective."""
         new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
         unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
         if unknown and len(table) and self._exchange.transport.rank == 0:
@@ -39,21 +40,22 @@ class SettingVerbs:
         return self._change_updater("set_optimizer", new)
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
+        """Prepare a change to an updater; raise if it cannot serve the present values. Local; its run is collective."""
         # For its errors: a placement or a dtype that the updater cannot serve is found before ranks agree.
-        self._exchange.placed(updater)
+        self._exchange.place_updater(updater)
         return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)
 
     def set_compression(self, compression: Any) -> PreparedCall:
-        """Prepare a change to the codec that ``compression`` names."""
+        """Prepare a change to the codec that ``compression`` names; raise if it cannot work. Its run is collective."""
         from .. import codecs
 
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
-        working = None if meant is None else self._working(meant)
+        working = None if meant is None else self._implement(meant)
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
-    def _working(self, codec: Codec) -> Codec:
-        """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads."""
+    def _implement(self, codec: Codec) -> Codec:
+        """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads. Local."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._compile_codec(codec)

@@ -10,7 +10,7 @@ from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
 from ..sparse.rows import Rows
-from .arguments import priorities, singles
+from .arguments import checked_singles, priorities
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
 from .renewed import answer
@@ -25,6 +25,7 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
+        """Prepare to add keys with the root's arrays; raise if they cannot be stored. Its run is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)
@@ -38,7 +39,7 @@ class ValueVerbs:
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
             return call, lambda: self._rows.add_keys(keys, rows)
-        arrays = singles(form, None, self._memory, True)
+        arrays = checked_singles(form, None, self._memory, True)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
         apart = exchange.values.set_apart(arrays)
@@ -50,28 +51,31 @@ class ValueVerbs:
         return call, run
 
     def set(self, key: Any, value: Any) -> PreparedCall:
+        """Prepare to store the root's arrays under known keys; raise if they do not fit. Its run is collective."""
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
         values = self._exchange.values
-        arrays = values.set_apart(singles(form, values.table, self._memory, values.at_root))
+        arrays = values.set_apart(checked_singles(form, values.table, self._memory, values.at_root))
         return call, lambda: values.write(form.keys, arrays)
 
     def delete(self, key: Any) -> PreparedCall:
+        """Prepare to remove known keys; raise for unknown ones. Local; its run is collective."""
         keys = parse(key, None).keys
         call = self._comparison.plan_call("delete", self._exchange.values.plan(keys))
         return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
+        """Prepare to store the root's arrays and to fill ``out``, or else ``value``. Its run is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
-        arrays = singles(form, table, self._memory, exchange.values.at_root)
+        arrays = checked_singles(form, table, self._memory, exchange.values.at_root)
         exchange.check_storable(arrays)
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
         if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
             raise TypeError("a value is a view of a stored one and must not be filled; pass out=, or a copy")
-        fill = partial(self._operands.places, key, keys, stored)
-        targets, result = self._operands.fillable(fill, given_to_fill(key, value, out), out is None)
+        fill = partial(self._operands.check_new_targets, key, keys, stored)
+        targets, result = self._operands.with_stand_ins(fill, given_to_fill(key, value, out), out is None)
         call = self._comparison.value_call("broadcast", form, arrays, f"priority {priorities(priority, keys)}")
         apart = exchange.values.set_apart(arrays)
 

@@ -198,7 +198,7 @@ def test_a_missing_wait_of_simulated_ranks_is_found_and_found_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main = runpy.run_path(str(SCRIPTS / "chaos"))["main"]
-    monkeypatch.setattr(ShmTransport, "_await", lambda self, peer, arrivals: None)
+    monkeypatch.setattr(ShmTransport, "_await_peers", lambda self, peer, arrivals: None)
     assert main(["soak", "--simulated", "--seed", "1", "--ranks", "2", "3"]) == 1
     first = capsys.readouterr().out
     again = first[first.index("scripts/chaos soak") :].splitlines()[0].split()

@@ -43,7 +43,7 @@ def asynchronous(comm: Any, seed: int) -> None:
 
 
 def no_barrier(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShmTransport, "_await", lambda self, peer, arrivals: None)
+    patch.setattr(ShmTransport, "_await_peers", lambda self, peer, arrivals: None)
 
 
 def one_half(patch: pytest.MonkeyPatch) -> None:

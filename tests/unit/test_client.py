@@ -13,7 +13,7 @@ from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable
 from mpikv.errors import PeerFailed, Stalled, TransportError
 from mpikv.transports.local import LocalTransport
-from mpikv.transports.rpc import Request, unserved
+from mpikv.transports.rpc import Request, serve_ready
 
 NOTHING = np.empty(0, np.uint8)
 
@@ -34,9 +34,9 @@ def test_letters_of_one_rank_stay_in_order(data, sources):
         return True
 
     for request in arriving:
-        left = unserved([*left, request], serve)
-        left = unserved(left, serve)
-    left = unserved(left, lambda request: not served.append(request))
+        left = serve_ready([*left, request], serve)
+        left = serve_ready(left, serve)
+    left = serve_ready(left, lambda request: not served.append(request))
     assert left == []
     for source in range(4):
         assert [request.head[0] for request in served if request.source == source] == [*range(1, counts[source] + 1)]

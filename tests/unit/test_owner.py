@@ -82,7 +82,7 @@ def test_clocks_never_differ_by_more_than_the_bound(data, size, bound):
         assert behind in free, "who is furthest behind never waits"
         for rank in set(working) - set(free):
             least = done[rank] + 1 - bound
-            assert clocks.awaited(rank) == [other for other in working if done[other] < least] != []
+            assert clocks.list_awaited(rank) == [other for other in working if done[other] < least] != []
         rank = data.draw(st.sampled_from(free))
         if done[rank] == todo[rank]:
             left.add(rank)
@@ -135,11 +135,11 @@ def test_a_clock_never_goes_back():
     clocks.tick(0, 2)
     clocks.tick(0, 1)
     clocks.wait(1, 1, 3)
-    assert clocks.awaited(1) == [0, 1]
+    assert clocks.list_awaited(1) == [0, 1]
     clocks.tick(1, 3)
-    assert clocks.awaited(1) == [0]
+    assert clocks.list_awaited(1) == [0]
     clocks.tick(0, 3)
-    assert clocks.awaited(1) == []
+    assert clocks.list_awaited(1) == []
 
 
 def test_ranks_that_meet_start_anew():
@@ -148,4 +148,4 @@ def test_ranks_that_meet_start_anew():
     clocks.leave(1)
     clocks.begin()
     clocks.wait(0, 1, 1)
-    assert clocks.awaited(0) == [0, 1]
+    assert clocks.list_awaited(0) == [0, 1]

@@ -223,7 +223,7 @@ def test_a_transport_with_messages_in_flight_gets_them_ahead_of_the_first_update
 
     class Flying(Seat):
         ahead = 3
-        apart = sent = arrive = note_read = LocalTransport.close
+        apart = sent = wait_for = note_read = LocalTransport.close
 
     seat = Flying(0, 2)
     plan = plan_of(entries([("w", (10 * LIMIT,), FLOAT)], seat), seat, placement)

@@ -467,7 +467,7 @@ def calls_of(run: Callable[[], Any]) -> list[str]:
 
 # Waiting for ranks; reading the processor's time after a long phase; waking the watchdog, and dropping the arguments of
 # each call that the GPU has finished.
-NOT_COUNTED = ("shm.py _await", "lateness.py _sample", "watchdog.py wake", "stream_order.py _keep")
+NOT_COUNTED = ("shm.py _await_peers", "lateness.py _sample", "watchdog.py wake", "stream_order.py _keep")
 
 
 def places_of(frame: Any) -> Iterator[str]:
