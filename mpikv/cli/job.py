@@ -268,7 +268,7 @@ class _Attempt:
     def _find_end(self, status: int | None) -> _End:
         """Return the end of the ranks, by the launcher's status; None: it has not ended."""
         directory = self._launcher.directory
-        deaths = [*(self._first or self._watch.deaths), *(_lost(directory) if status else ())]
+        deaths = [*(self._first or self._watch.deaths), *_lost(directory)]
         end = _verdict(-signal.SIGKILL if status is None else status, directory, deaths, self._job.size)
         return end._replace(mistakes={int(path.suffix[1:]): path.read_text() for path in directory.glob(MISTAKE + "*")})
 

@@ -64,10 +64,11 @@ class Reports:
                     with contextlib.suppress(ConnectionError):
                         self._write_reports()
                 finally:
-                    lines.discard(self.connection)
                     if self.rank:
                         # A file's own time lies up to a tick of the kernel behind the clock of other deaths.
                         write(f"{LOST}{self.rank}", str(time.time_ns()))
+                    # Only now: wait() takes a connection without a line for one that has reported all.
+                    lines.discard(self.connection)
 
             def _write_reports(self) -> None:
                 for line in self.rfile:

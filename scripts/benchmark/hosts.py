@@ -50,13 +50,11 @@ class FlatAllreduce:
         self._comm, self._given, self._outs, self._count = comm, given, outs, 0
         self._send, self._total, self._momentum = (np.zeros(elements, np.float32) for _ in range(3))
         self._weight = np.ones(elements, np.float32)
-        cuts = np.cumsum([gradient.size for gradient in given])[:-1]
-        self._sends, self._weights = np.split(self._send, cuts), np.split(self._weight, cuts)
+        self._weights = np.split(self._weight, np.cumsum([gradient.size for gradient in given])[:-1])
 
     def step(self) -> None:
         self._count += 1
-        for send, gradient in zip(self._sends, self._given, strict=True):
-            np.copyto(send, gradient.reshape(-1))
+        np.concatenate([gradient.reshape(-1) for gradient in self._given], out=self._send)
         self._comm.Allreduce(self._send, self._total)
         SGD.apply(self._count, self._total, self._weight, [self._momentum])
         for out, weight in zip(self._outs, self._weights, strict=True):
@@ -103,9 +101,8 @@ def work(arguments: Sequence[str]) -> None:
         # After one step all ways agree; so a way that leaves out the work cannot win.
         last = np.concatenate([array.reshape(-1) for array in case.contender.results()])
         if "compression" not in case.name:
-            np.testing.assert_allclose(
-                last, expected.setdefault(case.name[:4] == "sums", last), 1e-5, err_msg=case.name
-            )
+            wanted = expected.setdefault(case.name[:4] == "sums", last)
+            np.testing.assert_allclose(last, wanted, 1e-5, err_msg=case.name)
     measure(comm, cases, int(rounds))
     for case in cases:
         case.contender.close()
@@ -117,9 +114,8 @@ def work(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str]) -> int:
     from support.hosts import bits_per_second, virtual_hosts
 
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__, formatter_class=form)
     add = parser.add_argument
     add("--hosts", type=int, required=True, help="how many hosts")
     add("-n", dest="ranks", type=int, help="ranks of all hosts together (default one each)")

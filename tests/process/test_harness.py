@@ -213,7 +213,7 @@ class Session:
 def copy_harness(folder: Path) -> None:
     shutil.copy(TESTS / "conftest.py", folder)
     (folder / "support").mkdir()
-    for name in ("__init__.py", "launching.py", "simulated.py"):
+    for name in ("__init__.py", "launching.py", "processes.py", "simulated.py"):
         shutil.copy(TESTS / "support" / name, folder / "support")
 
 

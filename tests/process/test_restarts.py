@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.launching import mpi, why_no_mpi
+from support.launching import wait as wait_until
+from support.processes import is_running
 
 from mpikv.cli.restarts import find_folders
 
@@ -94,7 +95,7 @@ ASYNC = ("--store", "dist_async")
 @pytest.mark.feature("restarts-async")
 def test_killed_ranks_change_no_bit(seed: int, options: tuple[str, ...]) -> None:
     """On 2, 3 or 4 ranks; in ``dist_async``, no push is lost or made twice."""
-    command = [sys.executable, SCRIPTS / "chaos_restarts", f"--first={seed}", "--restarts=1", "--deaths=3", *options]
+    command = [sys.executable, SCRIPTS / "restart_faults", f"--first={seed}", "--restarts=1", "--deaths=3", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -286,14 +287,6 @@ def test_spares_end_with_their_job(run: Start, tmp_path: Path, how: str, more: s
         find_folders(remove=True)  # as the next command of this user would
 
 
-def is_running(process: str) -> bool:
-    """Return whether a process has not ended. A test of jobs in this process makes it the parent of orphans."""
-    try:
-        return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def remove_files_of_killed(folder: Path) -> None:
     # Its launcher removes some at the same time.
     wait_for(lambda: not [shutil.rmtree(left, ignore_errors=True) for left in folder.iterdir()])
@@ -305,7 +298,4 @@ def read_when_there(path: Path) -> str:
 
 
 def wait_for(is_there: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE
-    while not is_there():
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    assert wait_until(is_there, DEADLINE)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 from mpikv.cli.launchers import clean
 
+from .processes import find_processes
+
 ROOT = Path(__file__).parents[2]
 NETWORK = "10.77.0.0/24"
 ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
@@ -48,7 +50,8 @@ class Hosts:
         self.names = tuple(f"mpikv-{os.getpid()}{letter}" for letter in "abcdefgh"[:count])
         self._rate, self._delay, self._loss = rate, delay, loss
         self._bridge, self._helpers = f"{self.names[0]}-bridge", list[subprocess.Popen[str]]()
-        self._keepers: list[int] = []
+        self.keepers: list[int] = []
+        """The first process of each."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -85,7 +88,7 @@ class Hosts:
 
     def run_on_first(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a command on the first host."""
-        enter = [tool("nsenter"), "-t", str(self._keepers[0]), "-n", "-u", "-m", "-i", f"--wd={os.getcwd()}"]
+        enter = [tool("nsenter"), "-t", str(self.keepers[0]), "-n", "-u", "-m", "-i", f"--wd={os.getcwd()}"]
         # Not a pipe: what stays behind on another host would keep it open.
         with self.output.open("wb") as output:
             variables = {**clean(os.environ), **self.variables}
@@ -93,9 +96,9 @@ class Hosts:
                 [*enter, *command], env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
-    def cut(self) -> None:
-        """Pull the cable of the second host out."""
-        run("ip", "-n", self.names[1], "link", "set", "eth0", "down")
+    def cut(self, state: str = "down") -> None:
+        """Pull the cable of the second host out; with "up", plug it in again."""
+        run("ip", "-n", self.names[1], "link", "set", "eth0", state)
 
     def make(self) -> None:
         """Make the namespaces, the cables between them, and the first process of each."""
@@ -127,9 +130,9 @@ class Hosts:
             boot.write_text(f"{uuid.uuid4()}\n")
             apart = [tool("unshare"), "--uts", "--mount", "--ipc", "--propagation", "private"]
             command = [tool("ip"), "netns", "exec", name, *apart, "bash", "-c", KEEPER, name, str(boot)]
-            self._keepers.append(self._help(command))
+            self.keepers.append(self._help(command))
         agent = self.folder / "agent"
-        known = zip(ADDRESSES, self._keepers, strict=False)
+        known = zip(ADDRESSES, self.keepers, strict=False)
         cases = " ".join(f"{address}) process={process} ;;" for address, process in known)
         agent.write_text(AGENT.format(cases=cases, nsenter=tool("nsenter")))
         agent.chmod(0o755)
@@ -145,23 +148,20 @@ class Hosts:
             raise OSError(f"{command[0]}: {said}{helper.stdout.read()}".strip())
         return helper.pid
 
-    def processes(self) -> list[int]:
-        """Return the processes that were started on any host and are still there."""
-        mark = f"VIRTUAL_HOSTS={self.folder}\0".encode()
-        found = []
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            # Processes end meanwhile.
-            with contextlib.suppress(OSError):
-                if mark in environment.read_bytes():
-                    found.append(int(environment.parent.name))
-        return found
+    def processes(self, host: int | None = None) -> list[int]:
+        """Return the processes that were started on a host, or on any, and are still there."""
+        found = find_processes(f"VIRTUAL_HOSTS={self.folder}\0")
+        if host is None:
+            return found
+        there = run("ip", "netns", "pids", self.names[host]).split()
+        return [process for process in found if str(process) in there]
 
-    def kill(self) -> None:
-        """End what was started on any host."""
+    def kill(self, host: int | None = None) -> None:
+        """End what was started on a host, or on any."""
         limit, absent = time.monotonic() + 5, 0
         # A process that is just becoming another program has no environment for a moment.
         while absent < 3 and time.monotonic() < limit:
-            found = self.processes()
+            found = self.processes(host)
             for process in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -209,10 +209,11 @@ def bits_per_second(rate: str) -> float:
     return float(rate[:-4]) * units[rate[-4:]] if rate else 0.0
 
 
-def run(name: str, *arguments: str) -> None:
+def run(name: str, *arguments: str) -> str:
     done = subprocess.run([tool(name), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{name} {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def tool(name: str) -> str:

@@ -43,6 +43,8 @@ from mpikv.cluster.runtime import present
 from mpikv.errors import MPIKVError
 from mpikv.testing.simulation.errors import Ended
 
+from .processes import find_processes
+
 DEADLINE = 45.0  # seconds that one test may take; a busy machine needs ten times those of an idle one
 GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank failed
 START = 120.0  # seconds until a job's first test must have started
@@ -626,14 +628,7 @@ def teardown(item: pytest.Item) -> pytest.TestReport:
 
 def processes_in(folder: Path) -> list[int]:
     """Return the processes whose TMPDIR is a folder. The ranks of MPICH are in sessions of their own."""
-    mark = f"TMPDIR={folder}\0".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        # Processes end meanwhile; others belong to other users.
-        with contextlib.suppress(OSError):
-            if mark in environment.read_bytes():
-                found.append(int(environment.parent.name))
-    return found
+    return find_processes(f"TMPDIR={folder}\0")
 
 
 def kill_processes_in(folder: Path) -> None:
