@@ -311,11 +311,10 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
 @pytest.mark.deadline(60)
 @TRANSPORTS
 def test_a_late_rank_is_named_after_calls_aside(comm, transport):
-    released = threading.Event()
     kv = mpikv.create(transport=transport, timeout=1)
     kv.init("w", np.zeros(2))
     kv.push("w", np.ones(2), wait=False).wait()
-    kv.set_updater(lambda key, total, stored: released.wait(2.5) and None)
+    kv.set_updater(lambda key, total, stored: comm.Ibarrier().Wait() and None)
     if kv.is_root:
         with pytest.raises(TransportError):
             kv.push("w", np.ones(2))
@@ -323,7 +322,7 @@ def test_a_late_rank_is_named_after_calls_aside(comm, transport):
         with pytest.raises(Stalled, match=r"rank 0 .* is now at .*test_pending_calls.py:\d+ in <lambda>") as raised:
             kv.push("w", np.ones(2))
         assert raised.value.missing == (0,)
-    comm.Barrier()
+        comm.Ibarrier().Wait()
 
 
 @ALL
