@@ -342,11 +342,12 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     caused = {-signal.SIGKILL, *([_BEREFT] if any(failure.status is None for failure in near) else ())}
     others = sorted((failure for failure in near if failure.status not in caused), key=lambda failure: failure.time_ns)
     if any(failure.status is not None for failure in others):
-        # A crash may be seen after the end of a connection that it caused. What others do about a death on another host
-        # looks different: they end with a status, or by the launcher's SIGTERM.
+        # A crash may be seen after the end of a connection that it caused, and MPICH may crash a rank without its peer.
+        # What else ranks do about a death on another host is a status, or the launcher's SIGTERM.
         limit = others[0].time_ns + _DOUBT * (others[0].status is None)
         crashes = [one for one in others if (one.status or 0) < 0 and one.status != -signal.SIGTERM]
-        return [*(crash for crash in crashes if crash.time_ns < limit), *others][:1]
+        crash = next((one for one in crashes if one.time_ns < limit), None)
+        return [crash, *others[: others.index(crash)]] if crash else others[:1]
     return [failure for failure in near if failure.time_ns - begin < _DOUBT]
 
 

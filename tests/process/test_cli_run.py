@@ -708,7 +708,7 @@ BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent th
         ("exit 9", 9, "the launcher ended with status 9"),
         ("kill -SEGV $$", 139, "the launcher ended with status 139"),
         # Connections that ended 10 ms before a crash, and 30 ms; before a status that others may have caused; after it.
-        (LOST.format(-11, 990), 139, "rank 0 was killed by SIGSEGV"),
+        (LOST.format(-11, 990), 139, "one of the ranks 0, 1 was killed by SIGSEGV"),
         (LOST.format(-11, 970), 1, "rank 1 was the first to end"),
         (LOST.format(4, 990), 1, "rank 1 was the first to end"),
         (LOST.format(14, 1010), 14, "one of the ranks 0, 1 ended"),
