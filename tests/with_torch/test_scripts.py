@@ -70,7 +70,7 @@ def test_there_are_ten() -> None:
     assert len(NAMES) == 10
 
 
-@pytest.mark.deadline(60)
+@pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_learn_the_same(name: str, on_ranks: dict[str, Any]) -> None:
     alone = runpy.run_path(str(FOLDER / f"{name}.py"))
