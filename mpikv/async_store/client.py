@@ -152,7 +152,7 @@ class AsyncClient:
             self.take(ticket, version, error)
 
     def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Store an answer: fill arrays with a value, or keep the exception of a push. May run in another thread."""
+        """End a request: fill its array or keep its exception, and note its version or clock. From any one thread."""
         outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
             assert outstanding.key is not None

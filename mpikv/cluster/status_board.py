@@ -252,7 +252,7 @@ def _is_in_use(number: int) -> bool:
 
 
 def whereabouts(slot: Any) -> str:
-    """Ask a process of this host, by a signal, where its code is; return a text. Local; waits half a second."""
+    """Say where a process of this host is, as "is now at ...". Local; a signal, then up to half a second."""
     pid = int(slot["pid"])
     state = _state(slot)
     if is_gone(slot):

@@ -205,7 +205,7 @@ class Collectives:
         self._transport.all_gather(out, counts)
 
     def _reduce_over(self, terms: Sequence[Array], part: Array, op: Op) -> None:
-        """Reduce terms into an array that may be this rank's term. Local."""
+        """Reduce terms into an array that may be this rank's term; may overwrite the receive buffer. Local."""
         # Adding the terms before it would overwrite it.
         into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
         self._combine(terms, into, op)

@@ -21,7 +21,7 @@ _EVEN = 64
 
 
 def gather(transport: Transport, mine: Array) -> Array:
-    """Return the numbers of every rank, one row per rank. Collective: each rank brings equally many."""
+    """Return every rank's numbers on all ranks, one row per rank. Collective: each rank brings equally many."""
     # One row per rank: an all-gather fills each rank's part in place.
     table = np.zeros((transport.size, mine.size), mine.dtype)
     table[transport.rank] = mine
@@ -139,7 +139,7 @@ class Alltoallv:
         return self._transport.all_to_all(send, counts if each else None)
 
     def _put(self, places: Iterable[tuple[Array, int, Array]]) -> None:
-        """Copy each part to a byte of its target, as far as it overlaps it. The byte may be negative."""
+        """For each (target, byte, part), copy the part to that byte of the target; cut off what is outside. Local."""
         into: list[Array] = []
         these: list[Array] = []
         for target, at, part in places:

@@ -99,9 +99,10 @@ class Memory(Protocol):
         """
 
     def target(self, out: Any) -> Array:
-        """Return the array to fill for ``out``, over its memory or a stand-in. It may lie on the host.
+        """Return the memory of ``out``, on GPU or host, or a stand-in, noted in the order to be copied to it. Local.
 
-        A host's memory has a stand-in for an array of a GPU: :meth:`StreamOrder.run` copies it after the call.
+        A host's memory has a stand-in for an array of a GPU: :meth:`StreamOrder.run` copies it after the call. If there
+        is no call, :meth:`StreamOrder.cancel` forgets it.
 
         Raises:
             TypeError: not an array, or one that cannot be written.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def raising_on_all(kv: KVStore, verb: str) -> Iterator[None]:
-    """Raise an error of the block on every rank; on the others, in their next call. Collective if it raises.
+    """Raise the block's error on all ranks: on others in their next call, which it waits for. Collective then.
 
     An error of a store's call passes unchanged: all ranks know of it, or the store has ended.
     """

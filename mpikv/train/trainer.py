@@ -156,7 +156,8 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. If the store updates, it is the store's: another object after :meth:`mpikv.KVStore.load`.
+        """The optimizer, claimed for this Trainer. If the store updates, it is the store's: another one after
+        :meth:`mpikv.KVStore.load`.
 
         Set its options at any time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
 

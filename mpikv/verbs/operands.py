@@ -206,11 +206,10 @@ class Operands:
     def with_stand_ins(
         self, fill: Callable[[Any, Any], tuple[Arrays, Any]], given: Any, implied: bool = False
     ) -> tuple[Arrays, Any]:
-        """Return ``fill(arrays, result)``: the arrays to fill, and the call's result. It is tried again with stand-ins.
-        Local.
+        """Return what ``fill`` does; if arrays cannot be written, with new ones, and a result that has those. Local.
 
-        Both arguments are the caller's structure. If it has arrays that cannot be written, they are those of a
-        :class:`Renewed`, with new arrays in their places.
+        Both arguments of ``fill`` are the caller's structure. If it has arrays that cannot be written, they are those
+        of a :class:`Renewed`, with new arrays in their places; the caller's stay as they were.
         """
         try:
             return fill(given, given)

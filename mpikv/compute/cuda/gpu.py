@@ -681,7 +681,7 @@ class Staging:
                 _receive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """Yield the begin of each part, with a piece of pinned memory, after a wait until that piece is free."""
+        """Yield the begin of each part, and a free piece of pinned memory; the caller must :meth:`_send` it."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]

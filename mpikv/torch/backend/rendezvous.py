@@ -138,8 +138,9 @@ class StoreWords:
 
 
 def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
-    """Return the meeting of the ranks of a group. Collective over them. ``timeout`` is in seconds. ``ranks`` are their
-    numbers among all ranks.
+    """Return all that the ranks of a group share; may start MPI, where ``name`` tells groups apart. Collective.
+
+    ``timeout`` is in seconds. ``ranks`` are their numbers among all ranks.
 
     Raises:
         Unsupported: nothing can join these ranks.
