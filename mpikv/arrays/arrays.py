@@ -345,10 +345,10 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def quiet() -> Callable[..., Any]:
-    """Return a function ``run(function, *arguments)`` that silences numpy's warnings of overflow, whatever the caller's
-    rules.
+    """Return a function ``run(function, *arguments)`` that silences numpy's warnings of overflow.
 
-    The function sees the context variables of this moment, and calls must not be nested.
+    The caller's own rules do not matter. The function sees the context variables of this moment, and calls must not be
+    nested.
     """
     # numpy 2 keeps the rules in a context. To enter it takes a tenth of the time of errstate, in every call of a store.
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":

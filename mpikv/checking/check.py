@@ -106,9 +106,7 @@ class Check(Standing):
             raise
 
     def _resume(self, call: Call) -> None:
-        """Forget a refused call; raise RankMismatch, and end the checks, unless this call may be the same one.
-        Local.
-        """
+        """Forget a refused call; raise RankMismatch and end the checks, unless this call may be the same one. Local."""
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
@@ -116,8 +114,9 @@ class Check(Standing):
             raise error
 
     def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
-        """Start a nonblocking call, and return its request; it is compared later. Local, but with 512 not compared it
-        waits for all.
+        """Start a nonblocking call, and return its request; it is compared later.
+
+        Local, but with 512 not compared it waits for all.
         """
         self.check_usable()
         self._thread = get_ident()

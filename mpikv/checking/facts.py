@@ -98,9 +98,7 @@ def _kind(message: Any) -> Fact:
 
 
 def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
-    """Return kind and numbers of the elements of a message that has a number for each rank; raise Unknown if it cannot
-    tell.
-    """
+    """Return kind and counts of the elements of a message with a count for each rank; Unknown if it cannot tell."""
     kind, counts, _, whole = unpack(message, vector=True)
     if counts is None:
         counts = [whole // size + (rank < whole % size) for rank in range(size)]
@@ -108,8 +106,7 @@ def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
 
 
 def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
-    """Return kind, counts and displacements that a message names, else None, and its elements; raise Unknown if it
-    cannot tell.
+    """Return kind, counts and displacements named by a message, else None, and its elements; Unknown if it cannot tell.
 
     The elements are those of the whole buffer.
     """
@@ -135,8 +132,9 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
 
 @cache
 def _dtypes_by_handle() -> dict[int, np.dtype[Any]]:
-    """Return numpy's dtype of each MPI datatype without gaps, by handle. Cached, since MPI is slow: do not change it.
-    Local.
+    """Return numpy's dtype of each MPI datatype without gaps, by handle. Local.
+
+    It is cached, since MPI is slow: do not change it.
     """
     kinds = dict[int, np.dtype[Any]]()
     for one in vars(MPI).values():
@@ -160,8 +158,9 @@ def op_of(op: Any) -> str:
 
 
 def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
-    """Return the facts of a gather or scatter: each rank has one block, the root also a message of all, which no other
-    rank looks at. ``counted``: all blocks have one count.
+    """Return the facts of a gather or scatter; ``counted``: all blocks have one count.
+
+    Each rank has one block, the root also a message of all; no other rank looks at that.
     """
 
     def facts(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:

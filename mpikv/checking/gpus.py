@@ -44,8 +44,9 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return flat views of as many parts of a message, of the counts that it names; TypeError or ValueError at a
-        mistake. Local.
+        """Return flat views of as many parts of a message, of the counts that it names. Local.
+
+        A mistake raises TypeError or ValueError.
         """
         buffer = message[0] if isinstance(message, (list, tuple)) else message
         if not on_gpus((buffer,)):
@@ -91,8 +92,9 @@ class Gpus:
         return lambda mover: mover.broadcast(array, root)
 
     def gather(self, sendbuf: Any, recvbuf: Any, root: Any = 0, vector: bool = False, back: bool = False) -> Step:
-        """Return the step of a gather, or ``back`` of a scatter: each rank has one block, and the root, or if that is
-        None each rank, has those of all.
+        """Return the step of a gather, or ``back`` of a scatter.
+
+        Each rank has one block; the root, or each rank if the root is None, has those of all.
         """
         one, every, read, fill = sendbuf, recvbuf, self._read, self._fill
         if back:
@@ -111,9 +113,7 @@ class Gpus:
     # --- Collective
 
     def _exchange(self, sends: Sequence[Array] | None, receives: Sequence[Array], mover: Any) -> None:
-        """Compare sizes on all ranks, then send an array to each and receive one from each; no sends: in place.
-        Collective.
-        """
+        """Compare all sizes, then send each rank an array and receive one from each; no sends: in place. Collective."""
         sends = sends or [part.copy() for part in receives]
         table = np.array([[[part.nbytes for part in parts] for parts in (sends, receives)]] * self._size)
         # Of other sizes NCCL would wait for ever, or write beyond an array.

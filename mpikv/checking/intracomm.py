@@ -37,8 +37,9 @@ _Run: TypeAlias = Callable[..., Any]
 
 
 class _Alike(type):
-    """Makes a class equal to the class of MPI that it checks, with the same instances: programs compare types, and
-    under ``--check`` :class:`CheckedRequest` has the name ``MPI.Request``.
+    """Makes a class equal to the class of MPI that it checks, with the same instances.
+
+    Programs compare types, and under ``--check`` :class:`CheckedRequest` has the name ``MPI.Request``.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -167,8 +168,9 @@ _start_of = cache(lambda name: getattr(_Comm, _nonblocking(name)))
 
 
 def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, posts: bool = False) -> _Run:
-    """Return a method that compares a collective call over ranks, and then makes it; ``posts``: a nonblocking one,
-    compared later.
+    """Return a method that compares a collective call over ranks, and then makes it.
+
+    ``posts``: a nonblocking one, compared later.
     """
     # Objects are pickled, wherever their arrays lie, and say nothing of the call.
     of_buffers = verb[0].isupper()
@@ -290,9 +292,7 @@ def _start_message(name: str, plain: Any, self: Any, *given: Any, **named: Any) 
 
 @_unless_free
 def _make_communicator(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Make a communicator of this one, and begin its checks. Collective over both; Create_group over the new
-    one alone.
-    """
+    """Make a communicator of this one, with checks. Collective over both; Create_group over the new one alone."""
     if name != "Create_group":  # other ranks do not call it
         self.check.begin(call_of(name, ()))
     made = plain(self, *given, **named)

@@ -11,12 +11,11 @@ from ..cluster.mpi_library import load_mpi
 
 
 def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None = None) -> Any:
-    """Return an ``MPI.Intracomm`` with checks over the same ranks: every rank raises where their calls differ, where
-    MPI would hang or give wrong results.
+    """Return an ``MPI.Intracomm`` over the same ranks with checks: every rank raises where their calls differ.
 
-    Collective over ``comm``. The result has the handle of ``comm``, so freeing one frees both. What it makes, as by
-    ``Dup`` and ``Split``, is checked too. ``MPI.Request.Waitall`` and its like wait without a deadline, unless the
-    program runs under ``mpikv run --check``; ``Wait`` of a request has one.
+    MPI would hang there, or give wrong results. Collective over ``comm``. The result has the handle of ``comm``, so
+    freeing one frees both. What it makes, as by ``Dup`` and ``Split``, is checked too. ``MPI.Request.Waitall`` and its
+    like wait without a deadline, unless the program runs under ``mpikv run --check``; ``Wait`` of a request has one.
 
     Args:
         comm: an intracommunicator of mpi4py, as ``MPI.COMM_WORLD``.

@@ -25,8 +25,9 @@ class Ahead(Generic[Item]):
         """Whether no more items will come."""
 
     def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return an iterator over the items that the thread makes. It waits for each item, and raises the iterator's
-        exception. Local.
+        """Return an iterator over the items that the thread makes. Local.
+
+        It waits for each item, and raises the iterator's exception.
         """
         self.source = items
         return self._take_items()
@@ -51,9 +52,7 @@ class Ahead(Generic[Item]):
             self._changed.wait_for(lambda: self.ended)
 
     def _take_items(self) -> Iterator[Item]:
-        """Yield each item of the thread, after a wait for it; then raise the exception of the iterator, if it
-        has one.
-        """
+        """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if it has one."""
         taken = 0
         while True:
             with self._changed:
@@ -67,9 +66,7 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
-        """Run the iterator in the thread, until its end or :meth:`stop`, and keep its exception for the taker
-        of items.
-        """
+        """Run the iterator in the thread until its end or :meth:`stop`; keep its exception for the taker of items."""
         assert self.source is not None
         failure = None
         try:

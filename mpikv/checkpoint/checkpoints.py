@@ -108,9 +108,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; without ``wait`` copy arrays, and return the work of a thread that writes.
-        Collective.
-        """
+        """Write the file with all ranks; without ``wait`` copy arrays, and return the work to write. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -175,8 +173,9 @@ class Checkpoints:
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Prepare a load of a file of :meth:`save_rest`. The present optimizer stays, and takes the saved options at
-        once. Local.
+        """Prepare a load of a file of :meth:`save_rest`. Local.
+
+        The present optimizer stays, and takes the saved options at once.
         """
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
@@ -189,9 +188,7 @@ class Checkpoints:
         return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
-        """Return the call of a load, and the function that makes it; raise if the updater and the placement do not fit.
-        Local.
-        """
+        """Return a load's call and the function that makes it; raise if updater and placement do not fit. Local."""
         self._exchange.place_updater(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
@@ -233,9 +230,7 @@ class Checkpoints:
             raise
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Load over existing keys, after all ranks have verified the whole file; a later failure ends the store.
-        Collective.
-        """
+        """Load over known keys; all ranks first verify the whole file; a later failure ends the store. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._agreement.run_together(call, program.read, reader)
         # Residuals may find no memory on one rank: that must come before the first value changes.
@@ -281,9 +276,7 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
-        """Yield the parts of a read into this rank's values and state; arrays of a GPU get theirs at the end.
-        Collective.
-        """
+        """Yield the parts of a read into this rank's values and state; GPU arrays get theirs at the end. Collective."""
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:

@@ -187,8 +187,7 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
 
 
 def shift_crcs(sums: Array, following: Array) -> Array:
-    """Return the contribution of parts to the CRC-32 of their range; the exclusive or of all contributions is that
-    CRC-32.
+    """Return the contributions of parts to the CRC-32 of their range; their exclusive or is that CRC-32.
 
     A part's contribution is its own CRC-32, carried over the following bytes. The function is zlib's
     ``crc32_combine``, absent from Python's zlib, for many parts at once.

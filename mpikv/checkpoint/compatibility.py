@@ -48,8 +48,7 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
 def find_states(
     path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
 ) -> tuple[Source, Optimizer]:
-    """Return the checkpoint of states at a path and the optimizer to use, or raise if it does not fit the present keys.
-    Local.
+    """Return the checkpoint of states at a path and the optimizer to use, if it fits the present keys. Local.
 
     The optimizer is a new one if the file has its options, else the present one.
 
@@ -171,8 +170,7 @@ def check_dumpable(optimizer: Optimizer) -> None:
 
 
 def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
-    """Return the updater described by a checkpoint, a new object or the present one; CheckpointError if neither fits.
-    Local.
+    """Return a checkpoint's updater, a new object or the present one; CheckpointError if neither fits. Local.
 
     Raises:
         CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.

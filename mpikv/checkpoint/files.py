@@ -95,8 +95,7 @@ class Draft:
         os.fdatasync(self._file)
 
     def commit(self, header: Header, sums: Array) -> None:
-        """Write the header, and rename the file to its path. On the root only, after all ranks have written and
-        flushed.
+        """Write the header, and rename the file to its path. On the root only, once all ranks have written and flushed.
 
         Raises:
             CheckpointError: the draft was removed meanwhile.
@@ -171,9 +170,7 @@ class Draft:
             os.close(file)
 
     def _lock(self, file: int) -> bool:
-        """Lock a draft of this checkpoint, or raise CheckpointError if a job has it; return whether the file system has
-        locks.
-        """
+        """Lock a draft of this checkpoint, and return whether the file system can; CheckpointError if a job has it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -207,8 +204,7 @@ def _mode(found: os.stat_result) -> int:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the permissions of the file that a checkpoint replaces; None if there is none, FileExistsError if it is no
-    file.
+    """Return the permissions of the file that a checkpoint replaces; None if there is none.
 
     Raises:
         FileExistsError: the path names no regular file.
@@ -236,8 +232,7 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Return the header of the checkpoint at a path, with its checksums and identity; CheckpointError if it is no whole
-    one.
+    """Return the header of the checkpoint at a path, with its checksums and identity.
 
     Raises:
         CheckpointError: the file is no whole checkpoint.

@@ -285,8 +285,7 @@ def check_writable(header: Header) -> None:
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
-    """Return the header of a file of ``size`` bytes, and the CRC-32 of each chunk; CheckpointError if it is no whole
-    checkpoint.
+    """Return the header of a file of ``size`` bytes, and the CRC-32 of each chunk.
 
     A chunk is :data:`CHUNK` bytes of the arrays.
 
@@ -318,8 +317,9 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
 
 
 def _read_metadata(text: str) -> tuple[Any, int]:
-    """Return the metadata of a header, and the offset after them, if the header begins with them as in
-    :meth:`Header.encode`; else None and 0.
+    """Return the metadata that a header begins with, and the offset after them; else None and 0.
+
+    It begins with them if :meth:`Header.encode` has made it.
     """
     try:
         return _DECODER.raw_decode(text, len(_BEGIN)) if text.startswith(_BEGIN) else (None, 0)

@@ -34,8 +34,7 @@ def pack_residuals(exchange: Exchange, header: Header) -> Array:
 
 
 def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[], object]:
-    """Make memory for residuals; return a function that replaces the store's by those ``found`` in a file, or drops
-    them. Local.
+    """Make memory for residuals; return a function that drops the store's, or takes those ``found`` in a file. Local.
 
     Raises:
         CheckpointError: what was found is none.

@@ -66,8 +66,9 @@ def is_tensor(tree: Any) -> bool:
 
 
 def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> Any:
-    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape. A forged one may raise
-    any error.
+    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape.
+
+    A forged one may raise any error.
     """
     if isinstance(tree, list):
         return [decode(each, take) for each in tree]
@@ -103,8 +104,7 @@ def pack(tree: Any, where: str) -> Array:
 
 
 def unpack(memory: Array, name: str) -> Any:
-    """Return a state from its bytes; CheckpointError if they are none, ConfigError if torch is missing. ``name`` it for
-    an error.
+    """Return a state from its bytes; ``name`` it for an error.
 
     Raises:
         CheckpointError: they are not those of a state.
