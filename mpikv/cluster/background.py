@@ -73,9 +73,7 @@ class Work:
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the call; None if there is none, or not yet. Local. Reading it does not count as having
-        seen it.
-        """
+        """The call's error; None if there is none, or not yet. Local. Reading it does not count as having seen it."""
         # Each raise would make the traceback longer, so it is set back.
         return self._error and self._error.with_traceback(self._trace)
 

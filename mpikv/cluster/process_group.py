@@ -100,9 +100,7 @@ class ProcessGroup:
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
     def _join_machine(self, insists: bool) -> Any:
-        """Return the communicator of the ranks that share memory, as MPI divides them unless this rank ``insists``.
-        Collective.
-        """
+        """Return a communicator of ranks that share memory, as MPI says unless this rank ``insists``. Collective."""
         machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
         # All ranks of one machine have the same host and boot; another container has its own host.
         hosts = self.comm.allgather((machine.bcast(self.rank), f"{present().host} {boot_id() or self.rank}"))
@@ -226,9 +224,7 @@ class ProcessGroup:
         return may and (self.threads or bool(self.mpi.Is_thread_main()))
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
-        """Tell the other ranks that this one shuts down; return a function that lists those that have not said so yet.
-        Local.
-        """
+        """Tell the other ranks that this one shuts down; return a function that lists those yet to say so. Local."""
         return list if self.comm is None else announce_shutdown(self.comm)
 
     def close(self) -> None:

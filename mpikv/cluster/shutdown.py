@@ -1,5 +1,6 @@
-"""How a rank leaves MPI, or an operation of MPI that others do not join: its messages, the end of the whole job, and
-forked processes.
+"""How a rank leaves MPI, or an operation of MPI that others do not join.
+
+Here are its messages, the end of the whole job, and forked processes.
 """
 
 from __future__ import annotations

@@ -102,8 +102,9 @@ class ValueFeedback:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the exchanges of residual plus gradient; leave in the residual the part that this rank's share of the
-        sum lacks.
+        """Yield the exchanges of residual plus gradient.
+
+        They leave in the residual the part that this rank's share of the sum lacks.
         """
         assert residual is not None
         np.add(residual, gradient, out=residual)

@@ -54,8 +54,9 @@ class LowRank:
         return f"lowrank(rank={self.rank}, seed={self.seed})"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return {'start': the first thin matrix}, equal on all ranks without a message; {} if a value is sent
-        unchanged. Local.
+        """Return {'start': the first thin matrix}, equal on all ranks; {} if a value is sent unchanged. Local.
+
+        It takes no message.
         """
         rows, columns = _sides(shape)
         # More columns than a side has cannot be orthogonal, and no fewer numbers need no factors.
@@ -68,8 +69,9 @@ class LowRank:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Yield two sums of thin matrices, and write the start of the next push into ``state``; a value sent unchanged
-        takes one sum.
+        """Yield two sums of thin matrices, and write the start of the next push into ``state``.
+
+        A value sent unchanged takes one sum.
         """
         if "start" not in state:
             total = yield Sum(gradient)

@@ -20,9 +20,7 @@ _METHODS: Mapping[Any, Sequence[str]] = {
 
 
 class Scratch(threading.local):
-    """Memory for the temporary arrays of a codec. Each thread has its own, so one codec can work in several stores at
-    once.
-    """
+    """Memory for a codec's temporary arrays. Each thread has its own, so a codec can work in several stores at once."""
 
     def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
         self.array: Array = np.empty(shape, dtype)
@@ -47,8 +45,9 @@ class SamePayloads:
 
 
 def as_codec(codec: Any, wanted: str, advice: str = "") -> Codec:
-    """Return the object itself; TypeError if it lacks an attribute of a codec. ``wanted`` begins the error: the
-    accepted values.
+    """Return the object itself; TypeError if it lacks an attribute of a codec.
+
+    ``wanted`` begins the error: the accepted values.
 
     >>> as_codec("2bit", "ErrorFeedback takes a codec")
     Traceback (most recent call last):

@@ -57,8 +57,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Import CuPy; return the GPU of a rank, and make it the thread's current one. TransportUnavailable if that fails.
-    Local.
+    """Import CuPy; return the GPU of a rank, and make it the thread's current one. Local.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 
@@ -112,8 +111,7 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
 
 
 def find_nccl() -> Any:
-    """Import and return the module ``cupy.cuda.nccl``; TransportUnavailable if its library is missing. Local; it needs
-    no GPU.
+    """Import and return the module ``cupy.cuda.nccl``. Local; it needs no GPU.
 
     Raises:
         TransportUnavailable: CuPy or the library is missing.
@@ -143,10 +141,9 @@ _known = _Known()
 
 
 def gpu_of(value: Any) -> CupyGpu:
-    """Return this thread's GPU object, kept from the first call, for another library's array; the current GPU stays.
-    Local.
+    """Return this thread's GPU object for another library's array; the current GPU stays. Local.
 
-    The first call imports CuPy.
+    The first call imports CuPy, and keeps the object for later calls.
 
     Raises:
         TransportUnavailable: CuPy, the GPU or its driver is missing.
@@ -288,9 +285,7 @@ class CupyGpu:
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
-        """Make this the thread's current GPU; from now on its queries of events end no other thread's capture of a
-        graph.
-        """
+        """Make this the thread's current GPU; from now on its queries of events end no other thread's graph capture."""
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
@@ -338,8 +333,9 @@ class CupyGpu:
         return self._adopt(value)
 
     def _adopt(self, value: Any) -> Array:
-        """Return an array over another library's memory, never a copy; Unsupported if it lies elsewhere or CuPy cannot
-        use it.
+        """Return an array over another library's memory, never a copy.
+
+        Unsupported if it lies elsewhere or CuPy cannot use it.
         """
         kind, ordinal = map(int, value.__dlpack_device__())
         if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
@@ -371,16 +367,18 @@ class CupyGpu:
         return array
 
     def _shares_stream(self) -> bool:
-        """Return whether torch and CuPy have the same current stream. If not, torch orders the two when it is asked for
-        the memory.
+        """Return whether torch and CuPy have the same current stream.
+
+        If not, torch orders the two when it is asked for the memory.
         """
         of_torch = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
         return of_torch is not None and of_torch(self.ordinal) == self.cuda.get_current_stream(self.ordinal).ptr
 
     @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
-        """Return GPU memory with a numpy array's content, ``out`` if given; queued. The caller may change the array on
-        return.
+        """Return GPU memory with a numpy array's content, ``out`` if given; queued.
+
+        The caller may change the array on return.
         """
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
@@ -426,9 +424,7 @@ class CupyGpu:
 
     @_translated()
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return each array's sum of squares and whether it is finite, once rounded to a dtype; wait for the GPU.
-        Local.
-        """
+        """Return each array's sum of squares and if it is finite, once rounded to a dtype; wait for the GPU. Local."""
         sums, counts = norms.sum_squares([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         there = np.empty(sums.shape, sums.dtype)
         self.download(sums, there)
@@ -469,9 +465,7 @@ class CupyGpu:
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return for each array whether an element is NaN or larger than the bound; overwrite ``flags``; wait for the
-        GPU.
-        """
+        """Return for each array whether an element is NaN or above the bound; overwrite ``flags``; wait for the GPU."""
         flags.fill(0)
         copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
@@ -642,8 +636,10 @@ _left: deque[tuple[Array, Any]] = deque()
 
 
 class Staging:
-    """Pinned memory for copies between host and GPU, in pieces: one is in flight while the host fills or empties
-    another. A GPU accesses pinned memory by itself; for pageable memory the driver must copy.
+    """Pinned memory for copies between host and GPU, in pieces.
+
+    One piece is in flight while the host fills or empties another. A GPU accesses pinned memory by itself; for pageable
+    memory the driver must copy.
     """
 
     def __init__(self, pieces: Sequence[Array], move: Callable[[int, int, int], None], now: Callable[[], Any]) -> None:
@@ -691,9 +687,7 @@ class Staging:
             start += piece.size
 
     def _send(self, piece: Array, target: int, source: int, nbytes: int) -> Any:
-        """Queue a copy from or to a piece of pinned memory, move the piece to the end of the queue, and return the
-        copy's event.
-        """
+        """Queue a copy from or to pinned memory; move the piece to the end of the queue; return the copy's event."""
         self._move(target, source, nbytes)
         event = self._now()
         self._pieces.popleft()

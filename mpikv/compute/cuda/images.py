@@ -73,9 +73,7 @@ def _build_of(compiler: Any, architecture: str) -> str:
 
 
 def cached_image(folder: Path, facts: Sequence[str], build: Callable[[], Image]) -> Image:
-    """Return the image of these facts from its file in the folder, or build it and write the file. Two processes may
-    both.
-    """
+    """Return the image of these facts from its file in the folder, or build and write it. Two processes may both."""
     key = sha256(repr(tuple(facts)).encode()).digest()
     path = folder / key.hex()
     image = _read(path, key)

@@ -74,8 +74,7 @@ class CudaKernels:
                     _prepare(rule_of(updater), dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function that queues one update of these arrays, and keeps them alive; ValueMismatch if one does not
-        fit. Local.
+        """Return a function that queues one update of these arrays, and keeps them alive. Local.
 
         Raises:
             ValueMismatch: an array has a wrong dtype or size, or has gaps.
@@ -93,8 +92,7 @@ class CudaKernels:
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function that queues updates of some ranges of these arrays, with few launches; it keeps the arrays
-        alive.
+        """Return a function that queues updates of ranges of these arrays, with few launches; it keeps them alive.
 
         One launch does for 200 ranges and up to 16 different steps.
 
@@ -104,10 +102,9 @@ class CudaKernels:
         return _Updates(updater, Whole(total, value, state), ends, MANY)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that queues updates of whole values, by a step each, and keeps them alive; None without
-        such kernels.
+        """Return a function that queues updates of whole values, by a step each; None without such kernels.
 
-        It takes three launches.
+        It takes three launches, and keeps the arrays alive.
 
         Raises: as :meth:`bind`.
         """
@@ -126,8 +123,7 @@ class CudaKernels:
         return table
 
     def codec(self, codec: Codec) -> Codec:
-        """Return the CUDA codec with the same payloads, compiled or loaded; the codec itself if it has no kernel.
-        Local.
+        """Return the CUDA codec with the same payloads, compiled or loaded; the codec itself without a kernel. Local.
 
         Raises:
             TransportUnavailable: the kernels cannot be compiled here.
@@ -174,16 +170,15 @@ class _Updates:
             low += count
 
     def _use_table(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Let the launch read its numbers from rows of a table in GPU memory. Return the rule, and the number of
-        ranges.
-        """
+        """Let the launch read its numbers from rows of a table in GPU memory. Return the rule and a count of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
         return steps[0].rule, len(steps)
 
     def _use_steps(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Write the numbers of these steps, as many as fit, into the launch's argument. Return the rule, and the number
-        of ranges.
+        """Write the numbers of these steps, as many as fit, into the launch's argument.
+
+        Return the rule, and the number of ranges.
         """
         rows, different = rows_of(steps, self._room.rows)
         for row, step in enumerate(different):

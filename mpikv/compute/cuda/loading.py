@@ -108,9 +108,10 @@ def load_kernel(name: str, expression: str, rule: Rule | None, ordinal: int) -> 
 
 
 def _by_address(expression: str, function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:
-    """Return a function that launches one of CuPy's by the address of its argument. Given an array, CuPy would make
-    numpy list its fields: 6 to 12 us per launch, against 1.5 us. It raises TransportError if this launch or an earlier
-    one failed.
+    """Return a function that launches one of CuPy's by the address of its argument.
+
+    Given an array, CuPy would make numpy list its fields: 6 to 12 us per launch, against 1.5 us. It raises
+    TransportError if this launch or an earlier one failed.
     """
 
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any]) -> None:
@@ -162,8 +163,7 @@ def pointer(array: Array) -> int:
 
 
 def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, Any]:
-    """Return the addresses of all that an update changes, by their names in a launch's argument, or raise if one does
-    not fit.
+    """Return the addresses of all that an update changes, by their names in a launch's argument.
 
     Raises: as :func:`address_of`.
     """

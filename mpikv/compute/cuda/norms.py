@@ -20,10 +20,9 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
-    """Queue sums of each array's squares, rounded to a dtype, and counts of numbers not finite then; return GPU memory.
-    Local.
+    """Queue sums of each array's squares, rounded to a dtype, and counts of numbers not finite then. Local.
 
-    On the current stream, with one launch for up to 160 arrays of a dtype.
+    It returns GPU memory, filled on the current stream, with one launch for up to 160 arrays of a dtype.
 
     Args:
         arrays: CuPy's contiguous arrays of the current GPU, of float16, bfloat16, float32 or float64.

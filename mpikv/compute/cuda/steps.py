@@ -67,9 +67,7 @@ class Table:
         return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:
-        """Queue launches that write the numbers of steps into the first rows; none if they are those of the last call.
-        Local.
-        """
+        """Queue launches that write the numbers of steps into the first rows; none if as in the last call. Local."""
         batches, low, given = [], 0, self._arguments[0]
         while low < len(steps):
             rows, different = rows_of(steps[low : low + KEYS], ROWS)

@@ -148,9 +148,7 @@ def _add_float16(first: Any, second: Any, halves: Any) -> None:
 
 @inner
 def _round_chunk(singles: Any, words: Any, sums: Any, powers: Any, halves: Any) -> None:
-    """Write float32 numbers, with the bits ``words``, to ``halves`` as float16; ``sums`` and ``powers`` are scratch
-    memory.
-    """
+    """Write float32 numbers, with the bits ``words``, to ``halves`` as float16; ``sums`` and ``powers`` are scratch."""
     total, power = sums.view(np.float32), powers.view(np.float32)
     for i in range(halves.size):
         powers[i] = _power_of(words[i])

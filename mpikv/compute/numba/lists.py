@@ -35,8 +35,9 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return these arrays bound to compiled loops; None if they are few or have gaps, or if numpy's layout is unknown.
-    Local.
+    """Return these arrays bound to compiled loops. Local.
+
+    None if they are few or have gaps, or if numpy's layout is unknown.
     """
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
@@ -65,9 +66,7 @@ class BoundList:
         return self._copy(_objects_of(others), len(others), taking=False)
 
     def _copy(self, objects: Array, count: int, taking: bool) -> bool:
-        """Copy from the others, or to them; return False at the first pair that does not fit: earlier ones are copied
-        then.
-        """
+        """Copy from the others, or to them; return False at the first misfit: earlier pairs are copied then."""
         if count != self._count:
             return False
         theirs = address_of(objects)
@@ -116,8 +115,9 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
 
 
 def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
-    """Copy arrays in turn, given addresses of numpy objects; return False at the first pair not alike. Earlier ones are
-    copied.
+    """Copy arrays in turn, by addresses of numpy objects; return False at the first pair not alike.
+
+    Earlier ones are copied.
     """
     for i in range(nbytes.size):
         target, source = _word(targets + 8 * i), _word(sources + 8 * i)
@@ -133,9 +133,7 @@ def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
 
 @inner
 def _is_alike(array: Any, other: Any, flags: Any, own: Any) -> Any:
-    """Return whether an array has another's type, dtype and shape, and these flags; with ``own`` also that it has no
-    base.
-    """
+    """Return whether an array has another's type, dtype, shape and these flags; with ``own`` also no base."""
     ndim = _number(other + _NDIM)
     if (
         _word(array + _TYPE) != _word(other + _TYPE)

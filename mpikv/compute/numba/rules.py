@@ -54,9 +54,7 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-    """Return a compiled function of a step that updates these arrays, or that of ``updater.bind`` if they have no loop.
-    Local.
-    """
+    """Return a compiled function of a step that updates these arrays; without a loop ``updater.bind``'s. Local."""
     if updater.assigns and is_half(value.dtype):
         return bind_rounding(total, value)
     if not _has_loop(updater, total, value, *state.values()):
@@ -67,9 +65,7 @@ def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array
 def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
-    """Return a compiled function that updates by the sum of two arrays and a step; None if these arrays have no loop.
-    Local.
-    """
+    """Return a compiled function that updates by the sum of two arrays and a step; None without a loop. Local."""
     if updater.assigns and is_half(value.dtype):
         return bind_adding_halves(value)
     return _bind_loop(updater, value, state) if _has_loop(updater, value, *state.values()) else None
