@@ -75,8 +75,7 @@ class Config:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
-        """Return the settings: arguments that are not None, else variables, else defaults; raise ConfigError if one is
-        bad.
+        """Return the settings: arguments that are not None, else variables, else defaults; ConfigError if one is bad.
 
         >>> Config.read({"MPIKV_TIMEOUT": "5"}, placement="root").timeout
         5.0

@@ -69,9 +69,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Elements of a bucket that this rank updates at once: on the host up to
-    :data:`~mpikv.optimizers.optimizer.BLOCK`.
-    """
+    """Elements of a bucket updated at once here: on the host up to :data:`~mpikv.optimizers.optimizer.BLOCK`."""
 
     item: int
     """The position of its (first) key in the call."""

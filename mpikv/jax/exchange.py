@@ -240,8 +240,7 @@ def _await_compiled() -> None:
 
 
 def _on_host(leaf: Any, dtype: Any) -> Array:
-    """Return the numpy array of a leaf on the host, without a copy if possible; ConfigError if JAX has changed its
-    dtype. Local.
+    """Return a leaf's numpy array on the host, uncopied if possible; ConfigError if JAX has changed its dtype. Local.
 
     >>> _on_host(np.ones(2, np.float32), np.dtype(np.float64))
     Traceback (most recent call last):
@@ -257,8 +256,9 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it; nothing for a known one.
-    Collective.
+    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective.
+
+    It does nothing for a known one.
     """
     # Without the comparison, the store would report different names of leaves, but not the node that differs.
     known = _kinds.setdefault(kv, {})

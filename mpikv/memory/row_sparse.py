@@ -196,8 +196,9 @@ class NonzeroRows:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers as flat int64; raise if some are no integers, or not below ``count``. Waits for a GPU's.
-    Local.
+    """Return row numbers as flat int64; raise if some are no integers, or not below ``count``. Local.
+
+    It waits for a GPU's numbers.
 
     >>> row_ids([[2, 0]], 3)
     array([2, 0])

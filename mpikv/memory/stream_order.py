@@ -305,9 +305,7 @@ class GpuOrder:
             self.stream.wait(lane.record())
 
     def begin_transfer(self) -> Stream:
-        """Return the stream for a transfer, after it waits for the work on the store's stream so far. Only inside
-        :meth:`apart`.
-        """
+        """Return the stream for a transfer, once it waits for the store's stream so far. Only inside :meth:`apart`."""
         self._lags, self._last_sent = True, None
         self.lane.wait(self.stream.record())
         return self.lane
@@ -333,8 +331,9 @@ class GpuOrder:
     # --- Recorded work
 
     def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
-        """Return the work that ``run(*arguments)`` queues on the store's stream, as a graph. Nothing runs. In
-        :meth:`run`.
+        """Return the work that ``run(*arguments)`` queues on the store's stream, as a graph.
+
+        Nothing runs. In :meth:`run`.
 
         Raises:
             TransportError: it cannot be recorded.

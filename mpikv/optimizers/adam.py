@@ -33,8 +33,9 @@ class Moments(Optimizer):
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
-        """Update both averages by the gradient, in place; return that of the gradient. It overwrites the spare
-        memory.
+        """Update both averages by the gradient, in place; return that of the gradient.
+
+        It overwrites the spare memory.
         """
         (mean, variance), (spare,) = block.state, block.spare
         average(mean, block.gradient, self.beta1, spare)
@@ -42,9 +43,7 @@ class Moments(Optimizer):
         return mean
 
     def root(self, step: Step, block: Block) -> Array:
-        """Write the rule's divisor, times the root of the variance's correction, to the spare memory, and
-        return that.
-        """
+        """Write the rule's divisor, times the root of the variance's correction, to the spare memory; return that."""
         (_, variance), (root,) = block.state, block.spare
         # The corrections go into scalars, epsilon with them: that saves two passes over the arrays.
         np.sqrt(variance, out=root)

@@ -29,9 +29,7 @@ class Layerwise(Optimizer):
     elementwise = False
 
     def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        """Change value and state in place: norms of the whole value first, then the rule. ``total`` is overwritten.
-        Local.
-        """
+        """Change value and state in place: norms of the whole value, then the rule. ``total`` is overwritten. Local."""
         with np.errstate(all="ignore"):
             blocks = self.blocks(total, value, state)
             step = Step(self.adapt(step, *self.norms(step, blocks)), step.wd, step.correction)
@@ -163,8 +161,9 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def direct(self, step: Step, block: Block) -> None:
-        """Overwrite the gradient by the direction, and update both averages: the norm is known only after the last
-        block.
+        """Overwrite the gradient by the direction, and update both averages.
+
+        The norm is known only after the last block.
         """
         self.prepare(step, block)
         (spare,), (first, second), direction = block.spare, step.correction, block.gradient
@@ -175,9 +174,7 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
             np.add(direction, spare, out=direction)
 
     def adapt(self, step: Step, weight_norm: float, direction_norm: float) -> float:
-        """Return the rate times the bounded norm of the weight over that of the direction; the rate alone if
-        one is 0.
-        """
+        """Return the rate times the weight's bounded norm over that of the direction; the rate alone if one is 0."""
         if self.lower_bound is not None:
             weight_norm = max(weight_norm, self.lower_bound)
         if self.upper_bound is not None:

@@ -91,8 +91,7 @@ class _OfInit:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Optimizer:
-    """The settings of every optimizer, and the parts of the :class:`~mpikv.protocols.Updater` contract that do not
-    differ.
+    """The settings of every optimizer, and the shared parts of the :class:`~mpikv.protocols.Updater` contract.
 
     Options may be set at any time and hold from the next update; an unknown or bad one raises
     :class:`~mpikv.errors.ConfigError`. A rule gets its gradient ``g`` from the sum of a push by::
@@ -310,8 +309,9 @@ class Optimizer:
         self.wd_mult = factors
 
     def rate(self, count: int) -> float:
-        """Return the rate of update ``count`` after ``begin_num_update``, without the key's factor; ConfigError if it
-        is bad.
+        """Return the rate of update ``count`` after ``begin_num_update``, without the key's factor.
+
+        A bad one raises ConfigError.
         """
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
@@ -336,8 +336,9 @@ class Optimizer:
         return ()
 
     def rule(self, step: Step, block: Block) -> None:
-        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place. A rule may overwrite all but
-        ``step``.
+        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place.
+
+        A rule may overwrite all but ``step``.
         """
         raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
 
@@ -368,8 +369,7 @@ class Optimizer:
         return own or self.lr_scheduler is not None
 
     def step(self, key: Key, count: int) -> Step:
-        """Return the numbers of one update that depend on the key or on its ``count``; ConfigError if a schedule's rate
-        is bad.
+        """Return one update's numbers that depend on the key or its ``count``; ConfigError if a schedule's rate is bad.
 
         ``count`` is 1 at the first.
 
@@ -429,9 +429,7 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.options() if name != "average" or self.average}
 
     def prepare(self, step: Step, block: Block) -> None:
-        """Turn the sum in ``block.gradient`` into the gradient of the rule, in place. It may overwrite the spare
-        memory.
-        """
+        """Turn the sum in ``block.gradient`` into the rule's gradient, in place. It may overwrite the spare memory."""
         gradient = block.gradient
         if self.rescale != 1.0:
             np.multiply(gradient, self.rescale, out=gradient)

@@ -29,9 +29,7 @@ def descend(weight: Array, direction: Array, rate: float) -> None:
 
 
 def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate: float, momentum: float) -> None:
-    """``velocity = momentum * velocity - rate * direction``, ``weight = weight + velocity``; overwrites the
-    direction.
-    """
+    """``velocity = momentum * velocity - rate * direction``, ``weight += velocity``; overwrites the direction."""
     # A name for the last argument, out, would cost a sixth of the time of a small array.
     np.multiply(velocity, momentum, velocity)
     np.multiply(direction, rate, direction)
@@ -40,8 +38,9 @@ def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate
 
 
 def sum_of_squares(array: Array, wide: Array) -> float:
-    """Return the sum of squares in float64, so no float32 overflows; ``wide`` is float64 and not shorter than the
-    array.
+    """Return the sum of squares in float64, so no float32 overflows.
+
+    ``wide`` is float64 and not shorter than the array.
     """
     squares = wide[: array.size]
     # add.reduce of a float64 array adds in pairs, in numpy's order; GPU kernels repeat that order bit by bit.

@@ -70,8 +70,7 @@ def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
 
 
 def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
-    """Return the rule for the optimizer's present options, recorded at first, and for the step the bits and the
-    numbers.
+    """Return the rule for the optimizer's present options, recorded at first, and the step's bits and numbers.
 
     ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
     gradient in float64, and puts the rate in the place of the weight.
@@ -89,8 +88,9 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Record parts of an optimizer; return the rule, and a function of its calls. Unsupported if they cannot be
-    recorded.
+    """Record parts of an optimizer; return the rule, and a function of its calls.
+
+    Unsupported if they cannot be recorded.
     """
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
@@ -131,8 +131,7 @@ class _Recorder:
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
     def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
-        """Record the parts along all ways; return C++ statements from number ``begin`` on, and an expression for the
-        call.
+        """Record the parts along all ways; return C++ statements from number ``begin`` on, and the call's expression.
 
         Begin with no answers. The expression must not compute numbers of other ways: zeros stand for these.
         """
@@ -156,8 +155,9 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Begin with no answers.
-        Local.
+        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Local.
+
+        Begin with no answers.
         """
         trial, step, _ = self._start(answers)
         try:
@@ -173,8 +173,9 @@ class _Recorder:
         return (code,), f"(0, {', '.join(self.numbers)})"
 
     def _start(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
-        """Return stand-ins of the optimizer, a step and a block, and forget earlier ones; all that happens to them is
-        recorded here.
+        """Return stand-ins of the optimizer, a step and a block, and forget earlier ones.
+
+        All that happens to them is recorded here.
         """
         if len(answers) > _QUESTIONS:
             raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
@@ -201,9 +202,7 @@ class _Recorder:
         return trial, step, Block(array("gradient"), array("weight"), states, spares, None, False)
 
     def _option(self, name: str, value: Any) -> Any:
-        """Return a stand-in for an option that a rule reads, and record the guard that it implies; refuse other
-        types.
-        """
+        """Return a stand-in for an option that a rule reads, and record the guard it implies; refuse other types."""
         if type(value) in (int, float):
             self.guards[f"o.{name} is not None"] = None
             return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
@@ -213,8 +212,9 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true. Raise _Question if it depends on the step and has no answer; else record a
-        guard.
+        """Return whether a number is true.
+
+        Raise _Question if it depends on the step and has no answer; else record a guard.
         """
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
         if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
@@ -244,9 +244,7 @@ class _Recorder:
         return target
 
     def operand(self, operand: Any) -> str:
-        """Return an operand as C++, and note a number of the call; refuse an array that is read before it is
-        written.
-        """
+        """Return an operand as C++, and note a number of the call; refuse an array read before it is written."""
         if isinstance(operand, _Array):
             if operand.text not in self._written:
                 raise _Refusal(f"it reads {operand.text} before it writes it")

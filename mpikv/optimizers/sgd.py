@@ -54,8 +54,9 @@ class SGD(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
-        """Change weight and momentum of a block in place. It may overwrite the gradient, so do not read that
-        afterwards. Local.
+        """Change weight and momentum of a block in place. Local.
+
+        It may overwrite the gradient, so do not read that afterwards.
         """
         if not self.momentum:
             np.multiply(block.gradient, step.rate, out=block.gradient)  # may be overwritten, so no spare is needed

@@ -77,9 +77,7 @@ class Assign:
         self.bind(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
-        """Return a function that copies the sum to the value, rounded if need be; it does nothing if both are one
-        memory.
-        """
+        """Return a function that copies the sum to the value, rounded if need be; it does nothing for one memory."""
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return _nothing  # the sum was made in its place

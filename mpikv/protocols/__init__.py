@@ -1,5 +1,4 @@
-"""The seams of mpikv: the contracts of groups, transports, placements, updaters, kernels and codecs with the
-store.
+"""The seams of mpikv: contracts of groups, transports, placements, updaters, kernels and codecs with the store.
 
 Each seam is a Protocol in a file of its own. A class with its attributes implements it; subclassing is never needed. A
 class of tests in :mod:`mpikv.testing` holds every implementation to its contract. This package imports nothing of

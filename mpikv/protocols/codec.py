@@ -86,9 +86,7 @@ class TensorCodec(Protocol):
         """As :meth:`ElementwiseCodec.settings`."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the arrays that the store keeps for a value of this shape between exchanges. They are the same on
-        every rank.
-        """
+        """Return the arrays kept for a value of this shape between exchanges. They are the same on every rank."""
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None

@@ -65,8 +65,7 @@ class Graph(Protocol):
 
 
 class Gpu(Protocol):
-    """One GPU as far as a store needs it: CuPy's (``mpikv/compute/cuda/gpu.py``), or a stand-in on machines without
-    one.
+    """One GPU as far as a store needs it: CuPy's (``mpikv/compute/cuda/gpu.py``), or a stand-in without a GPU.
 
     Work goes to the thread's current stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in. They have
     ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``, ``copy``,
@@ -82,8 +81,7 @@ class Gpu(Protocol):
         """Make this the current GPU of the calling thread."""
 
     def watch(self) -> None:
-        """Make this the current GPU of the calling thread, and let it query events without ending another thread's
-        capture.
+        """Make this the thread's current GPU, and let it query events without ending another thread's capture.
 
         CUDA forbids such queries while a stream is captured in the strictest mode, as by PyTorch's graphs: they would
         end the capture.
@@ -118,9 +116,7 @@ class Gpu(Protocol):
         """Return whether this is an array of the library, on this GPU."""
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return the addresses of values if all are plain arrays of the library on this GPU; otherwise, or without
-        values, None.
-        """
+        """Return values' addresses if all are plain arrays of the library on this GPU; None otherwise, or for no values."""
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
         """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
@@ -141,10 +137,9 @@ class Gpu(Protocol):
         """Fill a numpy array of the same shape and dtype, and wait for it."""
 
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return each array's sum of squares and whether it is finite, once rounded to a dtype; wait for the GPU.
-        Local.
+        """Return each array's sum of squares and whether it is finite, once rounded to a dtype. Local.
 
-        The sums have the bits of the host's optimizers.
+        It waits for the GPU. The sums have the bits of the host's optimizers.
 
         Raises:
             Unsupported: an array, or one of ``dtypes``, is of no float.

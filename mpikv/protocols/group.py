@@ -57,9 +57,7 @@ class Group(Protocol):
         """Return which rank has left and why, or "". Local; any thread may ask."""
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
-        """Tell the other ranks that this process ends; return a function that lists those that must not be left yet.
-        Local.
-        """
+        """Tell the other ranks that this process ends; return a function that lists those still to wait for. Local."""
 
     def close(self) -> None:
         """End the exchange of texts; shared memory stays. Collective, idempotent."""

@@ -107,9 +107,7 @@ class GpuKernels(Kernels, Protocol):
         """
 
     def codec(self, codec: Codec) -> Codec:
-        """Return a codec for GPU arrays with the same bits, compiled on return; or the codec itself, if there is no
-        kernel for it.
-        """
+        """Return a codec for GPU arrays with the same bits, compiled on return; the codec itself without a kernel."""
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
         """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local.

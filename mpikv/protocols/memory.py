@@ -60,10 +60,10 @@ class Workspace(Protocol):
         """
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Return sums of rows, each rounded once: one sum for each run of ``order`` between two ``starts``, the last to
-        its end.
+        """Return sums of rows, each rounded once: one for each run of ``order`` between two ``starts``.
 
-        A GPU adds from the first row to the last, the host as numpy's ``add.reduceat`` does.
+        The last run ends where ``order`` does. A GPU adds from the first row to the last, the host as numpy's
+        ``add.reduceat`` does.
         """
 
 
@@ -179,8 +179,7 @@ class StreamOrder(Protocol):
         """Wait, release recorded work, and return unused memory to the GPU. More work can be queued."""
 
     def abandon(self, why: str) -> None:
-        """End work in flight that may wait for missing ranks, and tell the others why, since they may wait for this
-        rank.
+        """End work in flight that may wait for missing ranks; tell the others why, as they may wait for this rank.
 
         With ``why`` "" it tells nobody. In a forked child it does nothing.
         """
@@ -190,8 +189,9 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``, which prepares and makes the call, and keep its arrays alive. In
-        :meth:`StreamOrder.on_worker`.
+        """Return ``call()``; it prepares and makes the call. Keep its arrays alive.
+
+        In :meth:`StreamOrder.on_worker`.
         """
 
     def rejoin(self) -> None:

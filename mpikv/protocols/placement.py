@@ -30,10 +30,9 @@ class Placement(Protocol):
     """Whether a push leaves every rank with the newest value, so nothing is left to publish."""
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return the shards of the elements ``[start, stop)`` of a block, in ``cell`` of its grid: the ``number``-th of
-        all blocks.
+        """Return the shards of a block's elements ``[start, stop)``, in ``cell`` of its grid.
 
-        If values stay whole, rank r owns those that begin in ``[bounds[r], bounds[r + 1])``, and none reaches beyond.
-        An element's owner depends on its place in its block alone, never on the call, because its optimizer state lives
-        with its owner.
+        The block is the ``number``-th of all. If values stay whole, rank r owns those that begin in ``[bounds[r],
+        bounds[r + 1])``, and none reaches beyond. An element's owner depends on its place in its block alone, never on
+        the call, because its optimizer state lives with its owner.
         """

@@ -57,8 +57,7 @@ class Packed:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
-        """Send the rows ``numbers[r]`` to rank r, or the only ones to all; return each rank's rows for this one.
-        Collective.
+        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return all ranks' rows for this one. Collective.
 
         ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.

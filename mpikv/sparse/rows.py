@@ -181,8 +181,9 @@ class Rows:
         return addends
 
     def _bound(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
-        """Bound the GPU memory of a push, in bytes. Local. ``every``: numbers of the rows that this rank has or
-        receives.
+        """Bound the GPU memory of a push, in bytes. Local.
+
+        ``every``: numbers of the rows that this rank has or receives.
         """
         wide = [Kind(prod(entry.shape[1:]), accumulator(entry.dtype)) for entry in entries]
         levels = 1 + self._transport.size.bit_length() if self._exchange.in_pairs else 1
