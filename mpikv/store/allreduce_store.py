@@ -87,8 +87,9 @@ class AllReduce(RankedStore):
     """
 
     def __init__(self, store: KVStore, open_gpus: OpenGpus | None = None) -> None:
-        """Use :func:`mpikv.create`. Collective. The store belongs to this one. Without ``open_gpus`` there are no sums
-        on GPUs.
+        """Use :func:`mpikv.create`. Collective. The store belongs to this one.
+
+        Without ``open_gpus`` there are no sums on GPUs.
         """
         self._store, self._group, self._type, self._root = store, store._group, store._type, store._root
         self._host = Collectives(store._transport, store._config.deterministic)

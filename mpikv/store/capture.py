@@ -87,12 +87,12 @@ _NO_STEPS = Steps((), True)
 
 
 class CapturedStep:
-    """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.capture`, and
-    called without arguments, or with ``wait=False``.
+    """A pushpull of some keys, from the same arrays into the same arrays.
 
-    Collective: every rank calls it, in the order of its other calls. It pushes the present contents of its arrays,
-    fills the arrays to fill, and returns and raises the same as :meth:`mpikv.KVStore.pushpull`. Where ranks make other
-    calls, or call another step, all raise ``RankMismatch``.
+    :meth:`mpikv.KVStore.capture` makes it; call it without arguments, or with ``wait=False``. Collective: every rank
+    calls it, in the order of its other calls. It pushes the present contents of its arrays, fills the arrays to fill,
+    and returns and raises the same as :meth:`mpikv.KVStore.pushpull`. Where ranks make other calls, or call another
+    step, all raise ``RankMismatch``.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class CapturedStep:
         collective: Callable[..., Any],
         issue_unless: Callable[..., Any],
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks. ``collective(verb, prepare,
-        *arguments)`` makes a call of the store; ``issue_unless(wait, …)`` leaves it to the store's thread unless the
-        caller waits.
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks.
+
+        ``collective(verb, prepare, *arguments)`` makes a call of the store; ``issue_unless(wait, …)`` leaves it to the
+        store's thread unless the caller waits.
         """
         self._given, self._number, self._collective, self._issue_unless = given, number, collective, issue_unless
         self._door, self._verbs, self._exchange, self._agreement = door, verbs, exchange, agreement

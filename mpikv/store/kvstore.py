@@ -104,8 +104,9 @@ class KVStore(RankedStore):
         found: Callable[..., KVStore] | None = None,
         kernels: GpuKernels | None = None,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``kernels``: those for a GPU's
-        memory.
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``.
+
+        ``kernels``: those for a GPU's memory.
         """
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
@@ -159,8 +160,9 @@ class KVStore(RankedStore):
 
     @property
     def placement(self) -> str:
-        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``: each
-        value is whole on one rank there.
+        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``.
+
+        With ``owners`` each value is whole on one rank.
         """
         return self._exchange.placement.name
 
@@ -833,8 +835,9 @@ class KVStore(RankedStore):
         self._collective("set_gradient_compression", self._verbs.settings.set_compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push
-        checks.
+        """Set the optimizer's learning rate, from the next push on. Local.
+
+        Call it on every rank, as the next push checks.
 
         Raises:
             ConfigError: no optimizer is set, or its rate is given by a schedule.
@@ -1122,8 +1125,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
-        leave.
+        """Let ranks have unequal amounts of work: one that leaves takes part in the others' calls until all leave.
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
         different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,

@@ -123,9 +123,7 @@ class KVStoreBase:
         self._cannot("broadcast")
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or ``value`` where there is none, with the sum over ranks, or what an updater made of it.
-        Collective.
-        """
+        """Fill ``out``, else ``value``, with the sum over ranks, or the result of an updater. Collective."""
         self._cannot("pushpull")
 
     def set_optimizer(self, optimizer: Any, **arguments: Any) -> None:

@@ -146,8 +146,7 @@ class Attached:
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Check options on this rank, compare them on all, and give all the root's tensors; return the parameters.
-        Collective.
+        """Check options here, compare them on all ranks, give all the root's tensors; return parameters. Collective.
 
         The check comes before the first meeting, and raises here alone. So it relies on the caller's
         :func:`raising_on_all`.
@@ -229,9 +228,7 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
-        """Exchange the gradients of these parameters from now on, and mark them as attached; divide them among shards.
-        Collective.
-        """
+        """Exchange these gradients from now on, mark parameters as attached; divide them among shards. Collective."""
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}

@@ -60,8 +60,9 @@ _ADVICE = (
 
 
 class BackwardSync:
-    """Hooks that sum the gradients of parameters over the ranks of a store. Methods are collective, but for hooks and
-    methods marked *Local*.
+    """Hooks that sum the gradients of parameters over the ranks of a store.
+
+    Methods are collective, but for hooks and methods marked *Local*.
     """
 
     def __init__(
@@ -142,9 +143,7 @@ class BackwardSync:
     # --- One pass
 
     def _take_gradient(self, parameter: Any) -> None:
-        """Take a gradient that backward has just stored, in a hook: check it, or copy it to its buffer and send full
-        buckets.
-        """
+        """Check a gradient that backward has just stored, in a hook, or copy it to its buffer and send full buckets."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -168,9 +167,7 @@ class BackwardSync:
                 self._send(complete=True)
 
     def _begin_pass(self, task: int) -> None:
-        """Begin a pass, after the rest of one that was cut short, and let the engine call :meth:`_finish` at
-        its end.
-        """
+        """Begin a pass, after the rest of one cut short, and let the engine call :meth:`_finish` at its end."""
         in_flight = bool(self._works)
         self.complete()
         self._made.clear()
@@ -196,8 +193,9 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one. A fault is
-        raised on all.
+        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one.
+
+        A fault is raised on all.
         """
         made = gradient.parameter.grad
         try:
@@ -228,8 +226,9 @@ class BackwardSync:
         store.raise_on_all_ranks(error, "backward")
 
     def _send(self, complete: bool) -> None:
-        """Send buckets in their order: with ``complete`` up to the first incomplete one, else all. Waits for sums if
-        ``blocking``.
+        """Send buckets in their order: all, or with ``complete`` up to the first incomplete one.
+
+        Waits for sums if ``blocking``.
         """
         while self._sent < len(self.buckets):
             bucket = self.buckets[self._sent]
@@ -247,9 +246,7 @@ class BackwardSync:
         self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
-        """Complete the pass, in the engine's callback: so every gradient is the mean when backward returns.
-        Collective.
-        """
+        """Complete the pass, in the engine's callback: every gradient is the mean when backward returns. Collective."""
         if task != self._task:
             self.refuse(
                 Unsupported(
@@ -279,9 +276,7 @@ class BackwardSync:
             raise
 
     def _refuse_changed(self) -> None:
-        """Raise on every rank if another hook has changed a gradient after ours took it: others would not get the
-        change.
-        """
+        """Raise on every rank if another hook changed a gradient after ours took it: others would not get that."""
         for gradient, (grad, version) in self._arrived.items():
             now = gradient.parameter.grad
             if now is not grad or now._version != version:
@@ -294,9 +289,7 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Send the remaining buckets, with zeros for missing gradients; return for each gradient whether this rank has
-        it. Collective.
-        """
+        """Send the other buckets, zeros for missing gradients; return for each whether this rank has it. Collective."""
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -339,9 +332,7 @@ class BackwardSync:
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def complete(self) -> None:
-        """Make the remaining calls of a pass that was cut short, so that all ranks are at the same call again.
-        Collective.
-        """
+        """Make the remaining calls of a pass cut short, so that all ranks are at the same call again. Collective."""
         if self._task is None:
             return
         if self._task == torch._C._current_graph_task_id() != _CUT:
@@ -399,9 +390,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        """Sum the census and buffers over ranks; RankMismatch on all if passes, steps or settings differ.
-        Collective.
-        """
+        """Sum census and buffers over ranks; RankMismatch on all if passes, steps or settings differ. Collective."""
         self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]

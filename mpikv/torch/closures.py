@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def mean_loss(kv: KVStore, loss: Any) -> Any:
-    """Return the mean over ranks of a number, or of a tensor or array of one element, as one process with the whole
-    batch would have it. A tensor stays a tensor of its shape, without a graph. Any other value, such as None, is
-    returned unchanged. Collective if ``loss`` is a number.
+    """Return the mean of a loss over ranks, as one process with the whole batch would have it.
+
+    Collective for a number, and for a tensor or array of one element. A tensor stays a tensor of its shape, without a
+    graph. Any other value, such as None, is returned unchanged, locally.
     """
     is_tensor = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not (is_tensor or isinstance(loss, Real) or (isinstance(loss, np.ndarray) and loss.size == 1)):

@@ -13,12 +13,12 @@ from .generators import RandomState
 
 
 def steps(total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-    """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps`, for a loop without a store of its own:
-    one of ``DistributedDataParallel`` on the backend ``mpikv``, say.
+    """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps`, for a loop without a store.
 
-    After a death under ``mpikv run --restarts N``, or from ``path``, the loop goes on where it was. It restores the
-    objects of ``kept`` in place, and PyTorch's, numpy's and Python's own generators. Each rank keeps its own copies.
-    Call it after the model is wrapped. Collective over all ranks of the launch, as are ends of steps.
+    Such a loop is one of ``DistributedDataParallel`` on the backend ``mpikv``, say. After a death under ``mpikv run
+    --restarts N``, or from ``path``, the loop goes on where it was. It restores the objects of ``kept`` in place, and
+    PyTorch's, numpy's and Python's own generators. Each rank keeps its own copies. Call it after the model is wrapped.
+    Collective over all ranks of the launch, as are ends of steps.
 
     Args:
         total: the number of steps, from 0.

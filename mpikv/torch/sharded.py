@@ -1,9 +1,8 @@
-"""An optimizer's step in shards: each rank updates its part of the weights, keeps the state of that part alone, and
-sends the part to the others.
+"""An optimizer's step in shards: each rank updates its part of the weights, and sends that to the others.
 
-The optimizer itself runs, on slices of weights and gradients. So its rule, options, groups and schedules are PyTorch's.
-This is stage 1 of ZeRO: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC
-2020, https://arxiv.org/abs/1910.02054.
+A rank keeps the state of its part alone. The optimizer itself runs, on slices of weights and gradients. So its rule,
+options, groups and schedules are PyTorch's. This is stage 1 of ZeRO: Rajbhandari et al., ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models, SC 2020, https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
@@ -176,9 +175,7 @@ class ShardedStep:
     # --- A step
 
     def _step(self, closure: Any) -> Any:
-        """Run the closure, update this rank's shards, and exchange the new weights; return the mean loss.
-        Collective.
-        """
+        """Run the closure, update this rank's shards, exchange the new weights; return the mean loss. Collective."""
         if self._released:  # a scheduler has kept this method
             return self._wrapped(closure)
         # Before the step: these optimizers call a closure once, at the start; in the step it would find shards in place

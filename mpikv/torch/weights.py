@@ -111,10 +111,9 @@ class Weights:
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """Compare weights if it is time. Call it at the end of a pass; ``changed`` says whether weights of a rank had
-        changed before it.
+        """Compare weights if it is time. Call it at the end of a pass.
 
-        Collective.
+        Collective. ``changed`` says whether weights of a rank had changed before the pass ended.
 
         Raises:
             RankMismatch: ranks have different weights.

@@ -88,9 +88,7 @@ class LocalUpdate:
         return KeptState(state, kept.count)
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return the state of a parameter, or a new one for its first update; ConfigError if the optimizer needs other
-        state.
-        """
+        """Return a parameter's state, a new one for its first update; ConfigError if the optimizer needs another."""
         slots = optimizer.slots(parameter.data.dtype)
         kept = self.states.get(name)
         if kept is None:

@@ -134,9 +134,7 @@ class LossScaler:
         self.loss_scale, self._without = state["loss_scale"], int(state["without"])
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight; wait for GPUs.
-        Local.
-        """
+        """Return whether a gradient holds an inf or nan, or would in the dtype of its weight; wait for GPUs. Local."""
         return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
     def record(self, overflow: bool) -> None:

@@ -156,10 +156,10 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, claimed for this Trainer. If the store updates, it is the store's: another one after
-        :meth:`mpikv.KVStore.load`.
+        """The optimizer, claimed for this Trainer.
 
-        Set its options at any time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
+        If the store updates, it is the store's: another one after :meth:`mpikv.KVStore.load`. Set its options at any
+        time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
 
         Raises:
             ConfigError: the store has another updater by now, which is no optimizer.
@@ -541,9 +541,7 @@ class Trainer:
             store.raise_on_all_ranks(error, verb)
 
     def _decide_where(self) -> bool:
-        """Return whether the store updates, or raise if it cannot be used; with ``resume`` adopt the store's optimizer.
-        Local.
-        """
+        """Return whether the store updates; raise if it is unusable; ``resume`` adopts the store's optimizer. Local."""
         store = self._kvstore
         if not store._in_rounds:
             raise Unsupported(
@@ -574,9 +572,7 @@ class Trainer:
         return bool(on_store)
 
     def _adopt_optimizer(self, present: Any, known: Container[str]) -> None:
-        """Adopt the optimizer of a loaded store; ConfigError if it is of another kind, or the store lacks parameters.
-        Local.
-        """
+        """Adopt a loaded store's optimizer; ConfigError if of another kind, or if parameters are not stored. Local."""
         if type(present) is not type(self._optimizer):
             raise ConfigError(
                 f"resume=True: the optimizer of the store, {present!r}, is not of the kind of {self._optimizer!r}, or "
@@ -600,8 +596,9 @@ class Trainer:
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
-        """Apply the settings of a step until ``settings`` is left; return the parameters to update, or raise
-        StaleGradient. Local.
+        """Apply a step's settings until ``settings`` is left; return the parameters to update. Local.
+
+        It may raise StaleGradient.
         """
         self._check_usable()
         optimizer = self.optimizer
@@ -625,9 +622,7 @@ class Trainer:
         return {name: one for name, one in trained if one.fresh and one.grad is not None}
 
     def _check_usable(self) -> None:
-        """Raise Closed after an update that failed here, and Unsupported in a block of join that allows no update.
-        Local.
-        """
+        """Raise Closed after a failed update here, and Unsupported in a block of join that allows no update. Local."""
         if self._broken:
             raise Closed(f"{self._broken}: this rank's weights may now differ from the others'; make a new Trainer")
         if self._kvstore._joining and (not self._on_store or self._scaler is not None):
@@ -676,9 +671,7 @@ class Trainer:
         return options
 
     def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values by the first names of their parameters; Unsupported if the store does not keep one.
-        Local.
-        """
+        """Return values by the first names of their parameters; Unsupported if the store does not keep one. Local."""
         first = {id(parameter): name for name, parameter in self._own.items()}
         # In one order on all ranks, whatever the order of their dicts.
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
@@ -710,8 +703,9 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; RankMismatch if ranks differ. Collective if an optimizer has
-        changed.
+        """Return the optimizer's step for each parameter; RankMismatch if ranks differ.
+
+        Collective if an optimizer has changed.
         """
         # Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
         steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
@@ -724,8 +718,9 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights, unless a gradient overflows; a failure here ends the Trainer's use. Collective with a
-        loss scaler.
+        """Update the weights, unless a gradient overflows; a failure here ends the Trainer's use.
+
+        Collective with a loss scaler.
         """
         if self._has_overflow(verb, ready):
             return
@@ -760,9 +755,7 @@ class Trainer:
                 self._kvstore.check_equal(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
-        """Write the state of the parameters on rank 0; yield before each slow part, as often on all ranks.
-        Collective.
-        """
+        """Write the parameters' state on rank 0; yield before each slow part, as often on all ranks. Collective."""
         self._check_usable()
         optimizer, weights = self.optimizer, self._trainable()
         kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in weights}
@@ -770,9 +763,7 @@ class Trainer:
         yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
     def _load(self, fname: Any) -> Generator[str]:
-        """Read the state of the parameters, and adopt it once all ranks have it; yield before each slow part.
-        Collective.
-        """
+        """Read the parameters' state, and adopt it once all ranks have it; yield before each slow part. Collective."""
         self._check_usable()
         optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}

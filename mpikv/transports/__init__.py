@@ -23,8 +23,7 @@ from .watchdog import Watchdog
 
 
 def choose(group: Group, config: Config) -> tuple[str, str]:
-    """Return the name of the transport for these ranks, and the reason; raise Unsupported if it cannot join them.
-    Local.
+    """Return the name of the transport for these ranks, and the reason. Local.
 
     Raises:
         Unsupported: the transport of the settings cannot join these ranks.

@@ -43,10 +43,10 @@ def _raising(
 
 
 class AbortableWaiting:
-    """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError once another rank has ended the store, with
-    its reason.
+    """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError once another rank has ended the store.
 
-    With ``listening`` false it starts to look at :meth:`listen`; nothing is slower until then.
+    The error has that rank's reason. With ``listening`` false it starts to look at :meth:`listen`; nothing is slower
+    until then.
     """
 
     def __init__(self, find_end: Callable[[], str], waiting: Waits, *, listening: bool = True) -> None:
@@ -65,8 +65,9 @@ class AbortableWaiting:
 
 
 class Requests:
-    """Waits for the other ranks' part of an operation, up to a deadline. The library's errors become
-    :class:`~mpikv.errors.TransportError`.
+    """Waits for the other ranks' part of an operation, up to a deadline.
+
+    The library's errors become :class:`~mpikv.errors.TransportError`.
     """
 
     def __init__(self, group: ProcessGroup, waiting: Waits) -> None:

@@ -1,11 +1,11 @@
-"""Point-to-point messages between ranks that need not meet: requests, answered by a thread of the receiving rank, and
-replies.
+"""Point-to-point messages between ranks that need not meet: requests and replies.
 
-On one host a sender rings a bell once MPI has taken its request, and the thread sleeps until a ring. It counts: while
-it has heard more rings than it has received requests, a request is on its way, and the thread looks at MPI again. So
-no request is slept through. A thread that falls asleep has received a request for each ring that it has heard; the
-ring of any other request is not heard yet, and ends the sleep. MPI moves messages only inside of its calls. A caller
-that leaves with unsent messages wakes the thread of its rank, and the thread looks until they are sent.
+A thread of the receiving rank answers requests. On one host a sender rings a bell once MPI has taken its request, and
+the thread sleeps until a ring. It counts: while it has heard more rings than it has received requests, a request is on
+its way, and the thread looks at MPI again. So no request is slept through. A thread that falls asleep has received a
+request for each ring that it has heard; the ring of any other request is not heard yet, and ends the sleep. MPI moves
+messages only inside of its calls. A caller that leaves with unsent messages wakes the thread of its rank, and the
+thread looks until they are sent.
 
 While messages are on their way, and on several hosts, the thread naps between looks: some microseconds after the last
 message, up to a few milliseconds after a long pause.
@@ -73,10 +73,10 @@ def serve_ready(requests: Sequence[Request], serve: Serve) -> list[Request]:
 
 
 class Endpoint:
-    """The messages of one rank, on a communicator of their own. All methods but the constructor and :meth:`close` are
-    local.
+    """The messages of one rank, on a communicator of their own.
 
-    One thread makes requests and reads replies. The caller holds a lock for answers.
+    All methods but the constructor and :meth:`close` are local. One thread makes requests and reads replies. The caller
+    holds a lock for answers.
     """
 
     def __init__(self, group: ProcessGroup, serve: Serve) -> None:

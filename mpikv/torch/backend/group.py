@@ -114,8 +114,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- The way of every call
 
     def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
-        """Queue a call, or make it at once if the caller waits; return its handle. A mistake is raised on every rank
-        then.
+        """Queue a call, or make it at once if the caller waits; return its handle.
+
+        A mistake is raised on every rank then.
         """
         self._check_open(verb)
         mistake: Exception | None = None
@@ -255,9 +256,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
 
     def allgather_coalesced(self, outs: Any, ins: Any, options: Any = None) -> Work:
-        """Issue copies of every rank's inputs to all; ``outs`` has for each rank a list, one output for each input.
-        Collective.
-        """
+        """Issue copies of every rank's inputs to all; ``outs``: per rank a list, one for each input. Collective."""
         return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
 
     @_issued("gather", 2)
@@ -283,9 +282,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("all_to_all", 4)
     def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
-        """Issue a copy of the r-th rows of this rank's tensor to rank r; without numbers of rows equally many.
-        Collective.
-        """
+        """Issue a copy of the r-th rows of this rank's tensor to rank r; by default equally many. Collective."""
         return self._plan_all_to_all(self._cut(out, out_rows), self._cut(tensor, in_rows), [out])
 
     alltoall_base = all_to_all_single
@@ -298,9 +295,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Return the parts of a tensor for each rank, along its first dimension; ValueMismatch if they are not all of
-        it.
-        """
+        """Return the parts of a tensor for each rank, along its first dimension; ValueMismatch if not all of it."""
         rows = list(rows) or [len(tensor) // self._size] * self._size
         if sum(rows) != len(tensor):
             raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
@@ -353,8 +348,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- Mistakes that every rank can make, and common facts
 
     def _check_part(self, whole: Any, part: Any) -> str:
-        """Return the kind of ``whole``, a tensor in equal parts or a list with any; ValueMismatch unless ``part`` fits.
-        Local.
+        """Return the kind of ``whole``: a tensor in equal parts, or a list with any. Local.
+
+        ValueMismatch unless ``part`` fits.
         """
         if isinstance(whole, torch.Tensor):
             sizes, kinds = [whole.numel() // self._size] * self._size, {whole.dtype}

@@ -40,8 +40,9 @@ class Queue:
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call in this thread, or queue it for the queue's thread; return its handle. ``waits``: the caller
-        waits at once.
+        """Make a call in this thread, or queue it for the queue's thread; return its handle.
+
+        ``waits``: the caller waits at once.
 
         Raises:
             Closed: the queue has ended.
@@ -91,9 +92,7 @@ class Queue:
             raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 
     def end(self, patience: float) -> bool:
-        """Let no call in any more, and wait for those let in; return whether all have completed within ``patience``
-        seconds.
-        """
+        """Let no call in any more, and wait for those in; return whether all have ended within ``patience`` seconds."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

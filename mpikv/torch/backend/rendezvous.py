@@ -49,9 +49,7 @@ class Ends:
         """Why this rank itself waits no more."""
 
     def find(self) -> str:
-        """Return why a call will never complete: a rank has given up, or a process of this host has ended; "" if
-        neither. Local.
-        """
+        """Return why a call will never complete: a rank gave up, or a process of this host ended; else "". Local."""
         if why := self.own or self._group.find_end():
             return why
         if (now := present().now()) < self._due:
@@ -163,9 +161,7 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
 
 
 def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Meeting:
-    """Return all that the ranks of a group share, once they have compared settings; a problem is raised on all.
-    Collective.
-    """
+    """Compare settings, and return all that a group's ranks share; a problem is raised on all. Collective."""
     if not group.threads:
         problem = problem or Unsupported(
             "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
@@ -185,9 +181,7 @@ def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Me
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
-    """Return the group of these ranks, by MPI if its launcher has started them; raise if nothing can join them.
-    Collective.
-    """
+    """Return these ranks' group, by MPI if its launcher started them; raise if nothing can join them. Collective."""
     launch = launch_by_mpi()
     fact = json.dumps([launch and launch.rank, [*words.names]])
     ranks, lists = zip(*map(json.loads, words.allgather(fact.encode())), strict=True)

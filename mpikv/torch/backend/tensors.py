@@ -136,17 +136,13 @@ def flat(tensor: Any) -> Array:
 
 
 def read(tensor: Any, factor: Any = None) -> Array:
-    """Return a tensor's elements times a factor, flat: its own memory if that needs no copy. Unsupported off
-    the host.
-    """
+    """Return a tensor's elements times a factor, flat: its memory if that needs no copy. Unsupported off the host."""
     check_movable(tensor)
     return flat(_dense(tensor.detach(), factor))
 
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays to change, and a function that copies back those that are copies; Unsupported if one cannot be
-    filled.
-    """
+    """Return flat arrays to change, and a function that copies copies back; Unsupported if one cannot be filled."""
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
@@ -177,8 +173,9 @@ def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
 
 
 def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
-    """Return an array to fill with a part from each of ``size`` ranks, the sizes of the parts, and a function that then
-    copies them to where they belong: to a list of tensors, or to one in equal parts.
+    """Return an array for a part from each of ``size`` ranks, the sizes of the parts, and a function to copy them.
+
+    It copies them to where they belong: to a list of tensors, or to one in equal parts.
     """
     if isinstance(operand, torch.Tensor):
         (array,), put_back = in_place([operand])
@@ -197,8 +194,7 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
 
 
 def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
-    """Combine terms into ``out`` as :func:`~mpikv.collectives.operations.combine` does, but sums of half precision by
-    PyTorch.
+    """Combine terms into ``out`` as :func:`~mpikv.collectives.operations.combine`, but sum half precision by PyTorch.
 
     >>> terms = list(np.random.default_rng(0).standard_normal((3, 100_000)).astype(np.float16))
     >>> for size in (2, 3):

@@ -105,8 +105,9 @@ class Work(dist.Work):  # type: ignore[misc]
             raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
 
     def get_future(self) -> Any:
-        """Return the ``torch.futures.Future`` of the result. Its functions run in the thread that completes the call,
-        or at once.
+        """Return the ``torch.futures.Future`` of the result.
+
+        Its functions run in the thread that completes the call, or at once.
         """
         with self._lock:
             if self._future is None:
