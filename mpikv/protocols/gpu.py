@@ -116,7 +116,7 @@ class Gpu(Protocol):
         """Return whether this is an array of the library, on this GPU."""
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return values' addresses if all are plain arrays of the library on this GPU; None otherwise, or for no values."""
+        """Return values' addresses if all are plain arrays of the library on this GPU; else, or for no values, None."""
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
         """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
