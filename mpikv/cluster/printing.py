@@ -63,7 +63,8 @@ def _is_written(text: str, stream: Any) -> bool:
     """Write a text to a stream and flush it; return whether that worked."""
     try:
         stream.write(text)
-        getattr(stream, "flush", lambda: None)()
+        if hasattr(stream, "flush"):
+            stream.flush()
     except Exception:
         return False
     return True

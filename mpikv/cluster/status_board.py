@@ -57,6 +57,8 @@ _MOST_ASKED = 4
 _MOST_TOLD = 8
 # Seconds to wait for a host's answer, and seconds to repeat this host's last answer.
 _HOST_PATIENCE, _FRESH = 1.0, 1.0
+# What sets a rank or a host apart from a straggler.
+_GONE, _SILENT = "its process is gone", "does not answer"
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
@@ -146,9 +148,11 @@ class StatusBoard:
         answers = [self._find_late(missing), *(self._inquiry.collect() if self._inquiry else ())]
         late = tuple(sorted({rank for answer in answers for rank in answer.late}))
         told = [answer.text for answer in answers if answer.text]
-        rest = [f"{len(told) - _MOST_TOLD} more hosts have late ranks"] * (len(told) > _MOST_TOLD)
-        about = "; ".join(told[:_MOST_TOLD] + rest)
-        return Answer(late, f"{self.call}: {about}" if about else self.call)
+        # A lost rank explains many late ones, so it must not be among those left out.
+        told.sort(key=lambda text: not (_GONE in text or _SILENT in text))
+        if rest := len(told[_MOST_TOLD:]):
+            told[_MOST_TOLD:] = [f"{rest} more {'host has' if rest == 1 else 'hosts have'} late ranks"]
+        return Answer(late, f"{self.call}: {'; '.join(told)}" if told else self.call)
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
         """Return the late ranks of this host, and what they do; asks them by a signal. Local."""
@@ -196,8 +200,7 @@ class StatusBoard:
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
-        slots = zip(self._ranks, self._slots, strict=True)
-        return tuple(rank for rank, slot in slots if is_gone(slot))
+        return tuple(rank for rank, slot in zip(self._ranks, self._slots, strict=True) if is_gone(slot))
 
     def close(self) -> None:
         """Replace the shared memory by a copy, from which a rank that still waits can report. Local."""
@@ -254,15 +257,14 @@ def _is_in_use(number: int) -> bool:
 def whereabouts(slot: Any) -> str:
     """Say where a process of this host is, as "is now at ...". Local; a signal, then up to half a second."""
     pid = int(slot["pid"])
-    state = _state(slot)
     if is_gone(slot):
-        return "its process is gone"
+        return _GONE
     # It could not answer: the question would wait as long as the process.
-    if state == "stopped":
+    if _state(slot) == "stopped":
         return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
     lines = _ask(slot)
     if not lines:
-        return f"its process {pid} does not answer"
+        return f"its process {pid} {_SILENT}"
     # The caller's own line says more than a line of a library below it.
     own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
     if lines[-1][0].startswith(_PACKAGE):  # the outermost frame is ours: Python runs an exit function
@@ -420,4 +422,4 @@ class Inquiry:
 
 def _silence(name: str, ranks: Sequence[int]) -> Answer:
     who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
-    return Answer(tuple(ranks), f"host {name} does not answer: its {who} late or gone, or the network is cut")
+    return Answer(tuple(ranks), f"host {name} {_SILENT}: its {who} late or gone, or the network is cut")

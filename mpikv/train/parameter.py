@@ -166,8 +166,8 @@ class Parameter:
         """Keep an array as the gradient, or with ``add`` a copy, or add it in place; ValueMismatch if its shape
         differs.
         """
-        if array.shape != self.data.shape:
-            raise ValueMismatch(f"a gradient of {array.shape} does not fit {self.title} of shape {self.data.shape}")
+        if array.shape != (shape := self.data.shape):
+            raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:

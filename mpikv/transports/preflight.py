@@ -31,12 +31,11 @@ def _find_problem(every: Sequence[dict[str, Any]]) -> str:
     """Return why NCCL would only wait with these ranks' facts; "" if it would not."""
     versions = [rank["version"] for rank in every]
     if other := _first_other(versions):
-        return (
-            f"rank 0 has NCCL {shown(versions[0])} and rank {other} has {shown(versions[other])}; install one for all"
-        )
+        root, its = shown(versions[0]), shown(versions[other])
+        return f"rank 0 has NCCL {root} and rank {other} has {its}; install one version on all hosts"
     settings = [rank["settings"] for rank in every]
     if other := _first_other(settings):
-        return f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same on all"
+        return f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same settings on all"
     if settings[0].get("NCCL_COMM_BLOCKING") == "0":
         return "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they have begun; unset it"
     # Versions and settings are equal by now, so the first rank's are those of all.
