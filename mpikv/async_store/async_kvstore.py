@@ -259,10 +259,14 @@ class AsyncKVStore(KVStore):
         if self._bound and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
-        kind = Kind.PUSH if filled is None else Kind.PUSHPULL
         for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
-            payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
-            self._pushes[entry.key] = client.ask(kind, _owner_of(entry), entry, payload, _make_fill(given))
+            payload, owner = local_sum(group, entry.dtype).astype(entry.dtype, copy=False), _owner_of(entry)
+            # This rank's own answer comes at once, and may fill an array that a later key pushes.
+            kind = Kind.PUSH if filled is None or owner == self.rank else Kind.PUSHPULL
+            self._pushes[entry.key] = client.ask(kind, owner, entry, payload, _make_fill(given))
+        for entry, given in zip(plan.entries, filled or (), strict=filled is not None):
+            if _owner_of(entry) == self.rank:
+                client.ask(Kind.PULL, self.rank, entry, take=_make_fill(given))
         # With a bound a push counts once it is applied: the clock must not run ahead of the updates.
         if self._bound or filled is not None:
             client.wait([self._pushes[key] for key in plan.keys])

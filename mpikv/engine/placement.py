@@ -24,16 +24,17 @@ from itertools import pairwise
 
 from ..errors import ConfigError, Unsupported, known_names
 from ..optimizers.updaters import Assign
-from ..protocols import Placement, Shard, Transport, Updater
+from ..protocols import Placement, Shard, Transfers, Transport, Updater
 
 # Shards begin at multiples of this many elements, so that two ranks never write to one cache line.
 _ALIGNMENT = 64
-# So many ranks own a part of each cell, and more only if each has so many elements, 32 KiB of float32.
+# At least so many ranks own a part of a cell, and more than twice as many only if each has so many elements, 32 KiB of
+# float32.
 _FEWEST_OWNERS, _FEWEST = 32, 8192
 
 
 class Sharded:
-    """Each cell of a block's grid is cut into one shard per rank; on many hosts, into one for every so many ranks."""
+    """Each cell of a block's grid is cut into shards: one per rank, or between many hosts one for some ranks."""
 
     name = "sharded"
     everywhere = False
@@ -42,7 +43,7 @@ class Sharded:
         self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return the shards of the elements ``[start, stop)``: each rank owns one range of the cell."""
+        """Return the shards of the elements ``[start, stop)``: an owner has one range of the cell."""
         first, last = cell
         owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
@@ -54,17 +55,15 @@ class Sharded:
         return Shard(tuple(counts), low, low + counts[self._transport.rank])
 
     def _owners(self, elements: int, number: int) -> range:
-        """Return the ranks that own a part of a cell: where there are many, others for each cell in turn. Local."""
-        size, per_host = self._transport.size, self._transport.sharing_size
-        # On one host nothing is sent, and between GPUs each rank's part has to be as long as the others'.
-        if per_host == size or not self._transport.memory.is_host:
-            return range(size)
-        stride = max(1, size // max(_FEWEST_OWNERS, elements // _FEWEST))
-        per_host = min(per_host, stride)
-        # Neighbouring cells are in flight together: their owners are on other hosts, so that all hosts receive.
-        hosts = stride // per_host
-        stride = hosts * per_host
-        return range((number % hosts * per_host + number // hosts) % stride, size, stride)
+        """Return the ranks that own a part of a cell: between many hosts, others for each cell in turn. Local."""
+        transport = self._transport
+        if not isinstance(transport, Transfers):
+            return range(transport.size)
+        # Neither which ranks share a host nor how many do: with other hosts a commit of the same ranks is put back.
+        stride = max(1, transport.size // max(_FEWEST_OWNERS, elements // _FEWEST))
+        # Cells in flight together have owners that are far apart, most often on other hosts: so all hosts receive.
+        ahead = min(transport.ahead, stride)
+        return range((number % ahead * (stride // ahead) + number // ahead) % stride, transport.size, stride)
 
 
 class Owners(Sharded):

@@ -75,7 +75,9 @@ class Contents:
             )
         for block in self._ends:
             slots = {name: name_of(array.dtype) for name, array in block.state.items()}
-            texts.append(f"block {block.index}: {block.values.size} elements with the states {slots}")
+            # The transport and the number of its first cell decide its owners, too.
+            where = f"block {block.index} from cell {block.grid.number}"
+            texts.append(f"{where}: {block.values.size} elements with the states {slots}")
         return texts
 
     def check_layout(self) -> None:

@@ -15,7 +15,6 @@ from typing import cast
 
 import numpy as np
 
-from ..memory.host import HOST
 from ..protocols import Placement, Shard, Transport
 
 __all__ = ["PlacementContract"]
@@ -82,11 +81,8 @@ class Seat:
 
     rank: int
     size: int
-    memory = HOST
-
-    @property
-    def sharing_size(self) -> int:
-        return max(1, self.size // 16)
+    ahead = 4
+    apart = sent = wait_for = note_read = len
 
 
 def of_one(cell: tuple[int, int], ranks: int) -> Sequence[int]:

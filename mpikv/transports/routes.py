@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 # Carriers' parts are multiples of so many elements, so a few elements make one message. 64 float32 are 4 cache lines.
 _ALIGNMENT = 64
-# An owner's elements are cut for several carriers only if each gets so many, 32 KiB of float32.
+# A host has more shares than owners only if each has so many elements, 32 KiB of float32.
 _FEWEST = 8192
 
 
@@ -40,9 +40,10 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
     ``hosts`` are the ranks of each host. Rank r owns the r-th part, of ``counts[r]`` elements.
 
     >>> for carrier in 0, 1:
-    ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 64, 64]).as_carrier:
+    ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 100, 28]).as_carrier:
     ...         print(*route)
-    0 3 64 128
+    0 2 64 100
+    0 3 100 128
     1 2 0 64
     """
     starts = list(accumulate(counts, initial=0))

@@ -54,6 +54,19 @@ def adding(kv):
 # --- What is promised
 
 
+@ALL
+def test_a_pushpull_of_a_list_reads_all_before_it_fills():
+    with create() as kv:
+        kv.init(["a", "b", "c"], [np.zeros(2)] * 3)
+        adding(kv)
+        kv.barrier()
+        if kv.is_root:
+            one, ten, six = (np.full(2, number) for number in (1.0, 10.0, 6.0))
+            kv.pushpull(["a", "b", "c"], [one, ten, six], out=[ten, six, one])
+        kv.barrier()
+        assert [kv.pull(key)[0] for key in "abc"] == [1, 10, 6]
+
+
 @pytest.mark.feature("async-push")
 @ALL
 @BOUNDS
