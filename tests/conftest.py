@@ -67,9 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "one_library: what the test shows does not depend on the MPI library; it runs with one of them"
     )
-    config.addinivalue_line(
-        "markers", "processes: the test needs processes, threads that nobody simulates, or real time"
-    )
+    config.addinivalue_line("markers", "processes: it needs processes, threads that nobody simulates, or real time")
     launch = launch_of()
     if config.option.rank_records:
         plugins = [Launched(config, Path(config.option.rank_records))]

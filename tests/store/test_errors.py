@@ -180,9 +180,7 @@ def test_types(watched):
     watched.fails(TypeError, r"masked array .*filled", lambda: kv.push("bias", masked))
     constant = np.ones((2, 3))
     constant.flags.writeable = False
-    watched.fails(
-        TypeError, r"^pull: the array to fill is a read-only .*new arrays", lambda: kv.pull("weight", constant)
-    )
+    watched.fails(TypeError, r"^pull: the array to fill is a read-only .*new", lambda: kv.pull("weight", constant))
     text = "^pushpull: the array to fill is a read-only"
     watched.fails(TypeError, text, lambda: kv.pushpull("weight", value, out=constant))
     watched.fails(TypeError, "float64, not an array that can be filled", lambda: kv.pull("weight", np.float64(1)))

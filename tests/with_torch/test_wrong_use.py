@@ -345,9 +345,7 @@ def test_a_wrapped_optimizer(kv, update):
     attach(model, wrapped, kv=kv, update=update)
     train(model, wrapped, range(2), kv)
     check_trains(kv, model, wrapped.optimizer.optimizer)
-    fails(
-        kv, TypeError, "a Wrapper, and .* if it wraps one, pass that", lambda: attach(network(), Wrapper(None), kv=kv)
-    )
+    fails(kv, TypeError, "a Wrapper, .* if it wraps one, pass that", lambda: attach(network(), Wrapper(None), kv=kv))
 
 
 def test_a_store_that_updates_or_compresses(kv):

@@ -187,9 +187,7 @@ def test_rows_of_a_gpu_and_a_store_on_the_host(filled: KVStore, known: FakeGpu, 
             lambda: kv.pushpull("w", rows),
         ]
         for call in calls:
-            with pytest.raises(
-                Unsupported, match="rows on a GPU and the store its values on the host; pull to a RowSp"
-            ):
+            with pytest.raises(Unsupported, match="rows on a GPU and the store its values on the host; pull to a Row"):
                 call()
         assert (rows.indices.tolist(), on_host(rows.values).tolist()) == ([1], [[1, 1]])
 

@@ -33,9 +33,7 @@ def build() -> Path:
         if (include := Path(place) / "include").is_dir()
     ]
     if len(folders) != 2:
-        raise SystemExit(
-            "the emulated CUDA needs CUDA's headers and NCCL's: scripts/venv .venv-cuda mpich,test,gpu-test"
-        )
+        raise SystemExit("the emulated CUDA needs headers of CUDA, NCCL: scripts/venv .venv-cuda mpich,test,gpu-test")
     folder = BUILT / f"libraries-{digest('*.h', '*.cpp', 'headers/**/*')}"
     if not (folder / "libnccl.so.2").exists():
         folder.mkdir(parents=True, exist_ok=True)
