@@ -33,6 +33,6 @@ class Placement(Protocol):
         """Return the shards of a block's elements ``[start, stop)``, in ``cell`` of its grid.
 
         The cell is the ``number``-th of all blocks' cells. If values stay whole, rank r owns those that begin in
-        ``[bounds[r], bounds[r + 1])``, and none reaches beyond. An element's owner depends on its place in its block and
-        on ``number``, never on the call, because its optimizer state lives with its owner.
+        ``[bounds[r], bounds[r + 1])``, and none reaches beyond. An element's owner depends on its place in its block
+        and on ``number``, never on the call, because its optimizer state lives with its owner.
         """
