@@ -13,7 +13,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -43,6 +43,9 @@ _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
 # MPI_ERR_UNKNOWN of Open MPI: the status of its ranks that lose a connection to another host, where a rank has died.
 _BEREFT = 14
+
+# Ranks in one message.
+_MOST_NAMED = 8
 
 # Seconds between the end of a rank without MPI and the message to the user.
 _WARN_AFTER = 5.0
@@ -258,10 +261,9 @@ class _Attempt:
                     threading.Thread(target=self._launcher.stop, daemon=True).start()
         if absent := _without_mpi(self._launcher.directory) - self._warned:
             self._warned.update(absent)
-            ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
             job.tell(
-                f"{ranks} ended more than {_WARN_AFTER:g} s ago without starting MPI; a rank that starts it, as by "
-                "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
+                f"{_name_ranks(absent)} ended more than {_WARN_AFTER:g} s ago without starting MPI; a rank that starts "
+                "it, as by mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
             )
         return bool(self._goes_on)
 
@@ -347,19 +349,21 @@ def _first(failures: Sequence[Death]) -> list[Death]:
         limit = others[0].time_ns + _DOUBT * (others[0].status is None)
         crashes = [one for one in others if (one.status or 0) < 0 and one.status != -signal.SIGTERM]
         crash = next((one for one in crashes if one.time_ns < limit), None)
-        return [crash, *others[: others.index(crash)]] if crash else others[:1]
+        return [crash, *(one for one in others[: others.index(crash)] if one.status is None)] if crash else others[:1]
     return [failure for failure in near if failure.time_ns - begin < _DOUBT]
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> _End:
     """Return a job's end from the deaths of the ranks that ended it."""
-    ranks = ", ".join(str(one.rank) for one in sorted(first))
-    who = f"rank {ranks}" if len(first) == 1 else f"one of the ranks {ranks}"
+    who = "one of the " * (len(first) > 1) + _name_ranks(one.rank for one in first)
     so = ", so the job was stopped" if size > 1 else ""
     code = first[0].status
+    if code is None and status == 0:
+        what = f"{who} was killed, or left before the end of its script, while the launcher reports success"
+        return _End(1, what, dies=True)
     if code is None:
         what = f"{who} was the first to end, without an error message"
-        return _End(abs(status) or 1, what, f"{so} (status {status})", dies=True)
+        return _End(abs(status), what, f"{so} (status {status})", dies=True)
     if code == 0:
         return _End(1, f"{who} left before the end of its script, as by os._exit(0)", so, dies=True)
     if code > 0:
@@ -374,7 +378,19 @@ def _blame(first: Sequence[Death], status: int, size: int) -> _End:
             else f"the launcher may have, which ended with status {status}: see its message"
         )
         hint = f"; if nobody sent this signal, {who_killed}"
+    elif lost := [one.rank for one in first[1:]]:
+        # This signal is certain, and only the order is not.
+        connections, they = ("connections", "they") if len(lost) > 1 else ("connection", "it")
+        before = f"the {connections} of {_name_ranks(lost)} ended just before, so {they} may have been lost first"
+        return _End(128 + killer, f"rank {first[0].rank} was killed by {killer.name}; {before}", dies=True)
     return _End(128 + killer, f"{who} was killed by {killer.name}", so + hint, dies=True)
+
+
+def _name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 3", or "ranks 3, 5" for several; of many, the first and the number of the others."""
+    every = sorted(ranks)
+    rest = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
+    return ("ranks " if len(every) > 1 else "rank ") + ", ".join(map(str, every[:_MOST_NAMED])) + rest
 
 
 @contextlib.contextmanager

@@ -21,10 +21,8 @@ from mpikv.cli.restarts import find_folders
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # Enough for four starts on a busy machine.
 DEADLINE = 100
-pytestmark = [
-    pytest.mark.deadline(2 * DEADLINE + 20),
-    pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi() or "MPI"),
-]
+WHY = why_no_mpi()
+pytestmark = [pytest.mark.deadline(2 * DEADLINE + 20), pytest.mark.skipif(bool(WHY), reason=WHY or "MPI")]
 
 TRAIN = """
 import os, pathlib, signal, sys, time
@@ -113,9 +111,8 @@ def test_a_killed_rank_is_named_and_the_loop_goes_on(run: Start) -> None:
 def test_an_error_at_a_step_ends_the_job_after_some_restarts(run: Start) -> None:
     _, errors = wait(run("if step == 5: raise RuntimeError('planted')", "--restarts", "2"), status=1)
     assert errors.count("RuntimeError: planted") >= 3
-    assert re.search(
-        r"rank 1 ended with status 1, so the job was stopped; 2 restarts from .* brought no new commit", errors
-    )
+    why = "rank 1 ended with status 1, so the job was stopped; 2 restarts from .* brought no new commit"
+    assert re.search(why, errors)
 
 
 @pytest.mark.parametrize("error", ["len(5)", "import no_such_module", "exec('1 +')", "kv.set_optimizer('none')"])

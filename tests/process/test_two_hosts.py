@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hosts import ROOT, Hosts, virtual_hosts
@@ -182,19 +183,24 @@ def test_a_slow_cable(hosts: Hosts, least: float) -> None:
     assert least < took < 20, lines
 
 
-@pytest.mark.deadline(180)
+@pytest.mark.deadline(330)  # the command itself waits up to 270 s for one fault
 @pytest.mark.parametrize("fault", ["cut and healed", "cut for ever", "second host killed", "first host killed"])
 def test_a_fault(hosts: Hosts, fault: str) -> None:
     """What the command promises; docs/explanation/several-hosts.md says more."""
-    print(run_here("scripts/hosts_faults", "--only", fault))
+    print(run_here(300, "scripts/hosts_faults", "--only", fault))
 
 
-def run_here(*arguments: str) -> str:
+def run_here(seconds: float, *arguments: str) -> str:
     """Run a script, which makes hosts of its own; return what it prints."""
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=clean(os.environ), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=clean(os.environ), text=True, **pipes)
+    try:
+        output, errors = job.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        job.terminate()  # not SIGKILL: the script removes its hosts first
+        output, errors = job.communicate(timeout=20)
+    assert job.returncode == 0, output + errors
+    return output
 
 
 RESTARTS = """
@@ -229,7 +235,7 @@ def test_a_rank_that_dies(hosts: Hosts, rank: int) -> None:
     output = hosts.output.read_text()
     assert status == 0, output
     assert output.count("attempt 1 True") == 4, output
-    assert re.search(rf"mpikv run: (?:rank |one of the ranks (?:\d, )*){rank}\b.*; restart 1 from", output), output
+    assert re.search(rf"mpikv run: .*\branks? (?:\d, )*{rank}\b.*; restart 1 from", output), output
     assert not list((hosts.folder / "keep").iterdir())
     assert hosts.processes() == []
 
@@ -247,7 +253,7 @@ def test_a_folder_that_hosts_do_not_share(hosts: Hosts) -> None:
 def test_the_benchmark_between_hosts(hosts: Hosts) -> None:
     """It compares the results of its ways, and prints a line for each."""
     ways = ["mpikv", "mpikv compression=2bit", "sums", "allreduce"]
-    lines = run_here("scripts/benchmark", "--hosts", "2", "--quick", "--rounds", "1", "--ways", *ways).splitlines()
+    lines = run_here(90, "scripts/benchmark", "--hosts", "2", "--quick", "--rounds", "1", "--ways", *ways).splitlines()
     assert [line[:32].rstrip() for line in lines[2:]] == ways
 
 

@@ -82,9 +82,8 @@ class Hosts:
         prints.
         """
         places = ",".join(f"{address}:{ranks // len(self.names)}" for address in ADDRESSES[: len(self.names)])
-        return self.run_on_first(
-            [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), "--hosts", places, *arguments]
-        )
+        command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), "--hosts", places]
+        return self.run_on_first([*command, *arguments])
 
     def run_on_first(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a command on the first host."""
@@ -180,9 +179,7 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def virtual_hosts(
-    folder: Path, count: int = 2, rate: str = "", delay: float = 0.0, loss: float = 0.0
-) -> Iterator[Hosts]:
+def virtual_hosts(folder: Path, count: int = 2, rate: str = "", delay: float = 0, loss: float = 0) -> Iterator[Hosts]:
     """Make hosts, and remove them and all their processes, whatever happens.
 
     A cable carries ``rate`` each way, as ``100mbit``; "": what the machine can. A packet takes ``delay`` seconds to

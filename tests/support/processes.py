@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 
-def find_processes(mark: str) -> list[int]:
-    """Return the processes, this one left out, whose environment has a text."""
+def find_processes(mark: str, where: str = "environ") -> list[int]:
+    """Return the processes, this one left out, whose environment has a text, or with "cmdline" their command."""
     found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
+    for file in Path("/proc").glob(f"[0-9]*/{where}"):
         # Processes end meanwhile; others belong to other users.
         with contextlib.suppress(OSError):
-            if mark.encode() in environment.read_bytes() and environment.parent.name != str(os.getpid()):
-                found.append(int(environment.parent.name))
+            if mark.encode() in file.read_bytes() and file.parent.name != str(os.getpid()):
+                found.append(int(file.parent.name))
     return found
 
 
