@@ -338,7 +338,8 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     MPICH's launcher may learn of a death and kill the other ranks before this process sees the first one end. So among
     deaths within a moment, those that the launcher does not cause came first.
     """
-    begin = min(failure.time_ns for failure in failures)
+    first = min(failures, key=lambda failure: failure.time_ns)
+    begin = first.time_ns
     near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
     # Launchers kill the other ranks by SIGKILL; of those on other hosts only the time is known.
     caused = {-signal.SIGKILL, *([_BEREFT] if any(failure.status is None for failure in near) else ())}
@@ -350,7 +351,8 @@ def _first(failures: Sequence[Death]) -> list[Death]:
         crashes = [one for one in others if (one.status or 0) < 0 and one.status != -signal.SIGTERM]
         crash = next((one for one in crashes if one.time_ns < limit), None)
         return [crash, *(one for one in others[: others.index(crash)] if one.status is None)] if crash else others[:1]
-    return [failure for failure in near if failure.time_ns - begin < _DOUBT]
+    bereft = {_BEREFT} if first.status is None else set()
+    return [failure for failure in near if failure.time_ns - begin < _DOUBT and failure.status not in bereft]
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> _End:

@@ -707,6 +707,7 @@ BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent th
         (LOST.format(-11, 990).replace("touch", f"{MANY}; touch"), 139, CRASHED.format(EIGHT, "they")),
         (LOST.format(-11, 970), 1, "rank 1 was the first to end"),
         (LOST.format(4, 990), 1, "rank 1 was the first to end"),
+        (LOST.format(14, 990), 1, "rank 1 was the first to end"),
         (LOST.format(14, 1010), 14, "one of the ranks 0, 1 ended"),
         ("echo 4 >$MPIKV_RUN/1; sleep 0.05; echo 1 >$MPIKV_RUN/0; exit 1", 4, "rank 1 ended with status 4"),
     ],

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT
 
 from mpikv.cli.launchers import clean
 
@@ -91,9 +92,7 @@ class Hosts:
         # Not a pipe: what stays behind on another host would keep it open.
         with self.output.open("wb") as output:
             variables = {**clean(os.environ), **self.variables}
-            return subprocess.Popen(
-                [*enter, *command], env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
+            return subprocess.Popen([*enter, *command], env=variables, stdin=DEVNULL, stdout=output, stderr=output)
 
     def cut(self, state: str = "down") -> None:
         """Pull the cable of the second host out; with "up", plug it in again."""
@@ -138,9 +137,7 @@ class Hosts:
 
     def _help(self, command: Sequence[str]) -> int:
         """Start a process that says when it is ready, and ends with this one; return its number."""
-        helper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        helper = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
         self._helpers.append(helper)
         assert helper.stdout is not None
         if (said := helper.stdout.readline()) != "ready\n":
