@@ -25,6 +25,7 @@ def until_unread(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:
+            _lose_errors()
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
@@ -33,6 +34,14 @@ def until_unread(command: Callable[[], int]) -> int:
         # Python flushes stdout again at exit, and would print the same error: give it a working file.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
+
+
+def _lose_errors() -> None:
+    """Give standard error a working file if it is full: Python flushes it at exit, and would end with status 120."""
+    try:
+        print(end="", file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def has_lost_reader() -> bool:

@@ -121,18 +121,14 @@ def test_import_leaves_out_what_few_programs_need() -> None:
         "assert not [name for name in mpikv.__all__ if name not in globals()]\n"
         "assert not hasattr(mpikv, 'Nothing')\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
-    )
-    assert json.loads(answer.stdout) == []
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert json.loads(ran.stdout) == []
 
 
 @pytest.mark.feature("no-roles")
 def test_import_loads_numpy_and_the_standard_library_only() -> None:
     code = "import json, sys; old = set(sys.modules); import mpikv; print(json.dumps(sorted(set(sys.modules) - old)))"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
-    )
-    libraries = {name.partition(".")[0] for name in json.loads(answer.stdout)} - sys.stdlib_module_names
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    libraries = {name.partition(".")[0] for name in json.loads(ran.stdout)} - sys.stdlib_module_names
     # Names with an underscore are parts of CPython that it does not list, such as its build configuration.
     assert {name for name in libraries if not name.startswith("_")} <= {"mpikv", "numpy"}

@@ -62,9 +62,10 @@ def test_a_job_that_fails_where_nothing_can_be_said_has_its_status(tmp_path):
         pytest.skip(why_no_mpi())
     (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
     command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "fail.py"]
+    environ = {**clean(os.environ), "PYTHONUNBUFFERED": ""}
     with open("/dev/full", "w") as full:
         ran = subprocess.run(
-            command, cwd=tmp_path, env=clean(os.environ), stdout=full, stderr=full, timeout=DEADLINE, check=False
+            command, cwd=tmp_path, env=environ, stdout=full, stderr=full, timeout=DEADLINE, check=False
         )
     assert ran.returncode == 3
 

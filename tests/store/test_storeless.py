@@ -58,11 +58,9 @@ def test_a_sum_needs_no_init(store):
 def test_a_key_may_change_its_shape_and_dtype(comm, calls):
     with mpikv.create("horovod", comm=comm, timeout=5) as store:
         for step, (key, shape, dtype, summing) in enumerate(calls):
-            mine, *others = (
-                np.full(shape, (rank + 1) * (step + 1), dtype) for rank in [store.rank, *range(store.size)]
-            )
+            own, *others = (np.full(shape, (rank + 1) * (step + 1), dtype) for rank in [store.rank, *range(store.size)])
             out = np.empty(shape, dtype)
-            (store.pushpull if summing else store.broadcast)(key, mine, out=out)
+            (store.pushpull if summing else store.broadcast)(key, own, out=out)
             np.testing.assert_array_equal(out, sum(others) if summing else others[0])
 
 

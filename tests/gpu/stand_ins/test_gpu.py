@@ -35,7 +35,7 @@ def test_an_emulated_gpu_without_a_compiler():
     command = [sys.executable, ROOT / "tests/support/cuda", "echo", "it runs"]
     ended = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, timeout=18, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "needs the compiler cc, which is not installed" in ended.stderr
+    assert "needs the compiler cc, and it is missing" in ended.stderr
 
 
 # --- Which GPU
