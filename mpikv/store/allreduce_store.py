@@ -108,7 +108,7 @@ class AllReduce(RankedStore):
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or ``value`` where there is none, with the sum over ranks. Collective.
+        """Fill ``out``, else ``value``, with the sum over ranks; return it, or new arrays if unwritable. Collective.
 
         Forms of keys and arrays, and what is returned, as in :meth:`mpikv.KVStore.pushpull`.
 
@@ -120,7 +120,7 @@ class AllReduce(RankedStore):
         return self._make_call("pushpull", key, value, out, priority)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or ``value`` where there is none, with the root's ``value``. Collective, and repeatable."""
+        """Fill ``out``, else ``value``, with the root's ``value``, and return it. Collective, and repeatable."""
         return self._make_call("broadcast", key, value, out, priority)
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
@@ -168,12 +168,12 @@ class AllReduce(RankedStore):
         )
 
     def _make_call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        """Make a call: the recalled one, or after checks; on GPUs if all values lie there. Collective."""
+        """Make a sum or a broadcast, checked unless arrays are those of the last; may open NCCL first. Collective."""
         if type(priority) is int and not priority and (known := self._recall(verb, key, value, out)) is not None:
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
             form = parse(key, value)
-            there = self._values_lie_on_gpus(form)
+            there = self._can_sum_on_gpus(form)
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
         if there and self._gpus is None:
@@ -181,8 +181,8 @@ class AllReduce(RankedStore):
         filled = given_to_fill(key, value, out)
         return self._store._collective(verb, self._prepare, key, verb, form, there, filled, out is None, priority)
 
-    def _values_lie_on_gpus(self, form: Form) -> bool:
-        """Return whether all values, not ``out``, lie on GPUs, none immutable, and may be summed there. Local."""
+    def _can_sum_on_gpus(self, form: Form) -> bool:
+        """Return whether all values are mutable GPU arrays, and NCCL has not failed; raise if a key has none. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
@@ -191,7 +191,7 @@ class AllReduce(RankedStore):
         return can_sum and bool(arrays) and all(lies_elsewhere(one) and not is_immutable(one) for one in arrays)
 
     def _prepare_gpus(self, key: Any, verb: str, form: Form) -> PreparedCall:
-        """Prepare to open the collectives of GPUs, for the first call with arrays there. Its run is collective."""
+        """Prepare to open NCCL, once; if ranks cannot, the host sums from then on. Local; its run is collective."""
         memory, opens = self._store._transport.memory, self._open_gpus
         assert isinstance(memory, HostMemory)
         assert opens is not None
@@ -208,7 +208,7 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, there: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Check and describe a call that fills and returns ``filled``; on the host, make its first copies now. Local.
+        """Check a call, cache it if it needs no copies, and stage its message if small. Local; its run is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
@@ -247,7 +247,7 @@ class AllReduce(RankedStore):
         return call, partial(self._run, here, verb, work, result)
 
     def _recall(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Call, list[Pair]] | None:
-        """Return the description of a call, and its arrays, if the last one with these names had the same. Local.
+        """Return the cached call, and its flat arrays, if the last call of these names had the same; else None. Local.
 
         To check and describe them anew takes longer than to sum small ones.
         """
@@ -275,7 +275,7 @@ class AllReduce(RankedStore):
         return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
 
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
-        """Prepare a call that is recalled, and stage its message. Local; its run is collective."""
+        """Prepare a call by its cached description; stage its message if small. Local; its run is collective."""
         self._stage(self._host, verb, pairs)
         return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 
@@ -286,7 +286,7 @@ class AllReduce(RankedStore):
             self._store._exchange.pipeline.prefetched = sends[0]
 
     def _add_up(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
-        """Return the array to send for a key: the only one of its list, or their sum; raise if they differ. Local."""
+        """Return a key's only array, or the new sum of its list; raise if their shapes or dtypes differ. Local."""
         first, *others = map(memory.source, group)
         storable(first.dtype)
         if not others:
@@ -302,7 +302,7 @@ class AllReduce(RankedStore):
         return total
 
     def _plan_work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
-        """Plan the copies and sums of a call; take new arrays where the caller's cannot be sent or filled. Local."""
+        """Return a call's copies and sums; allocate arrays in place of those that cannot be sent or filled. Local."""
         work, gpu = _Work([], [], []), memory.gpu if isinstance(memory, DeviceMemory) else None
         address = address_of if gpu is None else gpu.address
         apart = disjoint([[source] for source in sources], outs, address)
@@ -323,7 +323,7 @@ class AllReduce(RankedStore):
         return work
 
     def _run(self, here: Collectives, verb: str, work: _Work, result: Any) -> Any:
-        """Make the call's copies and sums; return its result. On GPUs it queues them. Collective."""
+        """Make a call's copies, and its sums or broadcasts; return its result. GPUs only queue them. Collective."""
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
             let_gpus_queue()
@@ -370,14 +370,14 @@ class TestStore(KVStoreBase):
     """
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
-        """Copy the array of each key to those of ``out``; without it there is nothing to do."""
+        """Copy the first array of each key to the key's arrays in ``out``; do nothing without ``out``. Local."""
         if out is None:
             return
         for (array, *_), outs in zip(parse(key, value).groups, parse(key, out, "out").groups, strict=True):
             _fill(outs, source(array))
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
-        """Fill the arrays of ``out``, or of ``value`` where there is none, with the sum of those of ``value``."""
+        """Fill each key's arrays in ``out``, else in ``value``, with the sum of its arrays in ``value``. Local."""
         groups = parse(key, value).groups
         for group, outs in zip(groups, groups if out is None else parse(key, out, "out").groups, strict=True):
             first, *others = map(source, group)

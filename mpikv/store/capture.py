@@ -74,7 +74,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recorded updates are right for these steps, once the table has their numbers. Local."""
+        """Return whether the recorded work is right for these steps, once their numbers are in its table. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -159,7 +159,7 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call: plain, queued, to be recorded, or launched. Local; its run is collective."""
+        """Prepare the next call: plain, queued, recorded, or launched; may allocate. Local; its run is collective."""
         memory = self._memory
         # A rank that has left join cannot launch this graph: it has no arrays.
         if memory is None or self._door.state is State.JOINING:
@@ -194,7 +194,7 @@ class CapturedStep:
         return self._describe(call, how), run
 
     def _describe(self, call: Call, how: str) -> Call:
-        """Return a description that also compares the number of this step, and how it runs. Local."""
+        """Return a call's description, cached, to which this step's number and ``how`` it runs are added. Local."""
         known, same, described = self._described
         if described is None or call is not known or how != same:
             described = add_text(call, f"captured step #{self._number}, {how}")
@@ -202,7 +202,7 @@ class CapturedStep:
         return described
 
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
-        """Parse the step's arrays again; return the plan and arrays to record, or why plain calls must run. Local."""
+        """Return a new state from the step's arguments: plan, arrays, GPU table, or why it cannot record. Local."""
         plan, sources, targets, result = _bind(self._verbs, self._given)
         # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
@@ -217,7 +217,7 @@ class CapturedStep:
         )
 
     def _add_table(self, known: _Known, steps: Steps) -> _Known:
-        """Return a state with GPU memory for these steps: the old table, or a new one if it does not fit. Local."""
+        """Return ``known`` with a GPU table for these steps: the one that it has, or a new one if unfit. Local."""
         table = known.table
         # A table of other options has other numbers, and kernels that were compiled for them.
         if table is None or not table.fits(steps.each[0]):
@@ -227,12 +227,12 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Learn whether all ranks can record the step; then make the call. Collective."""
+        """Ask whether all ranks can record, and note it; make the plain call, or queue it if they can. Collective."""
         known = self._known = replace(known, agreed=True, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._queue_first(known)
 
     def _agree_on_lack(self, lack: str) -> str:
-        """Return why it cannot be recorded on this rank, or on another. Collective."""
+        """Return why this rank, or another one, cannot record the call; "" if all can. Collective."""
         rank, size = self._exchange.transport.rank, self._exchange.transport.size
         least = self._agreement.least(rank if lack else size)
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
@@ -243,7 +243,7 @@ class CapturedStep:
         return self._run(known)
 
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
-        """Record and launch a graph if every rank can; else queue the work, now and in later calls. Collective."""
+        """Record the call in a graph and launch it if all ranks can; else queue it, and all later calls. Collective."""
         graph, lack = None, ""
         # Nothing runs while it is recorded, so nothing may be counted; the launch counts.
         with self._exchange.pipeline.uncounted(known.plan):
@@ -258,7 +258,7 @@ class CapturedStep:
         return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Write the present steps; queue the work, or launch its graph. Collective. The result is filled later."""
+        """Write the present steps; queue the work or launch its graph; return the result, filled later. Collective."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
@@ -270,7 +270,7 @@ class CapturedStep:
         return known.result
 
     def _queue(self, known: _Known) -> None:
-        """Queue the work; updates read their steps from the table. Collective."""
+        """Queue a pushpull whose updates read their steps from the table. Collective."""
         plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
         if known.table is not None:
             rows = known.table.rows
@@ -279,7 +279,7 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Check a pushpull's arguments; the prepared call returns copies of them for a step to keep. Local."""
+    """Check a pushpull's arguments; the call's run returns them, with lists and dicts copied, for a step. Local."""
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
@@ -296,7 +296,7 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
 
 
 def _copy(given: Any) -> Any:
-    """Return arguments with lists and dicts copied, but not their arrays. Local."""
+    """Return arguments with dicts and lists copied, tuples as lists, but the same arrays. Local."""
     if isinstance(given, Mapping):
         return {key: _copy(each) for key, each in given.items()}
     return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
@@ -320,7 +320,7 @@ def _has_rows(given: Fixed) -> bool:
 
 
 def _find_lack(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
-    """Return why a graph cannot use the arrays: it needs the same GPU memory at each call. "" if it can."""
+    """Return why a graph cannot use the same GPU memory for these arrays at each call; "" if it can. Local."""
     for entry, group in zip(plan.entries, targets, strict=True) if targets else ():
         if not all(map(memory.gpu.owns, group)):
             return f"an array that is filled with key {entry.key!r} is the host's"

@@ -69,7 +69,7 @@ class Door:
             raise self._agreement.at_rank(verb, Closed(f"{verb}: {self.why}"))
 
     def check_free(self, verb: str) -> None:
-        """Raise unless a call may run here, perhaps after those that are pending. Local; does not wait."""
+        """Raise if the store has ended, or is in another call or an updater; pending calls do not matter. Local."""
         self.check_open(verb)
         # First this, as calls may complete meanwhile.
         if not self._pending.active or self._pending.runs_here():
@@ -79,12 +79,13 @@ class Door:
             check_outside(verb)
 
     def _check_idle(self, verb: str) -> None:
+        """Raise Unsupported if the store is in a call. Local."""
         if running := self.running:
             raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Wait for pending calls and take the store; return the unseen error of one, to be raised instead. Local."""
+        """Check that a call may begin; if some are pending, wait, claim the store, return their unseen error. Local."""
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
@@ -110,7 +111,7 @@ class Door:
     # --- Calls without an agreement of their own
 
     def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run a function that waits for other ranks without an agreement; a failure may end the store."""
+        """Run a function, with the store marked as busy, and return its result; some failures end the store. Local."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))
@@ -126,7 +127,7 @@ class Door:
             self.running = ""
 
     def shadow(self, prepare: _Prepare, run_in_order: Callable[..., Any]) -> None:
-        """Make the calls of the ranks that still have work, and bring nothing to them. Collective."""
+        """Take part in the calls of ranks that still have work, bringing nothing, until none has any. Collective."""
         call = Call("join", JOINED)
         self.running = "join"  # an updater may run here, and cannot call the store
         try:
@@ -152,7 +153,7 @@ class Door:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """Let in only calls that ranks wait for, in a block, unless a pending call has ended the store. Local."""
+        """In a with block: set the state to JOINING, back at its end; raise Closed if the store has ended. Local."""
         self.check_open("join")
         before, self.state = self.state, State.JOINING
         try:
@@ -166,7 +167,7 @@ class Door:
         self.state, self.why = State.ENDED, why
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Make the store unusable after a failure that other ranks do not know of; add to its message. Local."""
+        """End the store after an error that not all ranks know of, or of queued GPU work; complete its text. Local."""
         if is_settled(error):
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)

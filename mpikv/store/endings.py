@@ -36,7 +36,7 @@ def tell_unseen() -> None:
 
 
 def _close_all() -> None:
-    """Close the open stores at the end of the program; wait for ranks that lost theirs, or end the job. Collective."""
+    """At the exit: close the open stores, wait for ranks that lost theirs or end the job, leave MPI. Collective."""
     # In the order of their creation, the same on all ranks: closing is collective.
     while stores := open_stores():
         store = stores[0]
@@ -74,7 +74,7 @@ def _tell(error: BaseException) -> None:
 
 
 def _end_in_child() -> None:
-    """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork. Local."""
+    """In a forked child, make the stores unusable and leave MPI and the job's end to the parent. Local."""
     for store in open_stores().copy():
         store.abandon(
             "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "

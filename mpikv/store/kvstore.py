@@ -213,7 +213,7 @@ class KVStore(RankedStore):
         return {**_CAPABILITIES, "gpu": not self._memory.is_host}[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
-        """Return counters of the store. Local.
+        """Return a dict: bytes of rows sent, seconds of each rank, the late rank, and commits. Local.
 
         ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows. ``ranks``, of several ranks,
         has a dict for each: how many seconds it was ``computing`` and waited for ``input`` between calls, and was
@@ -301,7 +301,7 @@ class KVStore(RankedStore):
         self._collective("init", self._verbs.values.init, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
-        """Add up one value per rank and give the sum to the updater, at the owner of the value. Collective.
+        """Sum the ranks' arrays of a key; the value becomes the sum, or what an updater makes of it. Collective.
 
         Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and never
         averaged). With one, ``updater(key, sum, stored)`` runs once per key and push, at the owner.
@@ -597,7 +597,7 @@ class KVStore(RankedStore):
         return self._collective("broadcast", self._verbs.values.broadcast, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
-        """Overwrite stored values by the root's, without the updater; optimizer state stays. Collective.
+        """Overwrite stored values by the root's, without the updater; all ranks give arrays that fit. Collective.
 
         ``value`` is read on the root only; the other ranks' are checked.
 
@@ -648,7 +648,7 @@ class KVStore(RankedStore):
         self._collective("barrier", self._control.barrier)
 
     def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """Compare a text with those of the other ranks, such as settings; raise if they differ. Collective.
+        """Compare a text with those of the other ranks; raise RankMismatch if they differ. Collective.
 
         Args:
             text: the same on every rank, as is ``verb``.
@@ -835,7 +835,7 @@ class KVStore(RankedStore):
         self._collective("set_gradient_compression", self._verbs.settings.set_compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the optimizer's learning rate, from the next push on. Local.
+        """Set the optimizer's learning rate from the next push on; waits for calls with ``wait=False``. Local.
 
         Call it on every rank, as the next push checks.
 
@@ -1014,7 +1014,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Put back the newest copy, pull into ``fill``, and return a training's steps for its one loop. Collective.
+        """Return the training's steps; if copies are kept, restore the newest and pull into ``fill``. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1093,7 +1093,7 @@ class KVStore(RankedStore):
         return self._restored
 
     def group(self, ranks: Sequence[int]) -> KVStore | None:
-        """Make a store of some of the ranks, with the options of this one. Collective over all ranks of this store.
+        """Return a new store of some of the ranks, with this one's options; None on other ranks. Collective.
 
         Every rank calls it with the same list, those that are not in it, too. Both stores can be used, by turns.
 
@@ -1125,7 +1125,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have unequal amounts of work: one that leaves takes part in the others' calls until all leave.
+        """In a with block ranks may call unequally often: one that leaves takes part in the others' calls until all do.
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
         different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
@@ -1192,7 +1192,7 @@ class KVStore(RankedStore):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
     def unseen(self) -> BaseException | None:
-        """Wait a second for pending calls; return an unseen error of one, at the end of the program. Local."""
+        """Wait at most a second for pending calls; return an error of one, seen from now on, or None. Local."""
         self._pending.drain(_LAST_STEPS)
         failure = self._pending.failure()
         return None if isinstance(failure, Closed) else failure
@@ -1207,7 +1207,7 @@ class KVStore(RankedStore):
             self._order.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
-        """End the store here, with its queue, checkpoints and commits; return whether it was open. Local."""
+        """End the store on this rank, with its queue, checkpoints and commits; return whether it was open. Local."""
         try:
             self._stores.remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
@@ -1223,7 +1223,7 @@ class KVStore(RankedStore):
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Tell the other ranks that this one ends without having closed the store with them. Local.
+        """Tell the other ranks that this one ends; return a function that lists those that did not, and a limit. Local.
 
         Returns:
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
@@ -1248,7 +1248,7 @@ class KVStore(RankedStore):
     # --- The way of every collective call
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Make a call: prepare it, agree with the other ranks, run it. Collective.
+        """Make a call: prepare it, compare it with the other ranks', run it, return its result. Collective.
 
         ``prepare`` raises for every mistake in this rank's arguments, before data move. Then all ranks raise.
         """
@@ -1325,14 +1325,14 @@ class KVStore(RankedStore):
             yield
 
     def _least(self, queued: int) -> int:
-        """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
+        """Return the smallest of the ranks' numbers of queued calls with ``wait=False``. Collective."""
         if self.size == 1:
             return queued
         least: int = self._collective("next", lambda: self._control.least(queued))
         return least
 
     def _free(self) -> None:
-        """Free arrays, memory and communicator, in this order. Collective."""
+        """Free values, what ``before_free`` lists, the transport, the board and the communicator. Collective."""
         # The arrays first, then their memory, then the group: each refers to the next.
         self._exchange.close()
         for release in self.before_free:
@@ -1343,7 +1343,7 @@ class KVStore(RankedStore):
 
 
 def open_stores() -> list[KVStore]:
-    """Return the open stores of this process in the order of their creation, the same on all ranks.
+    """Return the list itself of this process's open stores, in the order of creation, the same on all ranks. Local.
 
     The list keeps a store alive until it is closed: the garbage collector would free it at another moment on each rank.
     """
@@ -1351,7 +1351,7 @@ def open_stores() -> list[KVStore]:
 
 
 def lost_stores() -> list[Any]:
-    """Return the list of stores, and of what ends as these do, that ranks did not close together.
+    """Return the list itself of stores, and of what ends as these do, that ranks did not close together. Local.
 
     They have :meth:`KVStore.announce_shutdown` and :meth:`KVStore.unseen`: not all ranks may come to the end of MPI.
     """
@@ -1359,7 +1359,7 @@ def lost_stores() -> list[Any]:
 
 
 def let_gpus_queue(but: KVStore | None = None) -> None:
-    """Wait for pending calls of stores on GPUs, so that all ranks use NCCL in the order of the program. Local."""
+    """Wait for pending calls of all stores on GPUs ``but`` one; do nothing in a thread of such calls. Local."""
     for store in () if here.makes_calls else tuple(open_stores()):
         if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()

@@ -51,7 +51,7 @@ class KVStoreBase:
 
     @staticmethod
     def register(kind: _Kind) -> _Kind:
-        """Make a class known to :func:`mpikv.create` by its name in lower case. Local. A decorator.
+        """Make a class known to :func:`mpikv.create` by its name in lower case, and return it. Local. A decorator.
 
         :func:`mpikv.create` calls the class with the arguments that it was given itself. A name that is known is given
         to the new class, with a warning. An installed package need not be imported: the entry point
@@ -210,7 +210,7 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return the class of a store by its name: registered, or imported from an installed package; else None. Local."""
+    """Return the store class of this lower-case name; registers one of an installed package; None if unknown. Local."""
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package

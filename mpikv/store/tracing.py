@@ -63,7 +63,7 @@ class Tracer:
         self._launched = None if launch is None else (launch.rank, launch.size)
 
     def name_store(self, store: KVStore) -> str:
-        """Return the name of a new store in the trace; the first call writes the head of the file. Local."""
+        """Count a store, and return its name in the trace; the first call also writes the file's head. Local."""
         if not self._stores:
             # A store may be of some ranks only, which count otherwise.
             rank, size = self._launched or (store.rank, store.size)
@@ -75,7 +75,7 @@ class Tracer:
 
     @contextmanager
     def event(self, name: str, about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Write to the file when a block begins and ends; the end has the yielded dict and an error. Local."""
+        """In a with block: write its begin to the file, and its end, with the yielded dict and any error. Local."""
         self._mark("B", name, about)
         known: dict[str, Any] = {}
         try:
@@ -87,7 +87,7 @@ class Tracer:
             self._mark("E", name, known)
 
     def _mark(self, phase: str, name: str, about: dict[str, Any]) -> None:
-        """Write a begin or an end, now, in nanoseconds of this host's clock."""
+        """Write an event to the file, with this thread and the present time: "B" for a begin, "E" for an end. Local."""
         thread = threading.get_native_id()
         self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": about})
 
@@ -108,7 +108,7 @@ class Tracer:
 
 
 def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
-    """Return a subclass of a kind of stores that writes each call, and its wait for ranks, to a file. Local."""
+    """Return a subclass of a store's class that writes each call, and its wait for ranks, to a tracer. Local."""
 
     # The kind is known at run time alone, and mypy wants a base that it can read.
     class Traced(kind):  # type: ignore[misc, valid-type]

@@ -47,7 +47,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_n
 
 
 def checked_targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the checked arrays that a pull fills; a stand-in is copied to the caller's array after the call. Local.
+    """Return the arrays that a pull fills, or stand-ins for them; raise if a shape or dtype does not fit. Local.
 
     A value's own view is returned as it is: there is nothing to fill.
     """
@@ -78,7 +78,7 @@ def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[A
 
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
-    """Return the unchecked arrays to fill, in the order of ``keys``; raise if the caller names other keys. Local.
+    """Return the arrays to fill by key, unchecked, in the order of ``keys``; raise if these are other keys. Local.
 
     ``key`` is the form of the keys that the caller passed.
     """
@@ -163,7 +163,7 @@ def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
 
 def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
-    """Return the updater; raise TypeError unless it can be called with three arguments. Local."""
+    """Return the updater itself; raise TypeError unless it can be called with three arguments. Local."""
     if not callable(updater):
         raise TypeError(f"an updater is a function f(key, input, stored), not {a_kind(updater)}")
     try:
@@ -179,7 +179,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_numbers: bool = True) -> Array:
-    """Return an array of the stored shape in the store's memory, checked but not cast to the stored dtype. Local."""
+    """Return a value as an array of the store's memory, not cast; raise unless shape and dtype fit the entry. Local."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host

@@ -44,7 +44,7 @@ class Comparison:
         self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return a cached description of a verb that updates nothing; a new one cuts the plan's buckets. Local."""
+        """Return the cached description of a call that updates nothing; a new one may allocate buckets. Local."""
         call = plan.calls.get(verb)
         if call is None:
             # Now, as memory may be short on this rank, and the others must learn it before they begin.
@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return the call, the updater's steps, and ``confirm`` if the updater may raise; takes memory now. Local."""
+        """Return a push's description, its steps, and ``confirm`` or None if its updater cannot raise; allocates."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
@@ -75,7 +75,7 @@ class Comparison:
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm
 
     def value_call(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
-        """Return the description of a verb that gives values to known or new keys."""
+        """Return a new description of a call with arrays: keys, shapes, dtypes, and one more text ``option``. Local."""
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
@@ -98,7 +98,7 @@ class Comparison:
         return UpdateCall(call, steps, confirm, updater.revision)
 
     def _settings(self) -> list[str]:
-        """Describe the updater and the codec, as both decide how a push changes a value."""
+        """Return the settings of the updater and of the codec as texts; caches the updater's. Local."""
         updater, known = self._exchange.updater, self._described
         if known is None or known[0] is not updater or known[1] != updater.revision:
             known = self._described = updater, updater.revision, f"updater {updater.settings()}"

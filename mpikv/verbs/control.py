@@ -58,7 +58,7 @@ class ControlVerbs:
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
-        """Prepare to make a communicator of some ranks; raise for wrong ranks. Local; its run is collective."""
+        """Prepare to make a communicator of some ranks; raise for bad ranks. Local; its run is collective."""
         if not can_create:
             raise Unsupported("group: a store that was not made by create() cannot make another")
         members, size = tuple(ranks), self._group.size
@@ -75,7 +75,7 @@ class ControlVerbs:
         return call, lambda: self._control(call, head, text)
 
     def _control(self, call: Call, head: int, text: str) -> None:
-        """Run a controller at the root; if it raises, every rank raises. Collective."""
+        """Call the root's controller of a number, or log that it has none; if it raises, all do. Collective."""
         failure = None
         if self._group.rank == self._root:
             try:

@@ -24,7 +24,7 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return this rank's part in a call of others, None for a barrier; raise RankMismatch if they differ. Local.
+        """Return this rank's part in a call of others, None for a barrier; raise if it describes another. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """
@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Prepare a call of the others to which this rank brings no arrays. Local."""
+        """Prepare a call of the others to which this rank brings no arrays. Local; its run is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":
@@ -57,7 +57,7 @@ class Join:
         return self._push_pull.update(report.verb, plan, sources, targets=nothing, contribution=contribution)
 
     def _check_same(self, report: CallReport, mine: Sequence[str]) -> None:
-        """Raise if this rank would describe a call of the others in another way than they do."""
+        """Raise RankMismatch if a text of this rank's description of the call is not in the report. Local."""
         if (differs := next((text for text in mine if text not in report.parts), None)) is not None:
             raise RankMismatch(
                 f"ranks disagree: others call {report.text} with {list(report.parts)[:4]}; rank {self._rank}, which "

@@ -61,7 +61,7 @@ class Operands:
     # --- What is pushed
 
     def find_sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
-        """Return the plan and the checked operand of a push: arrays, rows, or None for the buffers. Local.
+        """Return the plan and a push's checked arrays, rows, or None for buffers; raise if some do not fit. Local.
 
         ``filled``: the call also writes to the arrays.
         """
@@ -190,7 +190,7 @@ class Operands:
         return plan, arrays, filled
 
     def find_targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return the checked arrays to fill, and the result. ``implied``: they were given to be pushed. Local."""
+        """Return checked arrays to fill, or stand-ins, and the result; ``implied``: they were to be pushed. Local."""
         names, outs = key, given
         if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
             names, outs = tuple(given), list(given.values())
@@ -206,7 +206,7 @@ class Operands:
     def with_stand_ins(
         self, fill: Callable[[Any, Any], tuple[Arrays, Any]], given: Any, implied: bool = False
     ) -> tuple[Arrays, Any]:
-        """Return what ``fill`` does; if arrays cannot be written, with new ones, and a result that has those. Local.
+        """Return what ``fill`` returns; if arrays cannot be written, call it again with new ones for those. Local.
 
         Both arguments of ``fill`` are the caller's structure. If it has arrays that cannot be written, they are those
         of a :class:`Renewed`, with new arrays in their places; the caller's stay as they were.
@@ -229,7 +229,7 @@ class Operands:
     def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any, result: Any
     ) -> tuple[Arrays, Any]:
-        """Return the checked arrays to fill with values of these shapes, of old or new keys, and the result. Local."""
+        """Return checked arrays to fill with ``stored`` shapes and dtypes, of any keys, and the result. Local."""
         outs = [
             tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)

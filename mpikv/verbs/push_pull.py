@@ -37,7 +37,7 @@ class PushPull:
     # --- Check
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
-        """Prepare a push, and pack its first message into the send buffer. Local; its run is collective."""
+        """Prepare a push, and pack its first message if it is sent through the buffer. Local; its run is collective."""
         plan, arrays = self._operands.find_sources(key, value)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -52,7 +52,7 @@ class PushPull:
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull; its run fills ``out``, a dict given as ``key``, or new arrays. Its run is collective."""
+        """Prepare a pull into ``out``, a dict given as ``key``, or new arrays. Local; its run is collective."""
         known = self._operands.find_cached_pulled(key, out)
         if known is None:
             given = out if out is not None or not isinstance(key, Mapping) else key
@@ -62,7 +62,7 @@ class PushPull:
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Prepare a pushpull, and pack its first message; its run fills ``out`` or ``value``, and is collective."""
+        """Prepare a pushpull into ``out``, else ``value``; pack its first message. Local; its run is collective."""
         plan, arrays = self._operands.find_sources(key, value, out is None)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -84,7 +84,7 @@ class PushPull:
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
-        """Prepare to give keys buffers; its run, collective, allocates and returns this rank's. Local."""
+        """Prepare to return this rank's buffers of keys; its run allocates new ones. Local; its run is collective."""
         plan = self._operands.plan(key)
 
         def run() -> Any:
@@ -94,7 +94,7 @@ class PushPull:
         return self._comparison.plan_call("buffer", plan), run
 
     def _check_finite_values(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
-        """Raise NotFinite in each so-many-th push if this rank brings NaN or infinity; waits for a GPU then. Local."""
+        """Count a push; in every ``check_finite``-th, raise NotFinite if this rank brings NaN or infinity. Local."""
         self._pushes += 1
         if self._pushes % self.check_finite:
             return
@@ -123,7 +123,7 @@ class PushPull:
         result: Any = None,
         contribution: Contribution = Contribution.WHOLE,
     ) -> PreparedCall:
-        """Prepare a push or a pushpull of checked arrays; None stands for buffers. Its run is collective."""
+        """Prepare a push or a pushpull of checked arrays, None for buffers. Local; its run is collective."""
         if sources is None:
             contribution = Contribution.BUFFERS
         known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline

@@ -32,7 +32,7 @@ class Renewed:
         self.arrays = _map_leaves(given, self._take_stand_in)
 
     def finish(self) -> Any:
-        """Return the caller's structure with the filled arrays, as arrays of the caller's library. Local."""
+        """Return the caller's structure, with the filled arrays as arrays of the caller's library. Local."""
         try:
             of = self._originals
             return _map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
@@ -57,7 +57,7 @@ class Widened:
         self._result, self._outs, self._memory = result, outs, memory
 
     def finish(self) -> Any:
-        """Copy the integers to the caller's arrays; return the call's result.
+        """Check that the integers fit, and copy them to the caller's arrays; return the call's result. Local.
 
         Raises:
             ValueMismatch: some do not fit; no array was changed, and the other ranks have made their call.
@@ -73,14 +73,14 @@ Filled = (Renewed, Widened)
 
 
 def answer(result: Any) -> Any:
-    """Return the call's result for the caller."""
+    """Return a call's result for the caller; finish it first if arrays stand in for others. Local."""
     return result.finish() if type(result) in Filled else result
 
 
 def widened(
     keys: Sequence[Key], dtypes: Sequence[np.dtype[Any]], groups: Groups, memory: Memory, result: Any = None
 ) -> tuple[Groups, Any]:
-    """Return the arrays that a call fills with values of these dtypes, and the result to pass to :func:`answer`. Local.
+    """Return arrays to fill, new ones for integers of a narrower dtype, and the result for :func:`answer`. Local.
 
     Where an integer dtype of the caller's is narrower, a new array of the stored dtype takes the array's place, and a
     :class:`Widened` takes that of ``result``.
@@ -142,7 +142,7 @@ def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _make_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of like's type with the items; of a dict, a copy, so order and default factory stay."""
+    """Return a mapping of the type of ``like`` with these items; a mutable one is a copy with its order. Local."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]
     new = copy(like)

@@ -117,7 +117,7 @@ class Wanted(NamedTuple):
 
 
 def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
-    """Return the rows of a value to pull for some requests, and take memory for them. Local."""
+    """Return the union of the rows that some requests ask for, with new memory for these rows. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
     return Wanted(ids, rows, asked, [_take_memory(entry, ids, each, memory) for each in asked])
@@ -167,7 +167,7 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
 
 
 def fill(entry: Entry, out: RowSparse) -> None:
-    """Replace an out's rows by the nonzero rows of a value, up to date on this rank. Waits for a GPU. Local."""
+    """Replace an out's rows by a value's nonzero rows; raise if integers would wrap. Waits for a GPU. Local."""
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
@@ -191,7 +191,7 @@ def _is_one(wanted: Any) -> bool:
 
 
 def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return checked requests for rows of a value, one per out; one array of numbers serves all outs. Local."""
+    """Return checked requests for rows of a value: one per out, or new outs; one ``wanted`` serves all. Local."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     # Sorted and once each, so that two requests can be joined, and a row travels once.
@@ -245,7 +245,7 @@ def _checked_out(entry: Entry, out: Any) -> Any:
 
 
 def _sum_group(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
-    """Return the checked sum of this rank's rows of a key, in the value's dtype; copies all but a fit one. Local."""
+    """Return the sum of this rank's RowSparse of a key, cast, or the only one if it fits; raise if unfit. Local."""
     if not group:
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
@@ -281,7 +281,7 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
 
 
 def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
-    """Raise unless rows fit a value: as a ``value`` that is pushed, or as an ``out`` that is filled. Local."""
+    """Raise unless rows fit a value in shape, dtype and device; ``what``: "value" to push or "out" to fill. Local."""
     if rows.shape != entry.shape:
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "

@@ -35,7 +35,7 @@ class RowVerbs:
     # --- Check
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull that fills a RowSparse ``out`` or leaves it, and fills all else. Its run is collective."""
+        """Prepare a pull; a RowSparse out is filled, or left and logged if ``ignore_sparse``. Its run is collective."""
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
         plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
@@ -67,7 +67,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Prepare a push of rows and a pull into ``result`` of the same rows, or whole. Its run is collective."""
+        """Prepare a push of rows, and a pull of these, or of all, into ``result``. Local; its run is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -117,7 +117,7 @@ class RowVerbs:
         result: Any = None,
         priority: Any = 0,
     ) -> PreparedCall:
-        """Prepare a push of rows, then a pull of whole values, if wanted, and of rows. Its run is collective."""
+        """Prepare a push of rows, then a pull of ``whole`` values and of rows; may allocate. Its run is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
         # Before ranks agree: it takes the memory for the rows.
@@ -138,7 +138,7 @@ class RowVerbs:
         return call, run
 
     def no_rows(self, plan: Plan) -> Sequence[RowSparse]:
-        """Return the operand of a rank without rows."""
+        """Return for each key a RowSparse without rows, to be pushed by a rank that has none. Local."""
         self._rows.load(plan.dtypes)
         return sum_given(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 

@@ -30,7 +30,7 @@ class SettingVerbs:
         return self._change_updater("set_updater", new)
 
     def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
-        """Prepare a change of the optimizer; rank 0 logs multipliers of unknown keys. Its run is collective."""
+        """Prepare a change of the optimizer; rank 0 logs multipliers of unknown keys. Local; its run is collective."""
         new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
         unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
         if unknown and len(table) and self._exchange.transport.rank == 0:
@@ -55,7 +55,7 @@ class SettingVerbs:
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _implement(self, codec: Codec) -> Codec:
-        """Return the implementation of a codec for this memory; raise if messages cannot hold its payloads. Local."""
+        """Return a codec's implementation for this memory; raise if there is none, or messages are too small. Local."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._compile_codec(codec)

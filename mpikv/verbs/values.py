@@ -25,7 +25,7 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
-        """Prepare to add keys with the root's arrays; raise if they cannot be stored. Its run is collective."""
+        """Prepare to add keys with the root's arrays; raise if known or unstorable. Local; its run is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)
@@ -51,7 +51,7 @@ class ValueVerbs:
         return call, run
 
     def set(self, key: Any, value: Any) -> PreparedCall:
-        """Prepare to store the root's arrays under known keys; raise if they do not fit. Its run is collective."""
+        """Prepare to store the root's arrays under known keys; raise if unfit. Local; its run is collective."""
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
         values = self._exchange.values
@@ -65,7 +65,7 @@ class ValueVerbs:
         return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Prepare to store the root's arrays and to fill ``out``, or else ``value``. Its run is collective."""
+        """Prepare to store the root's arrays and fill ``out``, or else ``value``. Local; its run is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
