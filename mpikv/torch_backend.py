@@ -12,7 +12,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Register the backend ``mpikv`` with torch.distributed; warn if that fails. Local; idempotent.
+    """Register the backend ``mpikv`` with torch.distributed, if it is not; warn if that fails. Local.
 
     A failure is a warning: an error would make ``import torch`` fail.
     """

@@ -37,7 +37,7 @@ def attach(
     bucket_bytes: int = 25 << 20,
     buffers: Literal["root", "each"] = "root",
 ) -> Attached:
-    """Make all ranks train one model: every ``backward()`` averages the gradients over ranks.
+    """Give all ranks the root's weights, and make every ``backward()`` average the gradients over ranks.
 
     Collective: call it after making model and optimizer, and before the first step. Parameters and buffers of every
     rank become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often. When
@@ -146,7 +146,7 @@ class Attached:
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Check options here, compare them on all ranks, give all the root's tensors; return parameters. Collective.
+        """Check and compare options and models, give all ranks the root's tensors; return the parameters. Collective.
 
         The check comes before the first meeting, and raises here alone. So it relies on the caller's
         :func:`raising_on_all`.
@@ -167,7 +167,7 @@ class Attached:
         return named
 
     def _prepare(self) -> None:
-        """Make the objects for passes and steps, and register their release. Collective."""
+        """Make what passes and steps need, with hooks of optimizers; register the release of each. Collective."""
         kv, ending, optimizers = self.kv, self._ending, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
@@ -205,8 +205,7 @@ class Attached:
         )
 
     def add(self, name: str, parameter: Any) -> None:
-        """Average the gradient of a parameter that the model got after ``attach``, e.g. of a new layer or one made
-        trainable, from the next backward on.
+        """Attach a parameter that the model got later: take the root's values, average its gradients from now on.
 
         Collective. Its values become the root's. Before this call, give it to its optimizer by ``add_param_group``.
         Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal once.
@@ -228,7 +227,7 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
-        """Exchange these gradients from now on, mark parameters as attached; divide them among shards. Collective."""
+        """Divide parameters among shards, hook gradients, watch weights, mark as attached. Collective with shards."""
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
@@ -241,7 +240,7 @@ class Attached:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients on their rank in this block, e.g. for all but the last backward of a step with several.
+        """In a with block: keep gradients on their rank, e.g. in all but the last backward of a step with several.
 
         Local. The next backward outside of the block averages their sums.
 
@@ -263,7 +262,7 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have unequal numbers of batches in this block.
+        """In a with block: let ranks have unequal numbers of batches.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -289,7 +288,7 @@ class Attached:
         # Now: making buckets is collective, and later some ranks may have left the block.
         unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
         if unsettled:
-            sync.settle(unsettled)
+            sync.make_buckets(unsettled)
         before, sync.blocking = sync.blocking, True
         try:
             with self.kv.join():
@@ -301,7 +300,7 @@ class Attached:
             sync.blocking = before
 
     def _catch_up(self) -> None:
-        """Copy weights, buffers and optimizer state from a rank with the most passes. Collective."""
+        """Copy buffers, and after unequal passes weights and optimizer states, from a rank with most. Collective."""
         kv, sync, model = self.kv, self._sync, self._model
         kv.barrier()  # with the store's deadline: MPI's allgather would wait for a missing rank for ever
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
@@ -313,7 +312,7 @@ class Attached:
         sync.weights.forget()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps` for restarts and ``path``.
+        """Keep model, optimizers and generators; return the training's steps, as :meth:`mpikv.KVStore.steps`.
 
         Collective. It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
         other objects that a step changes: ``scheduler=scheduler, scaler=scaler``. Each rank keeps its own copies. With
@@ -339,20 +338,20 @@ class Attached:
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the model and its optimizers, of shards this rank's part. Local."""
+        """Return the state dicts of the model and its optimizers, or of shards this rank's part. Local."""
         # A whole state of shards would be a collective call.
         of_optimizers = [one.part_state() for one in self._sharded] or [one.state_dict() for one in self._optimizers]
         return {"model": self._model.state_dict(), "optimizers": of_optimizers}
 
     def _take_state(self, state: dict[str, Any]) -> None:
-        """Give the model and its optimizers a state of :meth:`_state`. Local."""
+        """Load a result of :meth:`_state` into the model and its optimizers, or shards. Local."""
         self._model.load_state_dict(state["model"])
         takers = [one.take_part_state for one in self._sharded] or [one.load_state_dict for one in self._optimizers]
         for take, each in zip(takers, state["optimizers"], strict=True):
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: remove the hooks, and give gradients and optimizer their own memory.
+        """End the averaging: compare ranks, remove the hooks, give gradients and optimizer their own memory.
 
         Collective, idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of
@@ -368,7 +367,7 @@ class Attached:
         self._ending.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Return measurements of the exchange. Local.
+        """Return a dict: number of passes, bytes of each bucket, seconds that ends of passes have waited. Local.
 
         ``passes``: exchanged backward passes of this rank; ``bucket_bytes``: the bytes of each bucket, in the order of
         sending; ``seconds_waited``: the time that ends of passes have waited for other ranks and for sums.
@@ -381,7 +380,7 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """Check, in a hook, that the gradients of the step are the sums of this step. Collective if they are not."""
+        """In a hook before a step: note it, and raise on all ranks unless gradients were exchanged; wrap a closure."""
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
@@ -394,7 +393,7 @@ class Attached:
             }
         if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
             self._check_gradients(optimizer)
-        with self._missing_a_call():
+        with self._noting_missed_call():
             if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
                 sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
         self._stepped[id(optimizer)] = sync.passes
@@ -402,7 +401,7 @@ class Attached:
         return None
 
     def _run_closure(self, optimizer: Any, closure: Any) -> Any:
-        """Run the closure, check that its gradients are the sums, and return the mean of its loss. Collective."""
+        """Run the closure, check that its gradients were exchanged, return the mean of its loss. Collective."""
         self._sync.weights.accept()  # LBFGS changes weights between its calls of the closure
         loss = closure()
         self._sync.complete()
@@ -410,39 +409,39 @@ class Attached:
         return mean_loss(self.kv, loss)
 
     @contextmanager
-    def _missing_a_call(self) -> Iterator[None]:
-        """Record a failed call: other ranks may be in another one."""
+    def _noting_missed_call(self) -> Iterator[None]:
+        """In a with block: if it raises MPIKVError, note a missed call, so that ``complete`` makes the rest. Local."""
         try:
             yield
         except MPIKVError:
-            self._sync.miss()
+            self._sync.note_missed_call()
             raise
 
     def _refuse_in_backward(self) -> None:
-        """Raise Unsupported on every rank if a backward runs here."""
+        """Raise Unsupported on every rank if a backward runs here. Local otherwise."""
         if torch._C._current_graph_task_id() != -1:
             self._sync.refuse(
                 Unsupported("optimizer.step was called in a hook of a backward; call it when backward has returned")
             )
 
     def _check_before_shards(self, sharded: ShardedStep) -> None:
-        """Check the gradients of a sharded step, and divide newly added parameters. Collective."""
+        """Before a sharded step: raise unless gradients were exchanged; divide newly added parameters. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
-        with self._missing_a_call():
+        with self._noting_missed_call():
             if fault := sharded.find_fault():
                 self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
             self._check_gradients(sharded.optimizer)
             sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
 
     def _check_gradients(self, optimizer: Any) -> None:
-        """Raise ConfigError on every rank if gradients of the step are this rank's alone."""
+        """Raise ConfigError on every rank if a gradient of the step was not exchanged. Local otherwise."""
         if why := self._sync.why_local or self._find_kept_back(optimizer):
-            with self._missing_a_call():
+            with self._noting_missed_call():
                 self._sync.next_store.raise_on_all_ranks(ConfigError(why), "optimizer.step")
 
     def _find_kept_back(self, optimizer: Any) -> str:
-        """Name a gradient of the step that was not exchanged; "" if there is none. Local."""
+        """Return a message about a gradient of the step that was not exchanged; "" if there is none. Local."""
         sync = self._sync
         is_new = self._stepped[id(optimizer)] != sync.passes  # the user may change exchanged gradients before a step
         for parameter in (one for group in optimizer.param_groups for one in group["params"]):
@@ -489,7 +488,7 @@ class _Remains:
         return all(one.attached() is None for one in ends)
 
     def free(self) -> None:
-        """Free the store's memory. Collective."""
+        """Close the attachment's own stores; from a caller's store delete its keys. Collective."""
         if self.sums is not None:
             self.sums.close()
         if self.own:

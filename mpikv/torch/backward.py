@@ -120,7 +120,7 @@ class BackwardSync:
         self._census = self._totals
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Sum the gradients of these parameters from the next pass on. Local."""
+        """Register hooks that sum the gradients of these parameters from the next pass on. Local."""
         for name, parameter in named:
             gradient = Gradient(name, parameter)
             self.gradients.append(gradient)
@@ -128,7 +128,7 @@ class BackwardSync:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
     def release(self) -> None:
-        """Remove the hooks, and give each gradient its own memory. Local. No pass may be cut short."""
+        """Remove the hooks, give each gradient its own memory, drop the buffers. Local. No pass may be cut short."""
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
@@ -143,7 +143,7 @@ class BackwardSync:
     # --- One pass
 
     def _take_gradient(self, parameter: Any) -> None:
-        """Check a gradient that backward has just stored, in a hook, or copy it to its buffer and send full buckets."""
+        """In a hook: begin a pass if none runs, copy a gradient to its buffer, send full buckets; nothing if paused."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -167,7 +167,7 @@ class BackwardSync:
                 self._send(complete=True)
 
     def _begin_pass(self, task: int) -> None:
-        """Begin a pass, after the rest of one cut short, and let the engine call :meth:`_finish` at its end."""
+        """Begin a pass after completing one cut short, and have the engine call :meth:`_finish` at its end."""
         in_flight = bool(self._works)
         self.complete()
         self._made.clear()
@@ -214,7 +214,7 @@ class BackwardSync:
             self.refuse(error)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise an error on every rank, in place of the next call of the pass; passes and steps are counted anew."""
+        """Raise an error on every rank in place of the pass's next call; count passes and steps anew. Collective."""
         self._restart()
         self.why_local, self._failure_known = _FAILED, True
         # Before _end_pass(): which store makes the next call depends on the buckets sent so far.
@@ -226,7 +226,7 @@ class BackwardSync:
         store.raise_on_all_ranks(error, "backward")
 
     def _send(self, complete: bool) -> None:
-        """Send buckets in their order: all, or with ``complete`` up to the first incomplete one.
+        """Send buckets in their order: all, or with ``complete`` up to the first incomplete one. Collective.
 
         Waits for sums if ``blocking``.
         """
@@ -296,21 +296,21 @@ class BackwardSync:
         if len(settled) < len(self.gradients):
             arrived = [gradient for gradient in self._arrived if gradient.buffer is None]
             unused = [one for one in reversed(self.gradients) if one.buffer is None and one not in self._arrived]
-            self._settle_new([*arrived, *unused])
+            self._make_buckets_in_pass([*arrived, *unused])
             brought |= {gradient: self._stage(gradient) for gradient in (*arrived, *unused)}
             self._send(complete=False)
         return [brought[gradient] for gradient in self.gradients]
 
-    def _settle_new(self, order: Sequence[Gradient]) -> None:
-        """Give new gradients memory and buckets; a failure ends the pass. Collective."""
+    def _make_buckets_in_pass(self, own_order: Sequence[Gradient]) -> None:
+        """Make buckets as :meth:`make_buckets`; if that fails, end the pass. Collective."""
         try:
-            self.settle(order)
+            self.make_buckets(own_order)
         except MPIKVError:
             self._end_pass()  # the failed call was the last of the pass on every rank
             raise
 
     def note_step(self, optimizer: Any) -> None:
-        """Record a step and its settings; the next pass compares them. Local."""
+        """Count a step, and mix its optimizer's settings into the stamp that the next pass compares. Local."""
         groups = optimizer.param_groups
         settings = [[simplify(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
@@ -318,10 +318,8 @@ class BackwardSync:
 
     # --- A pass that was cut short
 
-    def miss(self) -> None:
-        """Record that a call of this rank failed in place of the first call of other ranks' pass. This rank still has
-        to make the other calls of that pass. Local.
-        """
+    def note_missed_call(self) -> None:
+        """Note that a failed call took the place of the first of the others' pass: the rest is still to make. Local."""
         self._restart()
         if self._task is None and self.buckets:
             self._task, self._sent = _CUT, 1
@@ -354,18 +352,18 @@ class BackwardSync:
             self._compare(_CUT, np.zeros(len(self.gradients), np.int64))
 
     def _announce_failure(self) -> bool:
-        """Make the other ranks' backward raise, too; return whether that was the last call of the pass."""
+        """Raise in the other ranks' backward, not here; return whether that was the pass's last call. Collective."""
         with suppress(MPIKVError):
             self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{_handled()}"))
         return self._task is None
 
     # --- What ranks agree about
 
-    def settle(self, order: Sequence[Gradient]) -> None:
-        """Give new gradients memory and buckets, in the root's order. Collective."""
+    def make_buckets(self, own_order: Sequence[Gradient]) -> None:
+        """Give gradients that have no memory buffers and buckets; only the root's ``own_order`` counts. Collective."""
         kv, key = self._kv, f"{self._prefix}*order"
         places = {gradient: place for place, gradient in enumerate(self.gradients)}
-        root_order = kv.broadcast(key, np.array([places[gradient] for gradient in order], np.int64))
+        root_order = kv.broadcast(key, np.array([places[gradient] for gradient in own_order], np.int64))
         kv.delete(key)
         gradients = [self.gradients[place] for place in root_order]
         keys = {gradient: self._prefix + gradient.name for gradient in gradients}
@@ -381,7 +379,7 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare the ranks' passes, and set ``parameter.grad`` to None where no rank has a gradient. Collective."""
+        """Compare the ranks' passes; set ``parameter.grad`` to the sum, or to None if no rank had one. Collective."""
         self._compare(self.number, brought)
         if all(brought):
             return
@@ -412,24 +410,24 @@ class BackwardSync:
             )
 
     def _describe(self, number: int) -> str:
-        """Return a text that must be the same on every rank, one line per part."""
+        """Return this rank's pass, steps and settings as a text, a line each, for ranks to compare. Local."""
         place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
         settings = settings_of(self._optimizers, {one.name: one.parameter for one in self.gradients})
         # The stamp is last: it can only say that settings differed in an earlier step.
         return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
 
     def check_end(self, verb: str) -> None:
-        """Compare the ranks' passes and steps. Compare their weights, too, unless a rank has changed its own since the
-        last step, e.g. for an export. Collective.
-        """
+        """Compare the ranks' passes and steps; weights, too, unless a rank changed its own since a step. Collective."""
         check_equal(self._kv, self._describe(self.number), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method while its object lives. Python's garbage collector does not see references
-    from hooks of parameters: a strong one to the parameter's owner would keep both for ever.
+    """Return a function that calls a method while its object lives, and does nothing after. Local.
+
+    Python's garbage collector does not see references from hooks of parameters: a strong one to the parameter's owner
+    would keep both for ever.
     """
     found = WeakMethod(method)
 

@@ -32,7 +32,7 @@ def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> 
 
 
 def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed: bool) -> None:
-    """Raise an error unless a model and its optimizers can be attached."""
+    """Raise TypeError, ConfigError or Unsupported unless a model and its optimizers can be attached. Local."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the model is {a_kind(model)}, and not a torch.nn.Module")
     named = dict(model.named_parameters())
@@ -48,7 +48,7 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
 
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
-    """Raise an error unless an optimizer is torch's, new, and of the model's parameters alone."""
+    """Raise unless an optimizer is torch's, new, of the model's parameters alone, and divisible if ``sharded``."""
     if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
         raise TypeError(
             f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer; if it wraps one, pass that"
@@ -84,7 +84,7 @@ def _check_shared(optimizers: Sequence[Any]) -> None:
 
 
 def check_parameter(name: str, parameter: Any, compressed: bool) -> None:
-    """Raise an error unless a parameter can be attached."""
+    """Raise ConfigError if a parameter is attached already, Unsupported if it is not dense, or not compressible."""
     if getattr(parameter, OWNER, None) is not None:
         raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
     check_dense(name, parameter)

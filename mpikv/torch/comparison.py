@@ -25,7 +25,7 @@ def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
 
 
 def describe_tensors(model: Any) -> list[str]:
-    """Return a line for each parameter and buffer of a model; ranks must have the same lines."""
+    """Return a line per parameter and buffer: name, dtype, shape, strides, trained or fixed; to be compared. Local."""
     return [
         f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
         + ("" if one.is_contiguous() else f" strides {one.stride()}")
@@ -35,7 +35,7 @@ def describe_tensors(model: Any) -> list[str]:
 
 
 def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting and parameter of optimizers; ranks must have the same lines."""
+    """Return a line for each setting and parameter of optimizers, for ranks to compare. Local."""
     names = {parameter: name for name, parameter in named.items()}
     lines = []
     for optimizer in optimizers:
@@ -47,8 +47,9 @@ def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str
 
 
 def simplify(value: Any) -> Any:
-    """Return an optimizer's setting in a form that ranks can compare. An object is replaced by the name of its type:
-    its repr may hold an address.
+    """Return a setting as numbers, texts and lists; of any other object the name of its type. Local.
+
+    Ranks compare it, and an object's repr may hold an address.
     """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()

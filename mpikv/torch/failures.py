@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def raising_on_all(kv: KVStore, verb: str) -> Iterator[None]:
-    """Raise the block's error on all ranks: on others in their next call, which it waits for. Collective then.
+    """In a with block: raise its error on all ranks, on the others in their next call. Collective if it raises.
 
     An error of a store's call passes unchanged: all ranks know of it, or the store has ended.
     """

@@ -39,7 +39,7 @@ class Gradient:
         self.array = self.memory = self.buffer = None
 
     def stage(self, scale: float) -> bool:
-        """Write ``parameter.grad`` times ``scale`` into the buffer; return whether there was a gradient.
+        """Scale ``parameter.grad`` into the buffer, which takes its place; if it is None, zero it and return False.
 
         ``parameter.grad`` becomes the buffer, and the sum arrives there.
 
@@ -102,7 +102,7 @@ class Bucket:
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
-    """Return the gradients, in order, in groups; a group ends when it has ``most`` bytes or more.
+    """Return the gradients in groups, in order; a group ends when it has ``most`` bytes or more.
 
     The first one ends at ``first`` bytes, so that its exchange begins early.
     """

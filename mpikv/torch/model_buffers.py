@@ -51,7 +51,7 @@ class ModelBuffers:
         outs += self._outs
 
     def take(self) -> None:
-        """Copy the result of the ``pushpull`` to the buffers. Local."""
+        """Copy the results of the ``pushpull`` to the buffers; the root's stay. Local."""
         if self._is_root:
             return
         for dtype, out in zip(self._places, self._outs, strict=True):
@@ -64,7 +64,7 @@ class ModelBuffers:
         return [buffers.get(name) for buffers, name, _ in self._places[dtype]]
 
     def _fault(self, dtype: Any, found: list[int]) -> Unsupported:
-        """Return an error about the first buffer of another length."""
+        """Return an Unsupported error about the first buffer of another length. Local."""
         changes = zip(self._places[dtype], self._lengths[dtype], found, strict=True)
         (_, _, name), before, now = next(change for change in changes if change[1] != change[2])
         return Unsupported(

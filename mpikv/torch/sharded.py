@@ -110,7 +110,7 @@ class ShardedStep:
         ]
 
     def release(self) -> None:
-        """Restore the optimizer, with the whole state on every rank. Collective."""
+        """Remove the hooks and restore the optimizer, with the whole state on every rank. Collective."""
         for handle in self._handles:
             handle.remove()
         if self.optimizer.step is self._method:
@@ -122,7 +122,10 @@ class ShardedStep:
             self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Divide parameters among ranks. Collective. All ranks must have the root's values already."""
+        """Give each rank its part of these parameters, with buffers in the store; cut the state to it. Collective.
+
+        All ranks must have the root's values already.
+        """
         parts = [
             _Part(f"{self._prefix}{name}*weight", parameter, low, high, self._is_whole)
             for (name, parameter), (low, high) in self._bounds(list(named))
@@ -161,7 +164,7 @@ class ShardedStep:
         return [one for group in groups for one in _with_gradient(group) if one not in self._parts]
 
     def find_fault(self) -> Unsupported | None:
-        """Return a reason why a step in shards would be wrong; None if there is none. Local."""
+        """Return an Unsupported error if a parameter's strides have changed since attach, else None. Local."""
         for part in self._parts.values():
             if part.parameter.stride() != part.buffer.stride():
                 shape, strides = tuple(part.parameter.shape), part.parameter.stride()
@@ -195,7 +198,7 @@ class ShardedStep:
 
     @contextmanager
     def _shards_in_place(self) -> Iterator[None]:
-        """Replace the parameters in the optimizer's groups by this rank's shards inside of the block. Local."""
+        """In a with block: put this rank's shards in place of the parameters in the optimizer's groups. Local."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group in groups:
@@ -241,8 +244,9 @@ class ShardedStep:
                 self.optimizer.state[part.shard] = found
 
     def _cut_state(self) -> None:
-        """Keep this rank's part of the state only. The state of whole parameters comes from the optimizer's constructor
-        or a checkpoint. Local.
+        """Replace the state of whole parameters in the optimizer by this rank's part of it. Local.
+
+        The state of whole parameters comes from the optimizer's constructor or a checkpoint.
         """
         state = self.optimizer.state
         for part in self._parts.values():
@@ -289,7 +293,7 @@ def _cut(part: _Part, name: str, value: Any) -> Any:
 
 
 def _join_state(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the state of a parameter from its parts, in rank order."""
+    """Return the state of a whole parameter, joined from its parts in rank order. Local."""
     first, joined = pieces[0], {}
     for name, value in first.items():
         shared_out = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape != parameter.shape
@@ -301,8 +305,9 @@ def _join_state(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str
 
 
 def _work(parameter: Any) -> float:
-    """Estimate the multiplications of an update, to balance whole parameters among ranks. A matrix costs the matrix
-    products of Muon; any other parameter costs one per element.
+    """Return about how many multiplications an update of a whole parameter takes, to balance ranks. Local.
+
+    A matrix costs the matrix products of Muon; any other parameter costs one per element.
     """
     if parameter.dim() != 2:
         return float(parameter.numel())
@@ -311,7 +316,7 @@ def _work(parameter: Any) -> float:
 
 
 def _balance(works: Sequence[float], ranks: int) -> list[int]:
-    """Return an owner for each work: the largest first, to the rank with the least load.
+    """Return the owning rank of each work: the largest goes first, to the rank with the least sum so far.
 
     Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
 

@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
-    """Overwrite tensors by the root's, in place. Collective."""
+    """Overwrite tensors by the root's, in place, by way of keys that are deleted again. Collective."""
     with torch.no_grad():
         rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
         if rows:
@@ -82,7 +82,7 @@ class Weights:
         """Whether a comparison is due, and after how many passes; the same on every rank."""
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Compare these tensors from now on. Local."""
+        """Add tensors to compare; accept all as they are, unless one has changed since the last step. Local."""
         touched = self.is_touched()
         self._tensors.update(named)
         if not touched:
@@ -111,7 +111,7 @@ class Weights:
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """Compare weights if it is time. Call it at the end of a pass.
+        """At the end of a pass: compare weights if changes are due, or if ``number`` is a power of two.
 
         Collective. ``changed`` says whether weights of a rank had changed before the pass ended.
 
@@ -164,7 +164,10 @@ class Weights:
         return differ
 
     def _note_loaded_state(self, optimizer: Any) -> None:
-        """Record, in a hook, a loaded state. This hook runs first, before a sharded step cuts the state. Local."""
+        """In a hook: note that an optimizer has loaded a state, and a sum over it. Local.
+
+        This hook runs first, before a sharded step cuts the state.
+        """
         number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
         tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
@@ -173,6 +176,7 @@ class Weights:
         self._states[number] = 1.0 + sum(float(_finite(one.abs()).sum(dtype=torch.float64)) for one in tensors)
 
     def _find_marks(self) -> int:
+        """Return a sum of the tensors' versions and addresses, which most changes of one alter. Local."""
         tensors = self._tensors.values()
         # Addresses, too: an assignment to ``.data`` leaves the version as it was.
         marks: int = sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))

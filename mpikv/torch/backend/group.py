@@ -54,7 +54,10 @@ class _Plan(NamedTuple):
 
 
 def _issued(verb: str, operands: int) -> Callable[[Callable[..., _Plan]], Callable[..., Work]]:
-    """Turn a method that plans a call into one that issues it. PyTorch's options, if any, come after the operands."""
+    """Return a decorator that turns a method that plans a call into one that issues it and returns its Work. Local.
+
+    PyTorch's options, if any, come after the operands.
+    """
 
     def decorate(plan: Callable[..., _Plan]) -> Callable[..., Work]:
         @wraps(plan)
@@ -72,8 +75,10 @@ _kept_out = False
 
 
 def _keep_dynamo_out() -> None:
-    """Have torch.compile pass over this package. Without, it compiles the calls of a compiled DDP's hooks, and fails at
-    the group's attributes. Loading ``torch._dynamo`` takes a second, so wait until the program does.
+    """Have torch.compile pass over this package, once, when torch._dynamo is loaded. Local.
+
+    Without, it compiles the calls of a compiled DDP's hooks, and fails at the group's attributes. Loading
+    ``torch._dynamo`` takes a second, so wait until the program does.
     """
     global _kept_out
     if not _kept_out and "torch._dynamo" in sys.modules:
@@ -114,7 +119,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- The way of every call
 
     def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
-        """Queue a call, or make it at once if the caller waits; return its handle.
+        """Plan a call, and queue it, or make it now if the caller waits; return its handle. Collective.
 
         A mistake is raised on every rank then.
         """
@@ -141,6 +146,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._queue.add(work, make, waits=not getattr(options, "asyncOp", True))
 
     def _check_open(self, verb: str) -> None:
+        """Raise Closed in a forked child, or if the group has ended. Local."""
         if os.getpid() != self._process:
             raise Closed(f"{verb}: the process group was made before a fork, and belongs to the parent process")
         if self._why:
@@ -162,7 +168,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def _plan_sparse(self, tensor: Any, reduction: Reduction) -> _Plan:
-        """Plan the sum of a sparse tensor: every rank gets all rows, and adds up those with the same indices."""
+        """Plan the sum of a sparse tensor in place: each rank gathers all rows, and adds those of one index. Local."""
         check_movable(tensor._values())
         if reduction != _reduction(None):
             raise Unsupported(f"a sparse tensor has no {reduction.op.value} here, only a sum")
@@ -288,7 +294,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
-        """Plan an exchange of one tensor from each rank to each."""
+        """Plan an exchange of one tensor from each rank to each. Local; its run is collective."""
         arrays, put_back = in_place(self._one_each(outs))
         sends = [read(one) for one in self._one_each(ins)]
         run = partial(self._collectives.all_to_all, sends, arrays)
@@ -340,7 +346,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return Work(text, tensors, self._queue.check_progress, self._queue.saw)
 
     def _follow(self, work: Work, message: Message) -> Work:
-        """Have threads that wait for a message move it."""
+        """Let a wait for a Work move its message; return the Work. Local."""
         if message.end is not None:
             work.help = partial(self._meeting.mailbox.wait, message, self._timeout.total_seconds())
         return work
@@ -348,7 +354,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- Mistakes that every rank can make, and common facts
 
     def _check_part(self, whole: Any, part: Any) -> str:
-        """Return the kind of ``whole``: a tensor in equal parts, or a list with any. Local.
+        """Return dtype and sizes of ``whole`` as a text; ValueMismatch unless ``part`` is this rank's of it. Local.
 
         ValueMismatch unless ``part`` fits.
         """
@@ -441,7 +447,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._give_up("it has aborted the process group")
 
     def _give_up(self, why: str) -> None:
-        """End the group on this rank alone, and tell the other ranks why. Local."""
+        """End the group on this rank alone, tell the others why, and wait for them at the exit. Local."""
         self._meeting.abort(why)
         # At its end this rank waits for the others, which may work on for as long as a call may take.
         self._meeting.deadline.timeout = self._timeout.total_seconds()
@@ -451,7 +457,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 @lru_cache(maxsize=4096)
 def _describe_call(verb: str, *facts: object) -> Call:
-    """Return a call for ranks to compare."""
+    """Return the cached call of a verb and facts, for ranks to compare. Local."""
     texts = list(map(str, facts))
     text = ", ".join(texts)
     return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: texts)

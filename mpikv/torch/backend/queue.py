@@ -71,7 +71,7 @@ class Queue:
         return work
 
     def take_failure(self) -> Exception | None:
-        """Return the error of an earlier call that nobody has seen, if there is one. It then counts as seen.
+        """Return the error of an earlier call that nobody has seen, or None; it counts as seen from now on.
 
         A function of a future may ignore the error that the future has, and give wrong gradients.
         """
@@ -125,7 +125,7 @@ class Queue:
             return self._calls.popleft()
 
     def _make(self, work: Work, run: Callable[[], object]) -> None:
-        """Make a call, and complete its handle; an error goes to the handle, and is not raised."""
+        """Make a call and complete its handle; an error goes to the handle, noted as unseen, and is not raised."""
         try:
             run()
         except BaseException as error:

@@ -79,7 +79,7 @@ class Meeting:
         self.group.close()
 
     def abort(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls. Local."""
+        """End this rank's calls and messages, and tell the other ranks why. Local."""
         self.ends.own = why
         self.mailbox.abort(why)
         self.board.give_up()
@@ -89,7 +89,7 @@ class Meeting:
         """Return no error: PyTorch's program has seen all. For the end of a program whose ranks closed not together."""
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Tell the other ranks that this one ends. Local; for the end of a program.
+        """Tell the other ranks that this one ends; return a function that lists those that did not, and a limit. Local.
 
         Returns:
             A function that lists the ranks that have not said the same yet, and the seconds they may take.
@@ -136,7 +136,7 @@ class StoreWords:
 
 
 def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
-    """Return all that the ranks of a group share; may start MPI, where ``name`` tells groups apart. Collective.
+    """Connect the ranks of a group, by MPI or shared memory, and return what they share; may start MPI. Collective.
 
     ``timeout`` is in seconds. ``ranks`` are their numbers among all ranks.
 
@@ -161,7 +161,7 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
 
 
 def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Meeting:
-    """Compare settings, and return all that a group's ranks share; a problem is raised on all. Collective."""
+    """Compare settings, and open what a group's ranks share; raise on all ranks if one has a problem. Collective."""
     if not group.threads:
         problem = problem or Unsupported(
             "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "

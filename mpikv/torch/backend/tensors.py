@@ -142,7 +142,7 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays to change, and a function that copies copies back; Unsupported if one cannot be filled."""
+    """Return flat arrays to fill, and a function that writes those that are copies back; Unsupported if unfillable."""
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
@@ -173,7 +173,7 @@ def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
 
 
 def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
-    """Return an array for a part from each of ``size`` ranks, the sizes of the parts, and a function to copy them.
+    """Return an array to receive ``size`` parts, their sizes, and a function that copies them to ``operand``.
 
     It copies them to where they belong: to a list of tensors, or to one in equal parts.
     """

@@ -136,7 +136,7 @@ class Work(dist.Work):  # type: ignore[misc]
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the call, if it has one by now. The next call then does not raise it."""
+        """Return the error of the call, if it has one by now, and mark it as seen: the next call does not raise it."""
         if self._error is not None:
             self._saw(self._error)
         return self._error
