@@ -124,7 +124,7 @@ class _Outline:
 
 
 def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
-    """Return the ``result`` of all ranks' trees: their sum, mean, or the root's. Collective."""
+    """Return the sum, mean, or root's of all ranks' trees; in jit a callback makes the call later. Collective."""
     _check_store(kv, verb)
     try:
         if verb == "pushpull":
@@ -158,7 +158,7 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
 
 
 def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
-    """Return the outline of a tree, made at first and kept for the store. Local.
+    """Return the outline of a tree, made at its first use and cached for the store. Local.
 
     ``structure`` is the tree's; names of leaves begin with ``prefix``.
     """
@@ -196,7 +196,7 @@ def refuse(kv: KVStore, error: Exception, verb: str) -> NoReturn:
 
 
 def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]) -> Any:
-    """Return a function of leaves; whenever the compiled function runs, JAX calls the host with them. Local."""
+    """Return a function of leaves by which compiled code calls the host; the exit then waits for such code. Local."""
     # atexit runs the last function first: so this one runs before the store closes, since the store came earlier.
     atexit.unregister(_await_compiled)
     atexit.register(_await_compiled)
@@ -209,7 +209,7 @@ def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]
 def _call_store(
     kv: Any, verb: str, outline: _Outline, dtypes: Sequence[Any], divisor: int, leaves: Sequence[Any]
 ) -> list[Array]:
-    """Exchange leaves on the host. Collective. JAX also calls it, from any thread."""
+    """Exchange leaves by a call of the store, and return new arrays, divided by ``divisor``. Collective; any thread."""
     names = outline.names
     try:
         arrays = [_on_host(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
@@ -231,7 +231,7 @@ def _call_store(
 
 
 def _await_compiled() -> None:
-    """Wait for compiled functions that JAX may still run at the end of the program. Local."""
+    """At the exit: wait for compiled functions that still run; if one failed, make the process fail. Local."""
     try:
         jax.effects_barrier()
     except BaseException:
@@ -256,7 +256,7 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree with a new structure, shape or dtype node by node, and make keys for it. Collective.
+    """Compare a tree that is new to the store node by node, and init keys for it if the store keeps any. Collective.
 
     It does nothing for a known one.
     """
@@ -291,7 +291,7 @@ def _check_sums(kv: Any) -> None:
 
 
 def _check_compiling() -> None:
-    """Raise Unsupported if this JAX, or several devices of pmap or shard_map, cannot call the host."""
+    """Raise Unsupported if this JAX, or several devices of pmap or shard_map, cannot call the host. Local."""
     if jax.__version_info__ < _COMPILES:
         raise Unsupported(
             f"JAX {jax.__version__} ends the process where a compiled function has a product of matrices and a call of "
@@ -314,7 +314,7 @@ def _is_traced(leaves: Sequence[Any]) -> bool:
 
 
 def _place_like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
-    """Return host arrays as arrays of each leaf's library, on its devices. JAX may take over their memory."""
+    """Return host arrays as arrays of each leaf's library, on its devices; JAX may take over their memory. Local."""
     # Older versions of JAX lack ``committed``.
     places = [
         leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None for leaf in leaves

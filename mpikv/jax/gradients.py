@@ -64,7 +64,7 @@ def value_and_grad(
 
 
 def all_reduce(kv: KVStore, *, name: str = "") -> Any:
-    """Return a transformation of optax that replaces updates by their means over ranks. It has no state.
+    """Return a transformation of optax, without state, that replaces updates by their means over ranks.
 
     Local; each ``update`` is collective, as :func:`pushpull`, and may be called in ``jax.jit``. Chain it before an
     optimizer, and every rank makes the same step.

@@ -153,7 +153,7 @@ class Weights:
         check_equal(kv, here, verb, f"weights or states are not the same on all ranks; {_ADVICE}")
 
     def _find_other_weights(self) -> list[str]:
-        """Return the names of weights that differ from the root's, by all of their numbers. Collective."""
+        """Return the names of weights that are not the root's up to rounding, comparing all numbers. Collective."""
         differ = []
         for name, tensor in self._tensors.items():
             own = tensor.detach()

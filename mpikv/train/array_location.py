@@ -70,7 +70,7 @@ def locate_target(value: Any) -> Located:
 
 
 def add_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Queue a sum of arrays on a GPU, from left to right in ``dtype``; return it as a new array."""
+    """Queue a sum of arrays on a GPU, from left to right in ``dtype``; return it as a new array. Local."""
     # The GPU's copy kernel casts, since CuPy does not add bfloat16.
     total, term = (gpu.empty(arrays[0].shape, dtype) for _ in range(2))
     gpu.copy((total,), (arrays[0],))

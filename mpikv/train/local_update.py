@@ -33,7 +33,7 @@ class LocalUpdate:
         self._scratch = np.empty(0, np.uint8)
 
     def prepare(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; make or check its state, and compile the GPU kernels.
+        """Return the optimizer's step for each parameter; make or check states, compile kernels of GPUs. Local.
 
         Raises:
             ConfigError: the optimizer has changed and needs other state.
@@ -48,7 +48,7 @@ class LocalUpdate:
         return [optimizer.step(name, self.states[name].count + 1) for name in parameters]
 
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights in place by the prepared steps; the gradients stay. On a GPU it is queued."""
+        """Update weights in place by prepared steps, and count these; gradients stay. Queued on a GPU. Local."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
             kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
@@ -88,7 +88,7 @@ class LocalUpdate:
         return KeptState(state, kept.count)
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return a parameter's state, a new one for its first update; ConfigError if the optimizer needs another."""
+        """Return a parameter's state, or a new one, not kept; ConfigError if the optimizer needs another. Local."""
         slots = optimizer.slots(parameter.data.dtype)
         kept = self.states.get(name)
         if kept is None:
@@ -104,7 +104,7 @@ class LocalUpdate:
         return kept
 
     def _memory_of_sum(self, parameter: Parameter) -> Array:
-        """Return undefined memory for the sum of a weight's gradients. On the host all parameters share it."""
+        """Return memory of any content for a sum of gradients; on the host all parameters share it. Local."""
         weight, dtype = parameter.data, accumulator(parameter.data.dtype)
         if parameter.gpu is not None:
             return parameter.gpu.empty(weight.shape, dtype)
@@ -115,7 +115,7 @@ class LocalUpdate:
 
 
 def place_state(kept: KeptState, parameter: Parameter) -> KeptState:
-    """Return the state, given in numpy arrays, on the device of the weight."""
+    """Return a state of numpy arrays on the weight's device: itself for the host, a copy for a GPU. Local."""
     gpu = parameter.gpu
     if gpu is None:
         return kept

@@ -138,7 +138,7 @@ class LossScaler:
         return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
     def record(self, overflow: bool) -> None:
-        """Record the ranks' common result, and change the factor. Local; the Trainer calls it."""
+        """Halve the factor after an overflow; double it after each ``window`` results without one. Local."""
         self._without = 0 if overflow else self._without + 1
         if overflow:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)

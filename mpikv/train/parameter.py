@@ -108,6 +108,7 @@ class Parameter:
 
     @grad.setter
     def grad(self, value: Any) -> None:
+        """Keep a gradient, or by ``grad_req`` add it to a copy of earlier ones; None discards the gradient. Local."""
         if value is None:
             self.zero_grad()
             return
@@ -123,7 +124,7 @@ class Parameter:
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Set the sum of several gradients, e.g. those given under several names of this parameter.
+        """Set the gradient to the sum of several, e.g. those given under several names of this parameter.
 
         Raises:
             ValueMismatch: the shape, dtype or device of one does not fit.
@@ -147,7 +148,7 @@ class Parameter:
             self.gpu.scale((self._grad,), math.nan)
 
     def mark_used(self) -> None:
-        """Record that an update has used the gradient."""
+        """Note that an update has used the gradient: it is fresh no more, nor a sum unless ``grad_req`` is "add"."""
         self.fresh = False
         self.used = self._grad_req == "add"  # the next gradient must not be added to it
         self.summed = self.summed and self.used
@@ -163,9 +164,7 @@ class Parameter:
         return found.array
 
     def _take(self, array: Array) -> None:
-        """Keep an array as the gradient, or with ``add`` a copy, or add it in place; ValueMismatch if its shape
-        differs.
-        """
+        """Keep an array as the gradient, or with ``grad_req="add"`` a copy or the sum; raise if the shape is wrong."""
         if array.shape != (shape := self.data.shape):
             raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":
@@ -178,7 +177,7 @@ class Parameter:
             self._add(self._grad, array)
 
     def _add(self, grad: Array, array: Array) -> None:
-        """Add an array to the gradient in place, in the wider dtype; on a GPU it is queued."""
+        """Add an array to the gradient in place, summed in the wider dtype; queued on a GPU. Local."""
         if self.gpu is None:
             np.add(grad, array, out=grad, casting="same_kind")
             return
@@ -189,6 +188,7 @@ class Parameter:
         self.gpu.copy((grad,), (add_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
+        """Raise ConfigError if nothing can be added to the gradient: it is a sum over ranks, or was used."""
         if self._grad_req == "add" and (self.summed or self.used):
             what = "the sum over ranks" if self.summed else "used by an update already"
             raise ConfigError(f"a gradient cannot be added to one that is {what}; call zero_grad() after the update")
@@ -199,7 +199,7 @@ class Parameter:
 
 
 def name_parameters(params: Any) -> dict[str, Parameter]:
-    """Return the parameters of a dict of arrays or parameters, nested or not, by all their names in sorted order.
+    """Return the arrays of a nested dict as Parameters by sorted names, and name them; equal memory is one.
 
     Raises:
         ConfigError: the dict is empty.
@@ -227,14 +227,14 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
 
 
 def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return each parameter once, by its first name."""
+    """Return each parameter once, by the first of its names. Local."""
     # Reversed, so that the first of several names stays.
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
 
 
 def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
-    """Raise ValueMismatch if two parameters have elements in common: both would update them."""
+    """Raise ValueMismatch if two parameters share elements, or may: both would update them. Local."""
     # As numpy sees the places, also of arrays on GPUs: only addresses count.
     outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
     reaching: list[tuple[int, str]] = []
@@ -259,9 +259,7 @@ def _byte_bounds(array: Array) -> tuple[int, int]:
 
 
 def _locate_writable(data: Any) -> Located:
-    """Return an array over the caller's memory, never a copy, to update in place; raise TypeError if read-only.
-    Local.
-    """
+    """Return an array over the caller's memory, to update in place; TypeError if it cannot be written. Local."""
     if isinstance(data, np.generic) or not is_array(data):
         raise TypeError(f"a parameter is an array, not {a_kind(data)}; pass numpy.array(value) and keep it")
     if not lies_on_host(data):

@@ -274,7 +274,7 @@ class Trainer:
         self._kvstore.broadcast(list(parameters), weights, out=weights)
 
     def _restore_average(self) -> None:
-        """Set the loaded optimizer's ``average`` to the Trainer's own argument."""
+        """Set the optimizer's ``average`` to the Trainer's argument, if one was given. Local."""
         if self._average is not None:
             self.optimizer.average = self._average
 
@@ -422,8 +422,9 @@ class Trainer:
             self._run_together("save_states", self._save(fname))
 
     def load_states(self, fname: Any) -> None:
-        """Restore the state of a :meth:`save_states` file. Weights stay; but with ``multi_precision`` the float32
-        masters belong to the state, and the next step starts from them.
+        """Restore optimizer state, counts and settings from a :meth:`save_states` file; weights stay.
+
+        With ``multi_precision`` the float32 masters belong to the state, and the next step starts from them.
 
         Collective; the same path on every rank. The Trainer must have the same parameters and an optimizer of the same
         kind. If the file has settings, :attr:`optimizer` becomes a new object with these; a Trainer's own ``average``
@@ -446,7 +447,7 @@ class Trainer:
         self._restore_average()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Return the numbers of a training's steps, as :meth:`mpikv.KVStore.steps` for restarts and ``path``.
+        """Start, keep the Trainer in its store, and return the training's steps, as :meth:`mpikv.KVStore.steps`.
 
         It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
         step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on a store, call their
@@ -481,7 +482,7 @@ class Trainer:
         return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state outside of the store, with the memory of weights; ConfigError before a start. Local."""
+        """Return a dict of weights, counts and state that the store lacks; ConfigError before a start. Local."""
         if not self._started:
             raise ConfigError("a kept Trainer has not started; call its start() before kv.steps")
         optimizer, states = self.optimizer, self._local.states
@@ -583,8 +584,9 @@ class Trainer:
         self._optimizer = present
 
     def _stored(self) -> dict[str, Parameter]:
-        """Return the parameters kept by the store. A store with an optimizer keeps no frozen parameters of integers,
-        such as counts of batches.
+        """Return the parameters kept by the store: without frozen ones that its optimizer cannot update. Local.
+
+        These are integers, such as counts of batches. A store without an optimizer keeps all.
         """
         if not self._on_store:
             return self._own
@@ -592,11 +594,11 @@ class Trainer:
         return {name: one for name, one in self._own.items() if one.grad_req != "null" or can_update(optimizer, one)}
 
     def _count_updates(self) -> None:
-        """Continue from the update count of the store's optimizer."""
+        """Set the number of updates to the largest count of the store's optimizer. Local."""
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
-        """Apply a step's settings until ``settings`` is left; return the parameters to update. Local.
+        """Set a step's options until ``settings`` closes; return parameters with new gradients, or raise. Local.
 
         It may raise StaleGradient.
         """
@@ -638,7 +640,7 @@ class Trainer:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
-        """Raise unless each gradient can be replaced by its sum over ranks, in place. Local."""
+        """Raise unless each gradient can be replaced in place by its sum over ranks, and is none yet. Local."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         first: dict[int, str] = {}
@@ -688,7 +690,7 @@ class Trainer:
     # --- The two halves, where the store only sums
 
     def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
-        """Replace gradients by their sums over ranks, in place; by NaN if one of any rank overflows. Collective."""
+        """Replace gradients in place by sums over ranks, or all by NaN if one overflows; mark as sums. Collective."""
         self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse inf and nan, on one rank only; and the sum would not be finite either.
@@ -703,7 +705,7 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; RankMismatch if ranks differ.
+        """Return the optimizer's step for each parameter; RankMismatch if changed settings differ between ranks.
 
         Collective if an optimizer has changed.
         """
@@ -718,7 +720,7 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update the weights, unless a gradient overflows; a failure here ends the Trainer's use.
+        """Update weights by sums on this rank, unless a gradient overflows; after a failure the Trainer is unusable.
 
         Collective with a loss scaler.
         """
@@ -733,7 +735,7 @@ class Trainer:
         self._updates += 1
 
     def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
-        """Return whether a gradient of any rank holds an inf or a nan, and change the loss scale. Collective."""
+        """Return whether any rank's gradient has inf or NaN, and change the scale. Collective; False if no scaler."""
         if self._scaler is None:
             return False
         overflow = self._any_overflow(verb, ready)
@@ -749,13 +751,13 @@ class Trainer:
     # --- State that is saved here
 
     def _run_together(self, verb: str, parts: Generator[str]) -> None:
-        """Run parts; after each part every rank learns whether a rank has failed. Collective."""
+        """Run a generator on all ranks; all raise if a part fails on one, or yields other texts. Collective."""
         with closing(parts):
             while (text := self._attempt(verb, next, parts, "")) != "":
                 self._kvstore.check_equal(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
-        """Write the parameters' state on rank 0; yield before each slow part, as often on all ranks. Collective."""
+        """Yield a text before each slow part of a write of the parameters' state by rank 0. Collective."""
         self._check_usable()
         optimizer, weights = self.optimizer, self._trainable()
         kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in weights}
@@ -763,7 +765,7 @@ class Trainer:
         yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
     def _load(self, fname: Any) -> Generator[str]:
-        """Read the parameters' state, and adopt it once all ranks have it; yield before each slow part. Collective."""
+        """Yield a text before each slow part of a read of the parameters' state; adopt it at the end. Collective."""
         self._check_usable()
         optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
@@ -775,7 +777,7 @@ class Trainer:
         self._updates = max((one.count for one in states.values()), default=0)
 
     def _trainable(self) -> dict[Key, Array]:
-        """Return the weights that the optimizer can update; only these have state."""
+        """Return by name the weights that the optimizer can update; only these have state. Local."""
         return {name: one.data for name, one in self._own.items() if can_update(self.optimizer, one)}
 
 
