@@ -21,7 +21,7 @@ _EVEN = 64
 
 
 def gather(transport: Transport, mine: Array) -> Array:
-    """Return every rank's numbers on all ranks, one row per rank. Collective: each rank brings equally many."""
+    """Return a new table of all ranks' numbers, one row per rank; each rank brings equally many. Collective."""
     # One row per rank: an all-gather fills each rank's part in place.
     table = np.zeros((transport.size, mine.size), mine.dtype)
     table[transport.rank] = mine
@@ -44,7 +44,7 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send ``parts[r]`` to rank r, or the only part to all; return the parts for this rank. Collective.
+        """Send ``parts[r]`` to rank r, or the only part to all, and ``notes`` to all; return those it gets. Collective.
 
         Args:
             parts: one part per rank, or a single one.
@@ -87,7 +87,9 @@ class Alltoallv:
         return received, table[:, len(parts) :]
 
     def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Send parts of sizes that all ranks know, and return new arrays. Collective. Uses no memory of the host.
+        """Send parts of sizes that all ranks know; return the parts for this rank, in new arrays. Collective.
+
+        It sends no lengths, and uses no memory of the host.
 
         ``sizes`` has a row for each sender, with its bytes for each receiver, or for all. Every rank passes the same.
 
@@ -101,10 +103,10 @@ class Alltoallv:
     def _send_rest(
         self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
-        """Send the bytes that did not fit in the first message; return all, in new arrays. Collective.
+        """Send in further messages the bytes that ``first`` lacks; return all bytes for this rank, copied. Collective.
 
-        ``mine`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the longest part to
-        each rank, sent so far and in all.
+        ``mine`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the longest
+        part to each rank, sent so far and in all.
         """
         each = len(parts) > 1
         received = [self._tables.empty((size,), _BYTES) for size in mine]
@@ -120,9 +122,9 @@ class Alltoallv:
         return received
 
     def _exchange(self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int]) -> Sequence[Array]:
-        """Send ``counts[r]`` bytes to rank r, or ``counts[0]`` to all, from byte ``begins[r]`` of its part. Collective.
+        """Send ``counts[r]`` bytes of ``parts[r]`` from ``begins[r]`` on to rank r; return those received. Collective.
 
-        The message is undefined where it is longer than the part.
+        A single part goes to all ranks. The message is undefined where it is longer than the part.
         """
         each, rank, at = len(parts) > 1, self._transport.rank, 0
         send = self._transport.send_buffers[self._transport.slot][: sum(counts)]
@@ -139,7 +141,7 @@ class Alltoallv:
         return self._transport.all_to_all(send, counts if each else None)
 
     def _put(self, places: Iterable[tuple[Array, int, Array]]) -> None:
-        """For each (target, byte, part), copy the part to that byte of the target; cut off what is outside. Local."""
+        """For each (target, byte, part), copy the part to that byte of the target, as far as it fits there. Local."""
         into: list[Array] = []
         these: list[Array] = []
         for target, at, part in places:

@@ -83,38 +83,38 @@ class Block:
     for it only where it is written. To give it back, set None: no plan may refer to it."""
 
     def sums_of(self, low: int, high: int) -> Array:
-        """Return the sums of elements that this rank keeps, side by side."""
+        """Return memory for sums of ``[low, high)``, one range of the kept elements; may allocate it. Local."""
         return self.ensure_sums()[self.kept.locate(low, high)]
 
     def ensure_sums(self) -> Array:
-        """Return the memory for sums; take zeros if there is none, with MemoryError if a GPU is full. Local."""
+        """Return the memory for sums of ``kept``, allocated if there is none; MemoryError if a GPU is full. Local."""
         if self.sums is None:
             dtype = accumulator(self.values.dtype)
             self.sums = self.memory.zeros(self.kept.size * dtype.itemsize).view(dtype)
         return self.sums
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
-        """Have residuals for so many positions in lists; new ones are ``zeroed`` memory. Local."""
+        """Append float32 zeros to ``residuals`` up to ``positions`` arrays; ``zeroed(nbytes)`` makes them. Local."""
         while len(self.residuals) < positions:
             # Float32, however wide the values are: it is added to the gradient before the codec rounds.
             self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
 
     def ensure_state(self, slots: Slots) -> None:
-        """Add zeros for the slots that have no state yet. On GPUs collective, and may raise MemoryError."""
+        """Allocate zeros for the slots that the block's state lacks. On GPUs collective, and may raise MemoryError."""
         self.state |= self.new_state(
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
 
     def has_state(self, slots: Slots, kept: Spans) -> bool:
-        """Return whether :meth:`new_state` would return the same slots, dtypes and elements as there are."""
+        """Return whether the block has state of exactly these slots, dtypes and elements. Local."""
         return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
 
     def new_state(self, slots: Slots, kept: Spans) -> dict[str, Array]:
-        """Return state of zeros for the elements that are to be kept. On GPUs collective, and may raise MemoryError."""
+        """Return new zeroed state of the elements ``kept``. On GPUs collective, and may raise MemoryError."""
         return {name: self.allocate(kept.size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
     def replace_state(self, kept: Spans, state: dict[str, Array]) -> None:
-        """Replace the state, and the elements that have some; drop the sums if these are others. Local."""
+        """Set ``kept`` and ``state`` of the block; drop its memory for sums if ``kept`` changes. Local."""
         if kept != self.kept:
             self.sums = None
         self.kept, self.state = kept, state
@@ -163,7 +163,7 @@ class _Holes:
         return other
 
     def add(self, kind: str, memory: int, start: int, size: int) -> None:
-        """Make a range free, and join it with free neighbours."""
+        """Note ``size`` units of memory number ``memory`` as free, joined with free neighbours; none for 0. Local."""
         if not size:
             return
         # Joined with its neighbours: else a hole as large as a later value could be two, and never fit.
@@ -177,7 +177,7 @@ class _Holes:
         self._starts[memory, start + size] = start
 
     def remove(self, kind: str, memory: int, start: int) -> int:
-        """Remove the hole that begins there; return its size."""
+        """Remove the hole that begins at ``start`` from the notes; return its size. Local."""
         size = self._sizes.pop((memory, start))
         del self._starts[memory, start + size]
         del self._by_size[bisect_left(self._by_size, (kind, size, memory, start))]
@@ -189,7 +189,7 @@ class _Holes:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Take up to ``most`` ranges of one size, side by side, from the smallest hole that fits one.
+        """Remove up to ``most`` ranges of ``size`` side by side from the smallest hole that fits one; return where.
 
         Returns:
             The memory, the start of the first, and how many were taken; None where no hole fits.
@@ -237,9 +237,9 @@ class Arena:
     def place(
         self, requests: Sequence[tuple[np.dtype[Any], int]], leaving: Sequence[Place] = (), alone: Container[int] = ()
     ) -> list[Place]:
-        """Release the places ``leaving``, then return one for each (dtype, number of elements).
+        """Free the places ``leaving``, then return one for each (dtype, elements); may allocate memory. Collective.
 
-        Collective: it may allocate. On GPUs the requests at the positions ``alone`` get a block for themselves.
+        On GPUs the requests at the positions ``alone`` get a block for themselves.
         """
         self.release(leaving)
         groups = self._plan_new_blocks(requests, alone)
@@ -261,7 +261,7 @@ class Arena:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo placing and releasing if MemoryError leaves the block, as it does on every rank or none. Collective."""
+        """In a with block: if it raises MemoryError, on all ranks alike, restore the arena as it was before. Local."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -272,7 +272,7 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Take places back for later values; a block ends with its last value. Local.
+        """Free places for later values, contents unchanged; a block without values left ends. Local.
 
         The caller zeroes the state and residuals of places in shared blocks: these blocks live on for other values.
         """
@@ -285,11 +285,11 @@ class Arena:
                 self._end_block(block)
 
     def is_shared(self, block: Block) -> bool:
-        """Return whether small values share a block that has not ended."""
+        """Return whether a block is one that small values share, and has not ended. Local."""
         return block.index in self._pools
 
     def shrink(self) -> None:
-        """Give large segments without blocks back to the system. Collective: all ranks do so alike."""
+        """Drop large segments of memory without blocks, so that the system gets them back. Collective."""
         idle = [
             number
             for number, segment in self._segments.items()
@@ -300,7 +300,7 @@ class Arena:
             del self._segments[number], self._reached[number]
 
     def holds(self, array: Array) -> bool:
-        """Return whether an array lies in the memory of values, at least in part. Local."""
+        """Return whether an array's range of addresses overlaps the memory of values. Local."""
         return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
@@ -309,7 +309,7 @@ class Arena:
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
     def _plan_new_blocks(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Group the requests that get new blocks, each alone or several in one; others share blocks. Local."""
+        """Return groups of requests that get a new block each, allocate nothing; other requests share blocks. Local."""
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):
@@ -324,13 +324,13 @@ class Arena:
         return groups
 
     def _place_listed(self, group: _Group, coming: int) -> list[Place]:
-        """Return places side by side in a new block. Collective: it may allocate."""
+        """Add a block for a group's values; return their places in it, side by side. Collective: it may allocate."""
         starts = list(accumulate((self._room(group.dtype, size) for size in group.sizes), initial=0))
         block = self._add_block(group.dtype, coming, starts)
         return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
     def _place_shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
-        """Yield ``most`` places of one size in blocks that small values share. Collective: it may allocate."""
+        """Yield ``most`` places of one size in blocks that small values share; may add such blocks. Collective."""
         room = self._room(dtype, size)
         while most:
             found = self._holes.take(name_of(dtype), room, most)
@@ -345,7 +345,7 @@ class Arena:
             block.used = max(block.used, start)
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
-        """Make another block that small values share. Collective: it may allocate."""
+        """Add a block that small values share; give up the free end of the newest one of this dtype. Collective."""
         # The newest block of this dtype is the one that small values filled up last.
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
@@ -356,7 +356,7 @@ class Arena:
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
     def _add_block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
-        """Return a new block for values that begin at ``starts``; the last of these is where they end. Collective.
+        """Add and return a block for values that begin at ``starts``; the last of these is where they end. Collective.
 
         ``coming``: bytes of segments that this request is still to take, for this block and those after it.
         """
@@ -385,7 +385,7 @@ class Arena:
         return block
 
     def _divide(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
-        """Divide values among ranks in their order, about equally much each; return the bounds of the ranks. Local."""
+        """Return each rank's bounds: values in order, about equally much; a single one to the least loaded. Local."""
         ranks = self._transport.size
         if len(starts) == 2:  # one value: it goes to the rank that owns least
             owner = self._load.index(min(self._load))
@@ -400,7 +400,7 @@ class Arena:
             self._load[rank] += sign * (high - low) * block.values.itemsize
 
     def _grid(self, dtype: np.dtype[Any]) -> tuple[int, int]:
-        """Return the elements of a cell, and of a line: values begin at multiples of a line."""
+        """Return how many elements a cell of a block's grid has, and the multiple at which values begin. Local."""
         cell = self._transport.limit // dtype.itemsize
         line = max(LINE_BYTES // dtype.itemsize, _LINE_ELEMENTS)
         lines = line * self._transport.size
@@ -424,7 +424,7 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
-        """Allocate a segment; return its number, and the byte of a first block of ``nbytes``. Collective."""
+        """Allocate a segment; note all but its first ``nbytes`` as free; return its number, and byte 0. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

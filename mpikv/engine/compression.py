@@ -39,8 +39,10 @@ _PRESENT, _MORE = 1, 2
 _GRAIN = 64
 
 
-def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
-    """Return the compression for a codec. With ``in_pairs`` it adds plain arrays in pairs. Collective on GPUs.
+def make_compression(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
+    """Return the object that sums pushes by a codec, with its buffers allocated. Collective on GPUs, else local.
+
+    With ``in_pairs`` it adds plain arrays as a binary tree.
 
     Raises:
         MemoryError: on every rank, if the GPU of one has too little.
@@ -66,7 +68,7 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
 
 
 def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
-    """Check that this rank's arrays can be compressed; make room for their residuals. Local; waits for a GPU's arrays.
+    """Raise unless this rank's arrays can be compressed; allocate missing residuals. Local; waits for a GPU's arrays.
 
     Raises:
         MemoryError: there is no room.
@@ -100,7 +102,7 @@ def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], me
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Allocate missing residuals for pushes of lists of this length, where the codec works. Local."""
+    """Allocate a block's missing residuals for lists of ``positions`` arrays; none without error feedback. Local."""
     if not codec.feedback:
         return
     if codec.elementwise:
@@ -110,7 +112,7 @@ def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
 
 
 def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
-    """Raise NotFinite for an array with elements that no residual may keep. Local."""
+    """Raise NotFinite with the numbers of NaN, infinite and too large elements of a host array. Local."""
     # Half precision cannot hold the bound: compared there, it would be infinite.
     values = array.astype(np.float32) if array.dtype.itemsize == 2 else array
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
@@ -123,7 +125,7 @@ def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
 
 
 def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-    """Copy the residuals of now, and return a ``confirm`` that restores them before it raises. Local."""
+    """Copy residuals and codec state; return a ``confirm`` that puts the copies back if it raises. Local."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
     # A push makes the state of a codec at its first use: after a failure the next one has to make it again.
@@ -184,7 +186,7 @@ class RangeCompression:
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Begin a push; return a function that sums a bucket over ranks. Collective, like the function.
+        """Prepare a push; return a collective function that sums one bucket over ranks. On GPUs collective, else local.
 
         The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
         are not in the plan are undefined. They are valid until the next call.
@@ -202,7 +204,7 @@ class RangeCompression:
     def _sum(
         self, plan: Plan, bucket: Bucket, messages: Sequence[_Message], layers: Layers, lengths: Sequence[int] | None
     ) -> Array:
-        """Exchange the arrays of one position after the other, until no rank has more. Collective.
+        """Return this rank's sum of a bucket: exchange packed arrays, one of each list at a time. Collective.
 
         ``lengths`` has the length of each rank's lists, where messages do not state it.
         """
@@ -233,7 +235,7 @@ class RangeCompression:
         return total
 
     def _pack(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return the elements of a bucket in float32: a caller's array itself, or a copy with undefined gaps. Local."""
+        """Return a bucket in float32: a caller's array, or a copy in scratch memory with undefined gaps. Local."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -251,7 +253,7 @@ class RangeCompression:
         return gradient
 
     def _encode(self, message: _Message, gradient: Array | None, residual: Array | None, flags: int) -> None:
-        """Pack the gradient's ranges of a message into the send buffer; change the residual in place. Local."""
+        """Write flags (on hosts) and any gradient, packed, to the send buffer; change the residual in place. Local."""
         send = self._transport.send_buffers[self._transport.slot]
         for at in message.headers if self._memory.is_host else ():
             send[at] = flags
@@ -262,7 +264,7 @@ class RangeCompression:
             self.codec.encode(gradient[each.low : each.high], send[each.at : each.at + each.nbytes], left)
 
     def _cut_messages(self, bucket: Bucket) -> list[_Message]:
-        """Cut a bucket into ranges that are packed by themselves, grouped in messages that fit the transport. Local."""
+        """Return the layouts of a bucket's messages: ranges packed by themselves, as many as fit each. Local."""
         counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))
@@ -275,7 +277,7 @@ class RangeCompression:
         return messages
 
     def _fill_message(self, open_ranges: list[list[tuple[int, int]]], own: int, replicated: bool) -> _Message:
-        """Move as many ranges of each owner as fit from ``open_ranges`` to one new message. Local."""
+        """Remove from ``open_ranges`` as many ranges as fit one message; return that message's layout. Local."""
         room = self._transport.limit - _HEADER * len(open_ranges)
         ranges: list[list[_Range]] = []
         headers, at = [], 0
@@ -303,7 +305,7 @@ class RangeCompression:
         )
 
     def _count_fitting(self, count: int, room: int) -> int:
-        """Return how many of these elements fit in so many bytes: all, about half, a quarter, and so on, or none.
+        """Return how many of ``count`` elements, packed, fit in ``room`` bytes: all, about half, a quarter …, or none.
 
         At least one grain fits an empty message: :func:`check_payloads` has seen to that.
         """
@@ -324,7 +326,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Exchange and sum all values of a push; return a function that finds a bucket's sum. Collective."""
+        """Sum a push's values over ranks into the blocks' sums; return a function that finds a bucket's. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size, _ = entry.place
             if size:
@@ -345,7 +347,7 @@ class ValueCompression:
         return total
 
     def _make_rounds(self, entry: Entry, arrays: Sequence[Array]) -> Rounds:
-        """Return a value's exchange by the codec, not begun; without arrays, of zeros. Waits for a GPU. Local."""
+        """Return the codec's generator of a value's exchanges, not begun; may make its state. Waits for GPUs. Local."""
         place = entry.place
         # A copy: a codec may change its gradient, and the caller's array must stay.
         gradient = np.zeros(place.size, np.float32)
@@ -360,7 +362,7 @@ class ValueCompression:
         return self.codec.exchange(gradient, entry.shape, entry.codec_state, residual)
 
     def _run(self, rounds: Rounds, owner: int | None) -> Array:
-        """Make the exchanges that a codec asks for; return the sum. Collective."""
+        """Run a codec's generator to its end, and make the exchanges that it asks for; return the sum. Collective."""
         answer: Any = None
         while True:
             try:

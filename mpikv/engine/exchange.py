@@ -20,7 +20,7 @@ from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transfers, Transport, Updater
 from .calls import Steps
-from .compression import Compression, check_arrays, compress
+from .compression import Compression, check_arrays, make_compression
 from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, TransferPipeline, groups_of
 from .placement import place
@@ -50,7 +50,7 @@ class Exchange:
         self._use_planner(planner)
 
     def _use_planner(self, planner: Planner) -> None:
-        """Use a planner and the present compression from now on; drop all plans. Local."""
+        """Use a planner from now on: make a pipeline with the present compression; drop all plans. Local."""
         self.updater: Updater = planner.updater
         self.placement: Placement = planner.placement
         self.values.planner = planner
@@ -68,7 +68,7 @@ class Exchange:
     # --- Updaters
 
     def steps(self, plan: Plan) -> Steps:
-        """Return the updater's step for each key of the next push; a user's schedule may raise in it. Local."""
+        """Return the updater's numbers of each key's next update; check a changed updater before; may raise. Local."""
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
@@ -82,7 +82,7 @@ class Exchange:
         return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
 
     def check_slots(self) -> None:
-        """Raise if settings changed since :meth:`adopt` need other state; compile kernels for them. Local."""
+        """Raise if the updater's changed settings need other state; compile kernels, and note its revision. Local."""
         for block in self.values.blocks:
             check_state(self.updater, block.values.dtype, block.state)
         # Other options may need other code.
@@ -94,13 +94,13 @@ class Exchange:
         self._prepare_kernels(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
-        """Return an updater's placement; raise if it cannot update the present values, or more dtypes. Local."""
+        """Return a placement for an updater; set its number of ranks, compile its kernels, or raise. Local."""
         placement = place(self._wanted, self.transport, updater, self._root)
         self._prepare_kernels(updater, self.values.dtypes | dtypes)
         return placement
 
     def _prepare_kernels(self, updater: Updater, dtypes: Set[np.dtype[Any]]) -> None:
-        """Raise if the updater cannot update values of these dtypes; compile kernels for them. Local."""
+        """Compile an updater's kernels for these dtypes, set its number of ranks; raise if one is impossible. Local."""
         self.set_rank_count(updater)
         for dtype in dtypes:
             try:
@@ -112,12 +112,12 @@ class Exchange:
                 raise
 
     def set_rank_count(self, updater: Updater) -> None:
-        """Set the number of ranks in its sums on an optimizer; raise if it cannot average them. Local."""
+        """Tell an optimizer how many ranks its sums have; raise if it cannot average them. Others ignore it. Local."""
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater, overwrites: bool = False) -> None:
-        """Change to another updater, with new state of zeros; publish newest values first. Collective.
+        """Change to another updater: publish stale values, start state and counts at zero, drop plans. Collective.
 
         ``overwrites``: the caller is about to write all state, so memory of the present state may be reused as it is.
         """
@@ -149,12 +149,12 @@ class Exchange:
                 entry.present.fill()  # other ranks may own the rows from now on
         # The state starts at zero, and with it the count that a step depends on; versions go on.
         table.start_counts()
-        self.values.start_from_values(tuple(table))
+        self.values.copy_to_masters(tuple(table))
 
     # --- Calls that a GPU makes again and again
 
     def capture_blocker(self) -> str:
-        """Return why graph capture cannot record a pushpull; "" if it can. Local."""
+        """Return why this updater and these settings rule out graph capture of a pushpull; "" if they do not. Local."""
         updater, planner = self.updater, self.values.planner
         if updater.may_raise:
             return "an updater function is Python, which runs on the host"
@@ -169,7 +169,7 @@ class Exchange:
         return ""
 
     def make_step_table(self, plan: Plan) -> StepTable | None:
-        """Return new GPU memory for the steps of a plan's keys, None if updates have none. Local.
+        """Allocate GPU memory for the numbers of each key's updates, and return it; None if updates have none. Local.
 
         The caller has checked that there is no :meth:`capture_blocker`.
 
@@ -184,7 +184,7 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return the arrays to push for a plan that is not raw: sums of lists on a GPU; None for buffers. Local.
+        """Return the arrays to push, lists added up on a GPU; None for buffers. Compression checks them first. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.
@@ -195,9 +195,9 @@ class Exchange:
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:
-        """Compress pushes from now on, or stop compressing (None); drop residuals of earlier pushes. Collective."""
+        """Compress pushes from now on, or stop (None); drop plans, and residuals of earlier pushes. Collective."""
         # Before anything changes, as there may be too little memory.
-        self.compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
+        self.compression = None if codec is None else make_compression(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
         self._use_planner(replace(self.values.planner, compressed=codec is not None))
         # Kernels add inside the update rule only without compression: other kernels may be needed now.

@@ -37,13 +37,13 @@ class GpuPipeline(TransferPipeline):
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Take memory for a push of whole arrays and bind its updates, before ranks agree. Local."""
+        """Allocate memory for a push of whole arrays, bind its updates; MemoryError if this rank lacks it. Local."""
         super().prepare(plan)
         # Bound now, as it uploads addresses: memory may be short, and the ranks have not agreed yet.
         self._order.run(lambda: plan.update_whole)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return the sources, with each key's list summed on the GPU now, unless a codec packs its arrays. Local."""
+        """Return the sources, each key's list replaced by its sum; unchanged if a codec packs each array. Local."""
         # A codec of ranges packs each array by itself.
         by_array = self._compression is not None and self._compression.codec.elementwise
         if by_array or are_plain(sources) or all(len(group) == 1 for group in sources):
@@ -63,13 +63,13 @@ class GpuPipeline(TransferPipeline):
     # --- Push and pull
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
-        """Return the targets to fill before later messages are sent, or an empty tuple if that is unsafe. Local."""
+        """Return the targets if they may be filled while later messages are sent, else an empty tuple. Local."""
         return targets if plan.overlaps and self._lie_apart(plan, sources, targets) else ()
 
     def _lie_apart(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> bool:
-        """Return whether targets may be filled before the sources of other keys are read. Local.
+        """Return whether all arrays are plain and none overlaps another, a key's own target and source excepted. Local.
 
-        They may if all arrays are plain and none overlaps another; the target of a key may be its source.
+        Then targets may be filled before the sources of other keys are read.
         """
         sources = self._values.buffers(plan) if sources is None else sources
         if not (are_plain(sources) and are_plain(targets)):
@@ -88,7 +88,7 @@ class GpuPipeline(TransferPipeline):
     # --- The stages
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        """Queue an update of arrays by a step; a Python updater runs at once. For rows. Local."""
+        """Queue an update of ``value`` and ``state`` by a step; a Python updater runs at once. For rows. Local."""
         if self._updater.may_raise:
             super().update(step, total, value, state)
         else:

@@ -44,7 +44,7 @@ class Grid:
         return placement.shard(low, high, self.cell(low), self.bounds, self.number + low // self.cell_size)
 
     def shares(self, placement: Placement, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of ``[low, high)`` in order, as (elements, owner). Replicated ones come once per rank."""
+        """Yield (elements, owner) for the ranges of ``[low, high)``, in order; replicated ones once per rank."""
         for begin, end in self.cut(low, high):
             for rank, count in enumerate(self.shard(placement, begin, end).counts):
                 yield count, rank

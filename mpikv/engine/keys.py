@@ -126,7 +126,10 @@ class KeyTable:
     def add(
         self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: NonzeroRows | None = None
     ) -> Entry:
-        """Enter a new key with zero counts; return its entry. Numbers are reused in one order on all ranks. Local."""
+        """Enter a new key with zero counts, in a removed key's row if there is one; return its entry. Local.
+
+        All ranks reuse rows in one order.
+        """
         low, high = place.start, place.start + place.size
         # Rows are used again, in the same order on all ranks: owners are asked by these numbers.
         if self._free_rows:
@@ -153,14 +156,14 @@ class KeyTable:
         self.counts[:] = 0
 
     def remove(self, key: Key) -> Place:
-        """Remove a key; return the place of its value."""
+        """Remove a key, and free its row for a later one; return the place of its value, still allocated. Local."""
         entry = self._entries.pop(key)
         self.summed.pop(key, None)
         self._free_rows.append(entry.index)
         return entry.place
 
     def check_kind(self, keys: Sequence[Key]) -> None:
-        """Raise TypeError unless the keys are of the type of the keys before them: all int, or all str. Local."""
+        """Raise TypeError unless the keys are all int or all str, as those of the table are. Local."""
         # Exactly int or str by now. In one store 3 and '3' would be two keys that look alike in every message.
         kind = type(next(chain(self._entries, keys), None))
         for key in keys:
@@ -195,7 +198,7 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Return any form of keys and arrays as a tuple of keys and, for each, a tuple of arrays; raise if it is none.
+    """Return the keys of a call, without repetition, and a tuple of arrays for each; raise for an unknown form.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 
@@ -291,7 +294,7 @@ def _key(key: Any) -> Key:
 
 
 def _advice(value: Any, what: str, listed: bool) -> str:
-    """Return advice for a value that is no array."""
+    """Return the advice of an error about a value that is no array."""
     if type(value).__module__.startswith("scipy.sparse"):
         return f"mpikv.RowSparse.from_scipy({what}) makes one"
     if value is None:

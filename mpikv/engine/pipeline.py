@@ -41,7 +41,7 @@ Stages = TypeVar("Stages", bound=Callable[..., None])
 
 
 def _with_transfers_apart(stages: Stages) -> Stages:
-    """Return the stages with transfers beside them, for a plan of several messages. The result is collective."""
+    """Return a collective method that runs ``stages``, with transfers beside other work if the plan overlaps them."""
 
     def run(self: TransferPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
         assert self.streams is not None
@@ -74,20 +74,20 @@ class Pipeline:
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Take memory for a push of whole arrays, before ranks agree: one of them may have too little. Local."""
+        """Cut a plan into buckets, allocate its sums before ranks agree; MemoryError if this rank lacks it. Local."""
         plan.prepare()
 
     def pack_first(self, plan: Plan, sources: Arrays) -> None:
-        """Pack the first message of the next push into the send buffer, before ranks agree. Local."""
+        """Pack the first message of the next push into the send buffer, if the plan prefetches it. Local."""
         if plan.prefetches:
             self.prefetched = self._pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return the sources; a GPU adds up their lists now, as its memory may be short. Local."""
+        """Return the sources as they are; the pipeline of a GPU adds up their lists here. Local."""
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Return a ``confirm`` that restores the residuals of now, copied here, before it raises. Local."""
+        """Copy residuals; return a ``confirm`` that puts them back if it raises. Without compression, itself. Local."""
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
@@ -104,7 +104,7 @@ class Pipeline:
             self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
-        """Fill the targets, if there are any, with the newest values; return ``result``. Collective."""
+        """Publish values if one is stale; copy all to the targets, if any; return ``result``. Collective if stale."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
         # The flags are the same on all ranks, so all publish or none does.
         if not self.current and self._values.table.stale[plan.rows].any():
@@ -131,7 +131,7 @@ class Pipeline:
         confirm: Confirm | None,
         result: Any = None,
     ) -> Any:
-        """Push as :meth:`push`, then pull; return ``result`` for the caller of the store. Collective.
+        """Push as :meth:`push`, then pull into the targets; return ``result``, the caller's own object. Collective.
 
         It pulls message by message where that pays and no target is another key's source. Without targets it only
         brings this rank the newest values.
@@ -149,9 +149,9 @@ class Pipeline:
         return result
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
-        """Return the arrays to unpack to while later messages are still to be sent. Local.
+        """Return the arrays to fill while later messages are sent; () if unsafe; None if it does not pay. Local.
 
-        An empty list where that is unsafe on this rank. None, on all ranks alike, where publishing early does not pay.
+        It is None on all ranks alike; a rank decides for itself about ().
         """
         if sources is None:
             return None
@@ -160,7 +160,7 @@ class Pipeline:
         return targets if are_plain(targets) else _flat_copies(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
-        """Return whether all ranks pull into the buffers that they push; owners can then fill them. Collective."""
+        """Return whether all ranks pull into the buffers that they push. Collective in large calls in shared memory."""
         if not (plan.streams and self._transport.shared):
             return False
         # Asked of all ranks: the owners fill the buffers of every rank, and one rank's wish alone must not decide.
@@ -178,7 +178,7 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Take the messages of a push through their stages; with ``outs``, those of a pull too. Collective.
+        """Take a push's messages through their stages, and count it; with ``outs``, a pull's too. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
         update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers;
@@ -214,7 +214,7 @@ class Pipeline:
         self.count_push(plan, stale=delivery is None)
 
     def count_push(self, plan: Plan, stale: bool) -> None:
-        """Count a push in the key table, and mark values as ``stale`` or not. Local."""
+        """Count a push of each key; mark all rows as nonzero, and values as ``stale`` or not. Local."""
         for present in plan.present:
             present.fill()
         # A memoryview changes one number in a quarter of the time that an array takes.
@@ -226,7 +226,7 @@ class Pipeline:
     # --- Pack and reduce
 
     def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
-        """Sum a message over ranks; return the addends of this rank's elements. Collective."""
+        """Exchange a message of a push; return the addends, or the sum, of this rank's elements of it. Collective."""
         if sources is None:
             assert bucket.buffer is not None
             if bucket.buffers:
@@ -243,7 +243,7 @@ class Pipeline:
         return self._transport.reduce_scatter(send, bucket.total, bucket.shard.counts)
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
-        """Return this rank's message: packed in the send buffer, or a caller's array where it lies. Local."""
+        """Return this rank's message: packed in the send buffer, or a view of a caller's array. Local."""
         if bucket.direct and (whole := self._in_place(bucket, sources)) is not None:
             return whole
         slot = self._transport.slot
@@ -260,7 +260,7 @@ class Pipeline:
         return send
 
     def _pack_groups(self, bucket: Bucket, sources: Arrays, send: Array) -> None:
-        """Write the sum of each key's arrays, or zeros, to a message. Local."""
+        """Write the sum of each key's list of arrays, or zeros for an empty list, to a message. Local."""
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
@@ -272,7 +272,7 @@ class Pipeline:
         self._copy(targets, sums)
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
-        """Return this rank's message where it lies, if it is part of one array of the caller's; else None. Local."""
+        """Return this rank's message as a view of the caller's only array; None if it has to be packed. Local."""
         piece = bucket.pieces[0]
         given = sources[piece.item]
         (array, *others) = (given,) if are_plain(sources) else given or (None,)
@@ -291,7 +291,7 @@ class Pipeline:
     # --- Update
 
     def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps, outs: Sequence[Array] = ()) -> None:
-        """Add up the addends of this rank's elements and update them, piece by piece while in the cache. Local.
+        """Add up the addends of this rank's elements; update these, unless the updater takes whole values. Local.
 
         It copies each new piece to ``outs``; these may be the addends. Kernels that can, add and update in one loop.
         """
@@ -319,7 +319,7 @@ class Pipeline:
                 out[update.low : update.high] = update.value
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        """Run an updater on whole values of this rank; with ``confirm``, on copies until no rank failed. Collective.
+        """Update this rank's whole values; with ``confirm``, collective, on copies that replace them if no rank failed.
 
         A Python updater changes copies. They are stored once every rank knows that none raised: so a failed push
         changes nothing.
@@ -371,7 +371,7 @@ class Pipeline:
         self._transport.fence()
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        """Give every rank the newest values of the keys; copy them to ``outs``: plain arrays, or none. Collective."""
+        """Give every rank the owners' values, not stale any more; copy them to ``outs``, plain arrays. Collective."""
         delivery = _Delivery(self, plan, outs)
         for bucket in plan.buckets:
             delivery.add(bucket)
@@ -400,7 +400,7 @@ class Pipeline:
 
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
-        """Restore the update counts and the staleness of now after the block. Local. For graph capture."""
+        """In a with block: let graph capture run calls, then restore the keys' update counts and stale flags. Local."""
         table = self._values.table
         counts, stale = table.counts[plan.rows].copy(), table.stale[plan.rows].copy()
         try:
@@ -434,7 +434,7 @@ class _Delivery:
         self._coming: deque[tuple[Bucket, Any]] = deque()
 
     def add(self, bucket: Bucket) -> None:
-        """Publish a message, and unpack one before it. Collective."""
+        """Publish a message, and unpack an earlier one, if enough are on their way. Collective."""
         self._pipeline.deliver(bucket)
         self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
         # One behind, at least: the owners of the last message may still be updating it.
@@ -447,7 +447,7 @@ class _Delivery:
             self._unpack()
 
     def _unpack(self) -> None:
-        """Wait for the first message on its way, and copy it to the callers' arrays. Local."""
+        """Wait for the oldest message on its way, and copy its values to the callers' arrays. Local."""
         bucket, sent = self._coming.popleft()
         if self._streams is not None:
             self._streams.wait_for(sent)

@@ -34,7 +34,7 @@ _FEWEST_OWNERS, _FEWEST = 32, 8192
 
 
 class Sharded:
-    """Each cell of a block's grid is cut into shards: one per rank, or between many hosts one for some ranks."""
+    """Each cell of a block's grid is cut into shards: one per rank, or of 64 or more on several hosts one for some."""
 
     name = "sharded"
     everywhere = False
@@ -43,7 +43,7 @@ class Sharded:
         self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return the shards of the elements ``[start, stop)``: an owner has one range of the cell."""
+        """Return each rank's count of the elements ``[start, stop)``, one range of the cell, and this rank's range."""
         first, last = cell
         owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
@@ -55,7 +55,7 @@ class Sharded:
         return Shard(tuple(counts), low, low + counts[self._transport.rank])
 
     def _owners(self, elements: int, number: int) -> range:
-        """Return the ranks that own a part of a cell: between many hosts, others for each cell in turn. Local."""
+        """Return a cell's owners: all ranks; of 64 or more on several hosts some, others for each ``number``. Local."""
         transport = self._transport
         if not isinstance(transport, Transfers):
             return range(transport.size)
@@ -72,7 +72,7 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return the shards of the elements ``[start, stop)``: rank r owns those within its ``bounds``."""
+        """Return each rank's count of the elements ``[start, stop)``, those in its bounds, and this rank's range."""
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]
@@ -108,7 +108,7 @@ class Replicated(Sharded):
 
 
 def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
-    """Return the placement of that name for this updater; raise if they do not go together. Local.
+    """Return the placement of that name, or a fitting one in its place, for an updater; raise if none fits. Local.
 
     ``auto`` takes ``root`` for a Python callable and ``replicated`` for ASSIGN, as it computes nothing. For optimizers
     it takes ``sharded``: their time and state are divided by the number of ranks. ``owners`` serves every updater; the

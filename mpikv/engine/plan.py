@@ -173,11 +173,11 @@ class Plan:
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare(self) -> None:
-        """Cut whole values into buckets and take memory, before ranks agree: one may have too little. Local."""
+        """Cut the keys into buckets and allocate whole values' sums, once; MemoryError before ranks agree. Local."""
         _ = self.buckets, self.totals
 
     def prepare_updates(self) -> None:
-        """Make the updates for different steps now, for the same reason. Local."""
+        """Make the buckets' updates for different steps, once; MemoryError before ranks agree. Local."""
         for bucket in self.buckets:
             _ = bucket.updates
 
@@ -190,7 +190,7 @@ class Plan:
         """For updaters of whole values: memory for the sum of each key; None for keys of other owners."""
         if not self.planner.whole:
             return (None,) * len(self.entries)
-        return tuple(self.planner.total_of(entry) for entry in self.entries)
+        return tuple(self.planner.memory_for_total(entry) for entry in self.entries)
 
     @lazy
     def nbytes(self) -> int:
@@ -280,12 +280,15 @@ class Plans:
         self.lists: dict[tuple[Key, ...], Plan] = {}
         self._held = 0
 
-    def add(self, plan: Plan, known: int) -> None:
-        """Keep a plan; empty a full cache of lists first. It has room for four lists of all ``known`` keys."""
+    def add(self, plan: Plan, stored: int) -> None:
+        """Keep a plan; forget those of lists if they have more than 4 x ``stored`` keys, and more than 65,536.
+
+        The count includes the new plan. A plan of one key is always kept.
+        """
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
             return
-        if self._held + len(plan.keys) > max(_TIMES * known, _MOST_KEYS):
+        if self._held + len(plan.keys) > max(_TIMES * stored, _MOST_KEYS):
             self.lists, self._held = {}, 0
         self.lists[plan.keys] = plan
         self._held += len(plan.keys)
@@ -314,7 +317,7 @@ def digest(text: str) -> int:
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    """Return one short text per key, for ranks to compare."""
+    """Return a text of each key, its dtype and shape, for ranks to compare."""
     # A text for each kind: thousands of keys have few shapes, and formatting takes longer than all else here.
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
@@ -332,7 +335,7 @@ def _index_rows(rows: Sequence[int]) -> Any:
 
 
 def label(keys: Sequence[Key]) -> str:
-    """Return the keys of a call for a message, shortened."""
+    """Return a short text of a call's keys, for errors and logs."""
     if len(keys) == 1:
         return repr(keys[0])
     if len(keys) <= 3:
@@ -341,7 +344,7 @@ def label(keys: Sequence[Key]) -> str:
 
 
 def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
-    """Return the items in each block, in the order of their memory."""
+    """Return for each block the positions of its entries, in the order of their memory."""
     blocks: dict[Block, list[int]] = {}
     for item, entry in enumerate(entries):
         blocks.setdefault(entry.place.block, []).append(item)
@@ -399,7 +402,7 @@ class Planner:
     compressed: bool = False
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
-        """Return a new plan for some keys. Its buckets are cut on first use. Local."""
+        """Return a new plan for some keys; nothing is allocated, and its buckets are cut on first use. Local."""
         keys = tuple(entry.key for entry in entries)
         texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
         return Plan(
@@ -424,7 +427,7 @@ class Planner:
         return here and (self.transport.size == 2 or not self.in_pairs)
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return arrays bound to kernels that compare or copy others with them in one call; None where none do."""
+        """Return an object that compares or copies lists with these arrays in one call; None where none does. Local."""
         kernels = self._list_kernels
         return None if kernels is None else kernels.bind_list(arrays)
 
@@ -479,8 +482,8 @@ class Planner:
         """Return the elements of a block that this rank owns."""
         return block.grid.owned(self.placement, 0, block.grid.size)
 
-    def total_of(self, entry: Entry) -> Array | None:
-        """Return memory for the sum of a whole value, None if another rank owns it; may allocate. Local."""
+    def memory_for_total(self, entry: Entry) -> Array | None:
+        """Return memory for a value's sum, of no set content; None if another rank owns it; may allocate. Local."""
         block, low = entry.place.block, entry.place.start
         # One element, not all: an empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
@@ -493,7 +496,7 @@ class Planner:
     def bind_whole(
         self, entries: Sequence[Entry], totals: Sequence[Array | None]
     ) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that updates all whole values by their totals in few launches, None without such. Local."""
+        """Return a function of steps that updates whole values on GPUs in few launches; None without such. Local."""
         if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
             return None
         pairs = zip(entries, totals, strict=True)
@@ -501,7 +504,7 @@ class Planner:
         return self.kernels.bind_whole(self.updater, wholes)
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
-        """Cut keys into messages, one for each cell of a block; raise if a block lacks the updater's state. Local."""
+        """Yield the messages of keys, one for each cell of a block; ConfigError if the updater lacks state. Local."""
         numbers = count()
         for block, items in by_block(entries).items():
             if not self.updater.assigns:
@@ -512,7 +515,7 @@ class Planner:
     def _make_bucket(
         self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...], number: int
     ) -> Bucket:
-        """Return the message of keys in one cell: its memory, its owners and this rank's updates of it. Local."""
+        """Return the bucket of keys in one cell: its memory, its owners and this rank's updates of it. Local."""
         stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
         shard = block.grid.shard(self.placement, start, stop)
@@ -550,7 +553,7 @@ class Planner:
         )
 
     def _find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
-        """Return the memory for a bucket's sum at this rank: kept sums, the value itself, or scratch. Local."""
+        """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
@@ -589,7 +592,7 @@ class Planner:
     def _join_updates(
         self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
     ) -> Iterator[Update]:
-        """Yield joint updates that take a step for each of their keys, in one launch. Local."""
+        """Yield the updates ``joint``, each bound to one launch that takes a step for each of its keys. Local."""
         mine = list(_owned(pieces, shard))
         for update in joint:
             inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]

@@ -45,7 +45,7 @@ class Values:
     # --- Plans
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
-        """Return the plan for known keys, cached or new; raise KeyNotInitialized for others. Local."""
+        """Return the plan for known keys, kept or new; TypeError or KeyNotInitialized for others. Local."""
         plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.lists.get(keys)
         if plan is None:
             self.table.check_kind(keys)
@@ -76,7 +76,7 @@ class Values:
         return {block.values.dtype for block in self.blocks}
 
     def add_keys(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
-        """Allocate memory for keys; it may hold old data, so write it next. Known keys are replaced. Collective.
+        """Allocate keys, known ones anew; values may hold old data, so write them next. Collective.
 
         Values have the shapes and dtypes of the arrays; those in ``sparse`` are row-sparse.
 
@@ -101,7 +101,7 @@ class Values:
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays and give them to every rank. Collective. A GPU's root brings those of set_apart."""
+        """Store the root's arrays on every rank; a GPU's root brings those of :meth:`set_apart`. Collective."""
         entries = self.table.find(keys)
         if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
@@ -116,10 +116,10 @@ class Values:
             if entry.present is not None:
                 entry.present.fill()
         self.transport.fence()
-        self.start_from_values(keys)
+        self.copy_to_masters(keys)
 
-    def start_from_values(self, keys: Sequence[Key]) -> None:
-        """Copy values that all ranks have to an optimizer's float32 masters. Local."""
+    def copy_to_masters(self, keys: Sequence[Key]) -> None:
+        """Copy these keys' values to the optimizer's float32 copies of them, where it keeps such. Local."""
         if not any("master" in block.state for block in self.blocks):
             return
         buckets = self.plan(tuple(keys)).buckets
@@ -141,7 +141,7 @@ class Values:
         return places
 
     def _zero_state(self, entries: Sequence[Entry]) -> None:
-        """Zero the optimizer state and residuals of entries, as new keys may get their places."""
+        """Zero the optimizer state and residuals of entries, as new keys may get their places. Local."""
         # Only the owner has state; every rank has residuals of its own.
         for block, runs in _side_by_side(entries).items():
             for low, high in runs & self.planner.owned(block):
@@ -152,7 +152,7 @@ class Values:
                     residual[low:high].fill(0)
 
     def drop_residuals(self, keeps_memory: bool = False) -> None:
-        """Drop residuals, sums and all plans; with ``keeps_memory``, zero the residuals instead. Local."""
+        """Drop all plans, sums, codec state and residuals; ``keeps_memory``: zero the residuals instead. Local."""
         self.invalidate()
         for block in self.blocks:
             if not keeps_memory:
@@ -164,7 +164,7 @@ class Values:
             entry.codec_state.clear()
 
     def gather_counts(self) -> None:
-        """Give all ranks the owners' update counts, and mark values stale where they differ. Collective."""
+        """Set all ranks' update counts to the owners'; mark values stale if counts were unequal. Collective."""
         counts = self.table.counts
         of_ranks = gather(self.transport, counts)
         entries = list(self.table.entries())
@@ -183,7 +183,7 @@ class Values:
     # --- Buffers
 
     def add_buffers(self, plan: Plan) -> None:
-        """Give the keys zeroed buffers, and their blocks the memory for them. Collective.
+        """Give keys without buffers zeroed ones, and blocks the memory for them; may drop all plans. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little.
@@ -215,7 +215,7 @@ class Values:
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
-        """Zero this rank's buffers inside the block, and restore their contents after it. Local."""
+        """In a with block: zero this rank's buffers of the keys, and restore their contents at its end. Local."""
         # The program's own numbers are in them: it has left join, and may still look there.
         buffers = self.buffers(plan)
         contents = [buffer.copy() for buffer in buffers]
@@ -230,11 +230,11 @@ class Values:
     # --- Callers' arrays in the memory of values
 
     def lie_apart(self, gpu: Gpu, arrays: Sequence[Array]) -> bool:
-        """Return whether none of the arrays of a GPU is in the memory of values. Local."""
+        """Return whether none of a GPU's arrays begins in the memory of values. Local."""
         return not self._arena.holds_any(np.array(gpu.addresses(arrays), np.uint64), gpu.address)
 
     def is_view(self, array: Array) -> bool:
-        """Return whether an array lies in the memory of values. Local."""
+        """Return whether an array lies in the memory of values, at least in part. Local."""
         if isinstance(self._memory, DeviceMemory):
             # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
             return array.size > 0 and not self.lie_apart(self._memory.gpu, [array])
@@ -250,9 +250,9 @@ class Values:
         return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays for :meth:`write`; a GPU's root copies views of values now. Local.
+        """Return the arrays for :meth:`write`, a GPU's root with copies of those that are views of values. Local.
 
-        The root of a GPU's store copies views of values now, as the GPU's memory may be short.
+        It copies now, as the GPU's memory may be short.
         """
         if self._memory.is_host or not self.at_root or not any(map(self.is_view, arrays)):
             return arrays
@@ -260,14 +260,14 @@ class Values:
         return kept
 
     def fillable(self, out: Array, entry: Entry) -> Array:
-        """Return the array to fill; for one over the value itself its view; raise if it lies in other values. Local."""
+        """Return ``out``, or the read-only view if it is the value's memory; TypeError if in other values. Local."""
         if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
         self.check_own(out)
         return out
 
     def check_own(self, out: Array) -> None:
-        """Raise TypeError if an array to fill lies in the memory of values: filling it would overwrite one. Local."""
+        """Raise TypeError if a host array to fill lies in the memory of values: it would overwrite one. Local."""
         if self._memory.is_host and self.is_view(out):
             raise TypeError(
                 "the array to fill lies in the memory of the store's values, and filling it would overwrite one; "
@@ -276,7 +276,7 @@ class Values:
 
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
-    """Return the elements of entries in each block, joined, in one order on all ranks."""
+    """Return for each block the ranges of its entries, joined, in one order on all ranks."""
     places = {block: [entries[item].place for item in items] for block, items in by_block(entries).items()}
     # In one order on all ranks: each range may be a broadcast.
     return {

@@ -72,7 +72,10 @@ class Packed:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        """Ask each rank r for rows ``wanted[r]``, and return them; ``take`` returns this rank's. Collective."""
+        """Ask other ranks for rows ``wanted[r]``, return these; answer others by ``take(numbers)``, copies. Collective.
+
+        This rank's own entry is empty. ``ready`` has no use here.
+        """
         asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
         # since the asking rank knows their order.
@@ -94,7 +97,7 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
-        """Send row numbers between hosts and rows between GPUs; return each rank's rows for this one. Collective."""
+        """Send row numbers by host, then rows by GPU, ``ready`` called between; return each rank's rows. Collective."""
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
         ready(received)
@@ -105,7 +108,10 @@ class Split:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        """Ask each rank r for rows ``wanted[r]``, and return them, on the GPU. Collective."""
+        """Ask other ranks for rows ``wanted[r]``, return these on the GPU; answer others by ``take``. Collective.
+
+        It calls ``ready`` between numbers and rows. This rank's own entry is empty.
+        """
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         ready(asked)
         # Transposed: the table says how much each rank asks for, and the answers go the other way.
@@ -140,7 +146,7 @@ def row_messages(transport: Transport) -> RowMessages:
 
 
 def _pack(every: Sequence[Array], rows: Sequence[Array] = ()) -> Part:
-    """Return the parts of a message: the counts and numbers of several values, and their rows, flat. Local."""
+    """Return a message's arrays: counts and numbers of rows, and the rows, flat; () if there are no rows. Local."""
     lengths = np.array([ids.size for ids in every], np.int64)
     # Most parts of a sparse push are empty: they take no byte of the message.
     if not lengths.any():
@@ -156,13 +162,13 @@ def _flatten(rows: Sequence[Array]) -> Part:
 
 
 def _read_numbers(take: _Take, values: int) -> list[Array]:
-    """Return the numbers of each of some values; an empty message has none."""
+    """Return the next row numbers of a message, of so many values; none from an empty message."""
     lengths = take(8 * values).view(np.int64).tolist() or [0] * values
     return [take(8 * count).view(np.int64) for count in lengths]
 
 
 def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
-    """Return the rows of each value, of these numbers."""
+    """Return the next rows of a message: of each value, as many as there are numbers."""
     # As _flatten has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: take(numbers[item].size * kinds[item].nbytes).view(kinds[item].dtype) for item in order}
@@ -176,7 +182,7 @@ def _read_answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind
 
 
 def _taker(packed: Array) -> _Take:
-    """Return a function that returns the next ``count`` bytes."""
+    """Return a function that returns the next ``count`` bytes of ``packed`` at each call."""
     at = 0
 
     def take(count: int) -> Array:

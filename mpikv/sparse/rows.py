@@ -68,13 +68,13 @@ class Rows:
         return self._messages.sent
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Compile the row kernels of these dtypes, once. Local."""
+        """Compile or load the GPU's kernels for rows of these dtypes; nothing on the host. Local."""
         if not self._memory.is_host:
             for dtype in dict.fromkeys(dtypes):
                 self._tables.prepare_rows(dtype)
 
     def add_keys(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
-        """Give keys their memory, and store the root's rows. Collective.
+        """Add row-sparse keys: allocate their values, and store the root's rows. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -96,10 +96,10 @@ class Rows:
                 mine = self._owners(entry).split(ids, self._transport.size)[self._transport.rank]
                 entry.present.rows = ids[mine].copy()
         self._transport.fence()
-        self._exchange.values.start_from_values(keys)
+        self._exchange.values.copy_to_masters(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the rows over ranks; update the rows of the sum, at their owners. Collective.
+        """Sum the rows over ranks, update these rows at their owners, and count the push. Collective.
 
         Raises:
             MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
@@ -118,13 +118,13 @@ class Rows:
             self._exchange.values.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:
-        """Reserve GPU memory until ``held`` is left; raise MemoryError on every rank if one lacks it. Collective."""
+        """On GPUs reserve memory until ``held`` is left, or MemoryError on all ranks; collective. On hosts nothing."""
         if not self._memory.is_host:
             # Each rank allocates its own number of bytes: no other rank reads this memory.
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
-        """Fill the given rows of each value; the row numbers rise. Collective if ranks have stale values."""
+        """Fill the arrays ``pulled`` with these rows of each value; numbers rise. Collective if a value is stale."""
         stale = self._exchange.values.table.stale
         # The flags are the same on every rank, so all ranks agree whether to communicate.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
@@ -153,7 +153,7 @@ class Rows:
     def _send_to_owners(
         self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
     ) -> Sequence[Sequence[Selected]]:
-        """Send rows to their owners; return each rank's rows with elements of this rank. Collective."""
+        """Send rows to their owners; return each rank's rows with elements of this rank; reserve memory. Collective."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
 
@@ -181,7 +181,7 @@ class Rows:
         return addends
 
     def _bound(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
-        """Bound the GPU memory of a push, in bytes. Local.
+        """Return an upper bound of the GPU memory that a push takes, in bytes. Local.
 
         ``every``: numbers of the rows that this rank has or receives.
         """
@@ -198,7 +198,7 @@ class Rows:
         return rows + cleared + len(entries) * (16 + 2 * slots) * ALIGNMENT
 
     def _send_from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
-        """Send the root's rows to every rank; return them. Collective."""
+        """Send the root's rows to every rank, and return them; reserve GPU memory. Collective."""
         mine = [(rows.indices, _flat(rows)) for rows in given]
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
@@ -267,7 +267,7 @@ class Rows:
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
-        """Return tables of the states, and the places of rows in them, if this rank owns the rows as a whole.
+        """Return the states as tables of rows or of pieces, and the places of these rows in them, or None. Local.
 
         A state of the whole value has the value's row numbers; the places are None. Otherwise the state holds this
         rank's ranges only, end to end; its tables consist of pieces of rows, and the places are numbers of pieces.
@@ -294,7 +294,7 @@ class Rows:
             value[ids[at], low:high] = 0
 
     def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
-        """Run the root's updater function on copies, and store these if no rank failed. Collective."""
+        """Run a user's updater on the root, on copies of values; store these if no rank failed. Collective."""
         updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
         assert isinstance(updater, CallableUpdater)
         try:
@@ -351,7 +351,7 @@ class _Kept:
         self._room = self._used = 0
 
     def start(self) -> None:
-        """Make all memory available again; grow it to the needs of the last push, within the limit."""
+        """Make all memory available again, and grow it to the needs of the last push, up to the limit. Local."""
         if self._room < self._used <= self._most:
             self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
         self._used = 0
@@ -406,7 +406,7 @@ class _Owners:
         """Whether one rank owns all elements."""
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
-        """Return the ranges of the first and of the last element of each row."""
+        """Return for each row the numbers of the owners' ranges that have its first and its last element."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
         if not self._cut:
             return first, first
@@ -440,7 +440,7 @@ class _Owners:
         return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Sort rows of a rank: positions of rows it owns as a whole, its parts of others as (position, first, end)."""
+        """Return the positions of rows that a rank owns as a whole, and its parts of others: (position, first, end)."""
         if not self._cut:
             return slice(None), ()
         first, last = self._ends(ids)
@@ -459,7 +459,7 @@ class _Owners:
 
 
 def _call_updater(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
-    """Call an updater function, that changes ``value`` in place; add the key to its error. Local."""
+    """Call a user's updater, to change ``value`` in place; add the key to an error that it raises. Local."""
     try:
         updater.call(step, rows, value)
     except BaseException as error:
@@ -468,7 +468,7 @@ def _call_updater(updater: CallableUpdater, step: Key, rows: RowSparse, value: A
 
 
 def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
-    """Return a bound on the GPU memory of rows: ``copies`` of each row, in ``arrays`` of each value. Local."""
+    """Return an upper bound of GPU memory for ``copies`` of each row in ``arrays`` of each value, in bytes. Local."""
     pairs = (pair for numbers in every for pair in zip(numbers, kinds, strict=False))
     return sum(copies * ids.size * (kind.nbytes + 8) + arrays * ALIGNMENT for ids, kind in pairs)
 
