@@ -228,9 +228,9 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
-    """Return the sum of this rank's arrays for a key in the accumulator of ``dtype``; one array is returned itself.
+    """Return the sum of this rank's arrays for a key, half precision in float32; a single array itself, uncast. Local.
 
-    It adds from left to right, or as :func:`add_in_pairs` does. Local.
+    It adds from left to right, or as :func:`add_in_pairs` does.
     """
     if len(arrays) == 1:
         return arrays[0]  # no copy, and no cast either: the caller only reads it
@@ -275,7 +275,7 @@ def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> Non
 
 
 def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Sum as :func:`add_in_pairs` does, and overwrite the terms, except the ``own``-th.
+    """Write the sum of elements ``[low, high)`` to ``out``, added as a tree; overwrite all terms but number ``own``.
 
     All terms have the dtype of ``out``.
     """
@@ -284,7 +284,7 @@ def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out
 
 
 def _sum_in_terms(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
-    """Return a sum, made in the memory of its terms, and whether it may be overwritten. All terms but one may be."""
+    """Add up (term, may be overwritten) pairs as a tree, in their memory; return such a pair of the sum."""
     if len(terms) == 1:
         return terms[0]
     middle = len(terms) // 2
@@ -325,7 +325,7 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
 
 
 def _map_memory(nbytes: int, huge_pages: bool) -> Array:
-    """Return a new mapping that goes back to the system with the last array over it; raise MemoryError if it fails."""
+    """Return a new mapping of zeros, freed with the last array over it; MemoryError if there is none."""
     # Not numpy.zeros: it asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with
     # zeros first.
     try:
@@ -345,7 +345,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def quiet() -> Callable[..., Any]:
-    """Return a function ``run(function, *arguments)`` that silences numpy's warnings of overflow.
+    """Return a function ``run(function, *arguments)`` that runs a function without numpy's warnings of overflow.
 
     The caller's own rules do not matter. The function sees the context variables of this moment, and calls must not be
     nested.
@@ -372,7 +372,7 @@ def address_of(array: Array) -> int:
 def disjoint(
     sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]], address: Callable[[Array], int] = address_of
 ) -> bool:
-    """Return whether each key's targets may be written before the sources of the other keys have been read.
+    """Return whether each key's targets may be written before other keys' sources are read; False if it is not sure.
 
     ``sources`` and ``targets`` hold the arrays of each key. One key's source and target may share memory. The answer is
     False if it would take long to find. ``address`` returns the address of an array.
@@ -393,7 +393,7 @@ def disjoint(
 
 
 def _are_apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
-    """Return whether no written range overlaps another; the ranges are sorted."""
+    """Return whether no written range overlaps any other; ``ranges``: sorted (begin, end, written). Local."""
     reach = reach_written = 0
     for low, high, written in ranges:
         if low < reach_written or (written and low < reach):

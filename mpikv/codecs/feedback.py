@@ -56,7 +56,7 @@ class ElementwiseFeedback(SamePayloads):
         return f"{self.codec.settings()} with error feedback"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Encode the residual plus the gradient, and leave the encoding error in the residual."""
+        """Write residual plus gradient, encoded, to the payload; leave the encoding error in the residual."""
         assert residual is not None
         np.add(residual, gradient, out=residual)
         self.codec.encode(residual, payload, None)
@@ -102,9 +102,9 @@ class ValueFeedback:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the exchanges of residual plus gradient.
+        """Yield the exchanges of residual plus gradient; change the residual; return the sum, and this rank's share.
 
-        They leave in the residual the part that this rank's share of the sum lacks.
+        The residual keeps the part that this rank's share of the sum lacks.
         """
         assert residual is not None
         np.add(residual, gradient, out=residual)

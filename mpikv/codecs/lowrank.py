@@ -54,7 +54,7 @@ class LowRank:
         return f"lowrank(rank={self.rank}, seed={self.seed})"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return {'start': the first thin matrix}, equal on all ranks; {} if a value is sent unchanged. Local.
+        """Return {'start': a random thin matrix}, equal on all ranks; {} if a value is sent unchanged. Local.
 
         It takes no message.
         """
@@ -69,7 +69,7 @@ class LowRank:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Yield two sums of thin matrices, and write the start of the next push into ``state``.
+        """Yield two sums of thin matrices, change ``state`` for the next push; return the sum, and this rank's share.
 
         A value sent unchanged takes one sum.
         """

@@ -45,7 +45,7 @@ class SamePayloads:
 
 
 def as_codec(codec: Any, wanted: str, advice: str = "") -> Codec:
-    """Return the object itself; TypeError if it lacks an attribute of a codec.
+    """Return the object itself; TypeError if it lacks an attribute or a method of a codec.
 
     ``wanted`` begins the error: the accepted values.
 

@@ -70,7 +70,7 @@ class GpuWorkspace:
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
-        """Take new arrays and numbers from this memory inside the block, as far as they fit. Local."""
+        """In a with block: take this workspace's new arrays and numbers from ``memory``, as far as they fit. Local."""
         outer = self._memory, self._used
         self._memory, self._used = memory, 0
         try:
@@ -137,7 +137,7 @@ class DeviceMemory:
         return self.order.new(shape, dtype)
 
     def source(self, value: Any) -> Array:
-        """Return an array on this GPU to read ``value`` from; uploads a host array, with a first warning. Local."""
+        """Return an array on this GPU to read ``value`` from: over its memory, or uploaded (may warn once). Local."""
         # owns() has proved that it is an Array; a type guard cannot say so.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
@@ -149,7 +149,7 @@ class DeviceMemory:
         return self.gpu.upload(array)
 
     def target(self, out: Any) -> Array:
-        """Return the array over ``out``, on this GPU or on the host; raise if it cannot be filled. Local."""
+        """Return the array over ``out``, on the GPU or host (may warn once); raise if it cannot be filled. Local."""
         if self.gpu.owns(out):
             if not out.flags.c_contiguous:
                 check_apart(out)
@@ -169,7 +169,7 @@ class DeviceMemory:
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy arrays to targets of other dtypes and memories; waits for those between GPU and host. Local."""
+        """Copy arrays to targets of any dtype, on GPU or host; waits only for copies between both. Local."""
         # The common case in one launch: all arrays lie on this GPU.
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)
@@ -207,7 +207,7 @@ class DeviceMemory:
         self.order.check()
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return whether each array has NaN or more than the bound. Waits; raises if the GPU's work failed. Local."""
+        """Return whether each array has NaN or a magnitude above the bound. Waits; raises if the GPU failed. Local."""
         # Inside of a call an allocation could fail on this rank alone; the flag for one array exists already.
         kept = self.order.call.caller is not None and len(every) == 1
         found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()

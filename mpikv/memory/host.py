@@ -47,7 +47,7 @@ class HostMemory:
     # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
 
     def source(self, value: Any) -> Array:
-        """Return a host array to read ``value`` from; a GPU's is copied, and the call waits for it. Local."""
+        """Return a host array to read ``value`` from: over its memory, or copied from a GPU (may warn once). Local."""
         try:
             return arrays.source(value)
         except Unsupported:
@@ -56,7 +56,7 @@ class HostMemory:
             return self._download(value)
 
     def target(self, out: Any) -> Array:
-        """Return the array to fill for ``out``, or a stand-in that is copied to its GPU after the call. Local."""
+        """Return the array over ``out``; for a GPU's a new one, copied there after the call (warns once). Local."""
         try:
             return arrays.target(out)
         except Unsupported:
@@ -98,7 +98,7 @@ class HostMemory:
         table[ids] = sums
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Return the sum of each run of rows in ``order``, as ``add.reduceat`` adds, rounded once. Local."""
+        """Return the sums of the runs of ``rows[order]`` that begin at ``starts``, each rounded once. Local."""
         # A copy in order: reduceat takes runs only.
         rows = rows[order]
         if not prod(rows.shape[1:]):
@@ -125,7 +125,7 @@ class HostMemory:
         return self._find(value)
 
     def _download(self, value: Any) -> Array:
-        """Return a new host array with a copy of an array on a GPU; waits for it. Local."""
+        """Return a new host array with a copy of an array on a GPU; waits for it; may warn once. Local."""
         # A new array, not one that is kept: several arrays of a call may come from GPUs.
         gpu, there = self._locate(value)
         array = np.empty(there.shape, there.dtype)
@@ -167,7 +167,7 @@ HOST = HostMemory()
 
 
 def private_allocator(transport: Transport) -> Callable[[int], Array]:
-    """Return the allocator of zeroed memory for each rank alone. On GPUs the allocator is collective. Local.
+    """Return a function that allocates zeroed memory for each rank alone. On GPUs that function is collective. Local.
 
     There it raises MemoryError on every rank if one has too little. The host maps pages at the first write, so it does
     not fail here.
@@ -186,7 +186,7 @@ def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
 
 
 def _largest(array: Array) -> float:
-    """Return the size of the largest element; NaN, if one is. Local."""
+    """Return the largest magnitude of the elements; NaN if one is NaN. Local."""
     # max and min make no temporary array, as abs would, and both return NaN if there is one. The bfloat16 of
     # ml_dtypes is compared as float32.
     values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array

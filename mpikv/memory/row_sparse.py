@@ -160,7 +160,7 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return a torch sparse COO tensor's nonempty rows; shares its memory if it is coalesced, sparse in rows only.
+        """Return a torch sparse COO tensor's nonempty rows; not copied if it is coalesced, and sparse in rows only.
 
         Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
         and is not copied if it is coalesced. All other tensors must be on the host.
@@ -196,7 +196,7 @@ class NonzeroRows:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers as flat int64; raise if some are no integers, or not below ``count``. Local.
+    """Return row numbers as flat int64; raise unless all are whole numbers from 0 to ``count`` - 1. Local.
 
     It waits for a GPU's numbers.
 
@@ -218,7 +218,7 @@ def row_ids(given: Any, count: int) -> Array:
 
 
 def _sum_repeated(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
-    """Return the distinct numbers, rising, and the sum of the rows of each; a copy unless they rise. Local."""
+    """Return distinct numbers, rising, and the sums of the rows of each; the arguments if they rise already. Local."""
     if ids.size < 2 or (ids[1:] > ids[:-1]).all():
         return ids, rows
     order = np.argsort(ids, kind="stable")

@@ -62,7 +62,7 @@ class HostOrder:
         self.needed = True
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``function(*arguments)``; then copy stand-ins to arrays of GPUs, and forget them. Local."""
+        """Call ``function``, copy stand-ins to their GPU arrays, forget them; return the function's result. Local."""
         try:
             result = function(*arguments)
             for fill in self._fills:
@@ -146,7 +146,7 @@ class GpuOrder:
     def watch(
         self, check: Callable[[], None], abort: Callable[[str], None], queue: Door, wake: Callable[[], None]
     ) -> None:
-        """Install the watchdog of the stream, as work on it may never end by itself. Local.
+        """Keep functions of the store's watchdog, as work on a stream may never end by itself. Local.
 
         ``check`` raises if work has failed. ``abort`` ends the work, and tells other ranks why. ``queue`` queues work
         without a transport. ``wake`` becomes :attr:`wake`.
@@ -163,7 +163,7 @@ class GpuOrder:
         return False
 
     def fail(self, error: Exception, _: str = "") -> None:
-        """Have the next call raise. For the watchdog of a single rank, which has no transport to fail. Any thread."""
+        """Log an error, and make the next call raise it. For a single rank's watchdog. Any thread."""
         log("%s; the next call on the GPU raises", error, level=logging.ERROR)
 
         def check() -> None:
@@ -172,7 +172,7 @@ class GpuOrder:
         self.check, self._lost = check, True
 
     def begin(self) -> None:
-        """Make the store's stream wait for an issued call's caller; raise if the GPU failed or captures. Local."""
+        """Make the store's stream wait for an issued call's caller; raise if the GPU failed or is captured. Local."""
         if self._lost:  # not a plain call of check: calls of several ranks are checked when they agree
             self.check()
         if self._gpu.capturing():
@@ -181,7 +181,7 @@ class GpuOrder:
             self.stream.wait(self.call.begin)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, for the caller if this thread runs a call. Local."""
+        """Return a new GPU array of any content; inside a call its memory is the caller's stream's. Local."""
         call = self.call
         if call.caller is None or 0 in shape:
             return self._gpu.empty(shape, dtype)
@@ -205,7 +205,7 @@ class GpuOrder:
             )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run ``function`` with its work on the store's stream; the caller's stream waits for it. Local."""
+        """Return ``function(*arguments)``, its work on the store's stream; the caller's stream waits for it. Local."""
         call = self.call
         if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)
@@ -233,14 +233,14 @@ class GpuOrder:
         pass
 
     def issue(self) -> Issued:
-        """Note the caller's stream for a call that another thread makes; raise if it is captured. Local."""
+        """Return a note of the caller's stream, for a call on another thread; Unsupported if it is captured. Local."""
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())
 
     @contextmanager
     def on_worker(self) -> Iterator[None]:
-        """Let this thread make calls of others inside the block, on the store's stream. Local."""
+        """In a with block: let this thread make other threads' calls, with the store's stream current. Local."""
         call = self.call
         self._gpu.use()
         self._some_issued = call.on_worker = True
@@ -260,7 +260,7 @@ class GpuOrder:
         self._gpu.current().wait(event)
 
     def _keep(self, done: Event, arguments: Any) -> None:
-        """Keep arguments alive until the GPU has passed an event. Local."""
+        """Keep arguments alive until the GPU has passed an event; drop those of ended work. Local."""
         self._in_use.append((done, arguments))
         if not self.drop_done():
             self.wake()
@@ -284,7 +284,7 @@ class GpuOrder:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Queue transfers on a second stream inside; the store's stream waits for all at the end. Collective.
+        """In a with block: queue transfers on a second stream; at its end the first stream waits for all. Collective.
 
         All ranks enter it alike, in :meth:`run`.
         """
@@ -305,13 +305,13 @@ class GpuOrder:
             self.stream.wait(lane.record())
 
     def begin_transfer(self) -> Stream:
-        """Return the stream for a transfer, once it waits for the store's stream so far. Only inside :meth:`apart`."""
+        """Make the transfers' stream wait for the store's work so far; return it. Only inside :meth:`apart`. Local."""
         self._lags, self._last_sent = True, None
         self.lane.wait(self.stream.record())
         return self.lane
 
     def sent(self) -> Event | None:
-        """Record the end of the last transfer; None if the store's stream runs the transfers itself."""
+        """Return an event recorded after the last transfer; None if the store's stream runs transfers itself. Local."""
         if self.lane is self.stream:
             return None
         self._last_sent = event = self.lane.record()
@@ -325,15 +325,15 @@ class GpuOrder:
             self._lags = self._lags and sent is not self._last_sent
 
     def note_read(self) -> None:
-        """Mark the last read of the caller's arrays: the caller's stream need not wait for the rest of the call."""
+        """Note that the call has read the caller's arrays: the caller's stream waits for no later work of it."""
         self.call.read = self.lane.record()
 
     # --- Recorded work
 
     def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
-        """Return the work that ``run(*arguments)`` queues on the store's stream, as a graph.
+        """Call ``run(*arguments)``; return the work that it queues on the store's stream, not run, as a graph. Local.
 
-        Nothing runs. In :meth:`run`.
+        In :meth:`run`.
 
         Raises:
             TransportError: it cannot be recorded.
@@ -396,7 +396,7 @@ class Issued:
         """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()`` of an issued call, and keep its arrays alive until the GPU is done. Local."""
+        """Make the issued call; return ``call()``; keep its arrays alive until the GPU is done. Local."""
         order, state, made = self._order, self._order.call, list[Any]()
         outer = state.caller, state.begin, state.made
         state.caller, state.begin, state.made = self.caller, self.begin, made
