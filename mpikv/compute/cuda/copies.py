@@ -65,7 +65,9 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
 
 
 def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
-    """Set the flag of each array with a NaN, or with an element larger than ``bound`` in size, to 1; other flags stay.
+    """Set to 1 the flag of each array that has NaN, or a magnitude above ``bound``; other flags stay. Queued. Local.
+
+    It runs on the current stream, with one launch for all arrays of a dtype.
 
     Local. It runs on the current stream, with one launch for all arrays of a dtype.
 
@@ -89,7 +91,7 @@ def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Compile or load the kernel that copies one dtype to another, for the current GPU. Local."""
+    """Compile or load the kernel that copies one dtype to another, if there is one, for the current GPU. Local."""
     if dtype == wanted:
         kernel("copies.cu", "copy_bytes")
     elif cast := _cast(dtype, wanted):

@@ -57,7 +57,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Import CuPy; return the GPU of a rank, and make it the thread's current one. Local.
+    """Import CuPy; return a rank's GPU, the thread's current one from now on; ``sharing`` sets variables. Local.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 
@@ -111,7 +111,7 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
 
 
 def find_nccl() -> Any:
-    """Import and return the module ``cupy.cuda.nccl``. Local; it needs no GPU.
+    """Import and return the module ``cupy.cuda.nccl``; TransportUnavailable without the library. Needs no GPU. Local.
 
     Raises:
         TransportUnavailable: CuPy or the library is missing.
@@ -141,7 +141,7 @@ _known = _Known()
 
 
 def gpu_of(value: Any) -> CupyGpu:
-    """Return this thread's GPU object for another library's array; the current GPU stays. Local.
+    """Return the GPU object of another library's array, made once per thread; the current GPU stays. Local.
 
     The first call imports CuPy, and keeps the object for later calls.
 
@@ -214,8 +214,9 @@ def count_gpus(cupy: Any, visible: str | None) -> int:
 
 
 def _translated(text: str = "CUDA failed on {0}, in '{1}'") -> Callable[[Method], Method]:
-    """Make the object's GPU current in a method. Raise CUDA's errors as TransportError, with this text and the names of
-    the GPU and the method, or as MemoryError if memory is short.
+    """Return a decorator: run a method with its object's GPU current, and raise CUDA's errors as TransportError.
+
+    ``text`` has places for the names of the GPU and of the method. If memory is short, it raises MemoryError.
     """
 
     def decorate(method: Method) -> Method:
@@ -333,10 +334,7 @@ class CupyGpu:
         return self._adopt(value)
 
     def _adopt(self, value: Any) -> Array:
-        """Return an array over another library's memory, never a copy.
-
-        Unsupported if it lies elsewhere or CuPy cannot use it.
-        """
+        """Return an array over another library's memory, never a copy; Unsupported if that cannot be. Local."""
         kind, ordinal = map(int, value.__dlpack_device__())
         if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
             where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
@@ -351,8 +349,9 @@ class CupyGpu:
                 raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
 
     def _adopt_tensor(self, tensor: Any, ordered: bool) -> Array:
-        """Return an array over a torch tensor's memory. It is cached as long as the tensor lives and keeps its memory:
-        asking torch takes as long as a launch.
+        """Return an array over a torch tensor's memory, cached as long as the tensor lives and keeps its memory. Local.
+
+        Asking torch takes as long as a launch.
         """
         try:
             here = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -410,7 +409,7 @@ class CupyGpu:
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
     def event(self) -> Any:
-        """Return an event of CuPy without an owner, to be recorded. The GPU must be current."""
+        """Return an event to be recorded: taken from ``spare_events``, or a new one. The GPU must be current."""
         try:
             # It may be reused although a stream still waits for it: CUDA binds a wait to the event's last record when
             # the wait is queued (cudaStreamWaitEvent), and later records do not change that.
@@ -465,7 +464,7 @@ class CupyGpu:
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return for each array whether an element is NaN or above the bound; overwrite ``flags``; wait for the GPU."""
+        """Return whether each array has NaN or a magnitude above the bound; overwrite ``flags``; wait for the GPU."""
         flags.fill(0)
         copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
@@ -495,7 +494,7 @@ class CupyGpu:
 
     @_translated()
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Queue sums of runs of rows, each in its order, and return them as new GPU memory."""
+        """Queue the sums of runs of rows, each run in its order; return new GPU memory that will hold them."""
         total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
         numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
         cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)

@@ -28,7 +28,7 @@ class Image(NamedTuple):
 
 
 def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> Image:
-    """Return a kernel's code for the current GPU, not loaded yet, from the cache on disk or compiled. Local.
+    """Return a kernel's code for the current GPU, not loaded yet: from the cache on disk, or compiled and kept. Local.
 
     Raises: CuPy's exceptions if the kernel cannot be compiled.
     """
@@ -73,7 +73,10 @@ def _build_of(compiler: Any, architecture: str) -> str:
 
 
 def cached_image(folder: Path, facts: Sequence[str], build: Callable[[], Image]) -> Image:
-    """Return the image of these facts from its file in the folder, or build and write it. Two processes may both."""
+    """Return the kernel of these facts from its file in the folder; without one, build it and write the file.
+
+    Two processes may both do so.
+    """
     key = sha256(repr(tuple(facts)).encode()).digest()
     path = folder / key.hex()
     image = _read(path, key)

@@ -56,7 +56,7 @@ class CudaKernels:
         self._present = present
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile or load the kernels for the updater's current options and values of this dtype. Local.
+        """Compile or load the kernels for the updater's present options and this dtype, if it has some. Local.
 
         Raises:
             Unsupported: the optimizer cannot update values of this dtype, or its rule cannot be compiled.
@@ -71,7 +71,7 @@ class CudaKernels:
                 if layerwise.has_kernels(updater):
                     layerwise.prepare(updater, dtype)
                 elif is_recordable(updater):
-                    _prepare(rule_of(updater), dtype)
+                    _preload(rule_of(updater), dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return a function that queues one update of these arrays, and keeps them alive. Local.
@@ -119,7 +119,7 @@ class CudaKernels:
         with self._present():
             table = Table(updater, memory, count)
             for dtype in dtypes:
-                _prepare(table.rule, dtype)
+                _preload(table.rule, dtype)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -133,7 +133,7 @@ class CudaKernels:
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
-    """Return a function that copies the sum to the value, or one that does nothing if both are the same memory."""
+    """Return a function of a step that copies the sum to the value; it does nothing if both are the same memory."""
     if pointer(value) == pointer(total):
         return _nothing  # the sum was made in the value's memory
     return lambda step: copy((value,), (total,))
@@ -170,16 +170,13 @@ class _Updates:
             low += count
 
     def _use_table(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Let the launch read its numbers from rows of a table in GPU memory. Return the rule and a count of ranges."""
+        """Let the launch read numbers from rows of a table in GPU memory; return the rule, and the number of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
         return steps[0].rule, len(steps)
 
     def _use_steps(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Write the numbers of these steps, as many as fit, into the launch's argument.
-
-        Return the rule, and the number of ranges.
-        """
+        """Write the numbers of the first steps, as many as fit, into the launch's argument; return rule and count."""
         rows, different = rows_of(steps, self._room.rows)
         for row, step in enumerate(different):
             # Options may have changed since the last call.
@@ -197,8 +194,8 @@ class _Updates:
         self._cut, self._blocks = (low, high), -(-(end - begin) // PART)
 
 
-def _prepare(rule: Rule, dtype: np.dtype[Any]) -> None:
-    """Compile or load a rule's kernels for values of a dtype; Unsupported if it has too many numbers or states."""
+def _preload(rule: Rule, dtype: np.dtype[Any]) -> None:
+    """Compile or load a rule's kernels before their first launch; Unsupported: too many numbers or states. Local."""
     if len(rule.numbers) >= NUMBERS or len(rule.states) > STATES:
         most = f"more than {NUMBERS - 1} different numbers or {STATES} states: compute some in correction()"
         raise Unsupported(f"{rule.name} cannot be compiled for a GPU: it has {most}, or use a store on the host")

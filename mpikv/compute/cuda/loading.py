@@ -125,8 +125,9 @@ def _by_address(expression: str, function: Callable[..., None], parameter_at: Ca
 
 
 def allocate_floats(count: int) -> Array:
-    """Return undefined memory of the current GPU for ``count`` float64. It belongs to the current stream, and goes back
-    to this stream's pool.
+    """Return undefined memory of the current GPU for ``count`` float64.
+
+    It belongs to the current stream, and goes back to this stream's pool.
     """
     import cupy
 

@@ -40,8 +40,9 @@ def sharing(rank: int) -> dict[str, str]:
 
 
 def share_gpus(rank: int, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set the variables of :func:`sharing`, but keep those already set. Set none if NCCL_HOSTID or
-    NCCL_MULTI_RANK_GPU_ENABLE is set: the user has chosen another way then. Local.
+    """Set the variables of :func:`sharing`, but keep those already set; none if the user shares GPUs otherwise. Local.
+
+    The user does so if NCCL_HOSTID or NCCL_MULTI_RANK_GPU_ENABLE is set.
 
     >>> environ = {"NCCL_PROTO": "LL"}
     >>> share_gpus(1, environ)

@@ -108,7 +108,7 @@ def _encode_one_bit(gradient: Any, payload: Any, residual: Any, threshold: Any) 
 
 
 def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
-    """Add to ``total`` the values of its codes, as the table of each byte's values says."""
+    """Add to ``total`` the values of the payload's codes; ``table[byte]`` has the four values of a byte."""
     whole = total.size // 4
     for byte in range(whole):
         code = payload[byte]
@@ -119,7 +119,7 @@ def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
 
 
 def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
-    """Add to ``total`` the values of its codes, as the table of each byte's values says."""
+    """Add to ``total`` the values of the payload's codes; ``table[byte]`` has the eight values of a byte."""
     whole = total.size // 8
     for byte in range(whole):
         code = payload[byte]

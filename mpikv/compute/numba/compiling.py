@@ -16,8 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str = "") -> Callable[..., Any]:
-    """Return the compiled loop, from numba's cache on disk if it is there. It is compiled now, or without a signature
-    at the first call. Local.
+    """Return the loop compiled, or loaded from disk; without ``signature``, that is put off to its first call. Local.
 
     numba numbers the versions of a function in its cache. Ranks that compile different versions at the same time use
     one number twice. So each ``kind`` of arrays has a function of its own, and so has each kind of processor.

@@ -46,13 +46,13 @@ def is_half(dtype: np.dtype[Any]) -> bool:
 
 
 def bind_rounding(total: Array, value: Array) -> Callable[[Any], None]:
-    """Return a function of a step; it overwrites the value by the float32 total, rounded."""
+    """Compile a loop; return a function of a step that overwrites the value by the float32 total, rounded."""
     loop, singles, halves = compile_cached(_LOOPS[value.dtype.name][0], _ROUND), total.reshape(-1), _bits(value)
     return lambda step: loop(singles, halves)
 
 
 def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
-    """Return a function of two addends and a step; it overwrites the value by their sum, rounded."""
+    """Compile loops; return a function of two addends and a step that overwrites the value by their rounded sum."""
     round_singles, add_halves = (
         compile_cached(loop, signature)
         for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
@@ -90,8 +90,10 @@ def _power_of(word: Any) -> Any:
 
 @inner
 def _float16_of(word: Any, significand: Any, power: Any) -> Any:
-    """Return the bits of a float32 rounded to float16. ``significand`` holds the bits of magnitude plus power; that
-    addition has rounded. See :func:`mpikv.arrays.float16.narrow`.
+    """Return the bits of a float32 rounded to float16.
+
+    ``significand`` holds the bits of magnitude plus power; that addition has rounded. See
+    :func:`mpikv.arrays.float16.narrow`.
     """
     u = np.uint32
     magnitude = word & u(0x7FFFFFFF)

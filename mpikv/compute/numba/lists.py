@@ -35,10 +35,7 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return these arrays bound to compiled loops. Local.
-
-    None if they are few or have gaps, or if numpy's layout is unknown.
-    """
+    """Return these arrays bound to loops; None if they are few, have gaps, or numpy's layout is unknown. Local."""
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
@@ -164,7 +161,7 @@ def _loading(bits: int) -> Callable[..., Any]:
 
 
 def _moving(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Generate numba's code for copying bytes from one address to another."""
+    """Return the signature and the code generator of an intrinsic of numba that copies bytes between two addresses."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, start = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in arguments[:2])

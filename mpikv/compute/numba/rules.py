@@ -37,7 +37,7 @@ from .lists import bind_list as bind_list
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-    """Compile, or load from disk, the loop for the updater's current options and values of this dtype. Local."""
+    """Compile, or load from disk, the updater's loop for its present options and this dtype, if it has one. Local."""
     nothing = np.empty(0, dtype)
     if updater.assigns and is_half(dtype):
         with suppress(OSError):
