@@ -43,7 +43,7 @@ class Moments(Optimizer):
         return mean
 
     def root(self, step: Step, block: Block) -> Array:
-        """Write the rule's divisor, times the root of the variance's correction, to the spare memory; return that."""
+        """Write ``sqrt(variance)`` plus the corrected epsilon to the spare memory, and return that."""
         (_, variance), (root,) = block.state, block.spare
         # The corrections go into scalars, epsilon with them: that saves two passes over the arrays.
         np.sqrt(variance, out=root)

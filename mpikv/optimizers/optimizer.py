@@ -192,7 +192,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Replace the scheduler by a copy that begins with the user's rate; ConfigError if it cannot take one."""
+        """Replace the scheduler by a copy with the user's rate as ``base_lr``; ConfigError if it cannot take one."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
@@ -230,7 +230,7 @@ class Optimizer:
         object.__setattr__(self, "opaque", opaque)
 
     def sums_over(self, ranks: int) -> None:
-        """Set the number of ranks of a sum; 0: an update uses one rank's gradient, as in ``dist_async``. Local.
+        """Set how many ranks' gradients a sum has; 0: none are summed, as in ``dist_async``. May raise. Local.
 
         Raises:
             Unsupported: ``average`` is set, and there are no sums.
@@ -251,7 +251,10 @@ class Optimizer:
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
-        """Set other options inside a block, and restore them after it.
+        """In a with block: set other options, and restore them, and the revision, at its end.
+
+        If somebody sets an option inside, the revision changes. If a block sets the same ones again, ranks see
+        no change to compare.
 
         If a block sets the same ones again, ranks see no change to compare.
 
@@ -284,7 +287,7 @@ class Optimizer:
                 self._change()
 
     def _restore(self, options: Mapping[str, Any]) -> None:
-        """Set checked options, and the revision that they had."""
+        """Set options, and a revision, without a check; derive attributes again, and drop cached steps."""
         for name, value in options.items():
             object.__setattr__(self, name, value)
         self._derive()
@@ -309,10 +312,7 @@ class Optimizer:
         self.wd_mult = factors
 
     def rate(self, count: int) -> float:
-        """Return the rate of update ``count`` after ``begin_num_update``, without the key's factor.
-
-        A bad one raises ConfigError.
-        """
+        """Return the rate of update ``begin_num_update + count``, without the key's factor; ConfigError if bad."""
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
@@ -343,9 +343,9 @@ class Optimizer:
         raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return names and dtypes of the state arrays of a value of this dtype; Unsupported if it is no float.
+        """Return names and dtypes of state arrays for values of this dtype, or raise Unsupported; may warn once.
 
-        It warns once if rounding may lose small updates.
+        It warns if rounding may lose small updates.
         """
         dtype = np.dtype(dtype)
         precision = self._precision(dtype)
@@ -441,7 +441,7 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Return blocks of views of contiguous arrays of any shape. The caller loads, changes and stores each block.
+        """Return views of contiguous arrays, cut into blocks. The caller loads, changes and stores each block.
 
         Arrays of a GPU become one block: it has no cache to stay in.
         """

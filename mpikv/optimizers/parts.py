@@ -8,14 +8,14 @@ from ..protocols import Array
 
 
 def average(mean: Array, sample: Array, decay: float, spare: Array) -> None:
-    """``mean = decay * mean + (1 - decay) * sample``."""
+    """Set ``mean = decay * mean + (1 - decay) * sample``, in place; overwrite ``spare``."""
     np.multiply(mean, decay, out=mean)
     np.multiply(sample, 1.0 - decay, out=spare)
     np.add(mean, spare, out=mean)
 
 
 def average_squares(mean: Array, sample: Array, decay: float, spare: Array) -> None:
-    """``mean = decay * mean + (1 - decay) * sample**2``."""
+    """Set ``mean = decay * mean + (1 - decay) * sample**2``, in place; overwrite ``spare``."""
     np.multiply(mean, decay, out=mean)
     np.multiply(sample, sample, out=spare)
     np.multiply(spare, 1.0 - decay, out=spare)
@@ -23,13 +23,13 @@ def average_squares(mean: Array, sample: Array, decay: float, spare: Array) -> N
 
 
 def descend(weight: Array, direction: Array, rate: float) -> None:
-    """``weight = weight - rate * direction``; overwrites the direction."""
+    """Set ``weight = weight - rate * direction``, in place; overwrite the direction."""
     np.multiply(direction, rate, direction)
     np.subtract(weight, direction, weight)
 
 
 def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate: float, momentum: float) -> None:
-    """``velocity = momentum * velocity - rate * direction``, ``weight += velocity``; overwrites the direction."""
+    """Set ``velocity = momentum * velocity - rate * direction``, ``weight += velocity``; overwrite the direction."""
     # A name for the last argument, out, would cost a sixth of the time of a small array.
     np.multiply(velocity, momentum, velocity)
     np.multiply(direction, rate, direction)
@@ -38,7 +38,7 @@ def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate
 
 
 def sum_of_squares(array: Array, wide: Array) -> float:
-    """Return the sum of squares in float64, so no float32 overflows.
+    """Return the sum of squares in float64, so no float32 overflows; overwrite ``wide``.
 
     ``wide`` is float64 and not shorter than the array.
     """

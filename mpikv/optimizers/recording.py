@@ -88,10 +88,7 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Record parts of an optimizer; return the rule, and a function of its calls.
-
-    Unsupported if they cannot be recorded.
-    """
+    """Record parts of an optimizer; return the rule, and a function of its calls; Unsupported if it cannot."""
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
@@ -155,10 +152,7 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Local.
-
-        Begin with no answers.
-        """
+        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Begin with no answers."""
         trial, step, _ = self._start(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
@@ -173,9 +167,9 @@ class _Recorder:
         return (code,), f"(0, {', '.join(self.numbers)})"
 
     def _start(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
-        """Return stand-ins of the optimizer, a step and a block, and forget earlier ones.
+        """Return stand-ins of the optimizer, a step and a block that report here all that is done to them.
 
-        All that happens to them is recorded here.
+        Earlier ones are forgotten.
         """
         if len(answers) > _QUESTIONS:
             raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
@@ -202,7 +196,7 @@ class _Recorder:
         return trial, step, Block(array("gradient"), array("weight"), states, spares, None, False)
 
     def _option(self, name: str, value: Any) -> Any:
-        """Return a stand-in for an option that a rule reads, and record the guard it implies; refuse other types."""
+        """Return an option, or a stand-in for a number, and record the guard that it implies; refuse other types."""
         if type(value) in (int, float):
             self.guards[f"o.{name} is not None"] = None
             return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
@@ -212,9 +206,9 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true.
+        """Return whether a number is true, and record that as a guard; _Question if it depends on the step.
 
-        Raise _Question if it depends on the step and has no answer; else record a guard.
+        If the question has an answer already, it returns that.
         """
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
         if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
@@ -226,7 +220,7 @@ class _Recorder:
         return answer
 
     def operate(self, operation: Any, inputs: Any, out: Any = None, **options: Any) -> _Array:
-        """Add an operation to the record, or refuse it; return the array of its result."""
+        """Record an operation of numpy, or raise _Refusal; return the stand-in for its result."""
         arrays = [type(each) is _Array for each in inputs]
         if operation not in OPERATIONS or options or not any(arrays):
             raise _Refusal(f"it uses {operation.__name__}{''.join(f' with {name}=' for name in options)}")

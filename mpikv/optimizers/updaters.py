@@ -24,7 +24,7 @@ UPDATING: set[int] = set()
 
 @contextmanager
 def _updating() -> Iterator[None]:
-    """Mark this thread inside a block as one that runs an updater's function, for :func:`check_outside`."""
+    """In a with block: mark this thread as one that runs an updater's function, for :func:`check_outside`."""
     thread = get_ident()
     if thread in UPDATING:  # this function pushes to a store of one rank; the outer call clears the mark
         yield
@@ -49,7 +49,7 @@ def check_outside(what: str) -> None:
 
 
 def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
-    """Raise ConfigError if the state lacks arrays that the updater needs, as after a change of an option. Local."""
+    """Raise ConfigError unless the state has exactly the arrays that the updater's present options need. Local."""
     wanted = updater.slots(dtype)
     if wanted.keys() != state.keys():
         raise ConfigError(
@@ -120,7 +120,9 @@ class CallableUpdater:
         self.call(step, total.astype(value.dtype, copy=False), value)
 
     def call(self, step: Key, received: Array | RowSparse, value: Array) -> None:
-        """Let the function change the value by the received array, or rows, of the value's dtype.
+        """Call the user's function, and store its changes or its result in ``value``; raise if they do not fit.
+
+        It gets ``received``, an array or rows of the value's dtype.
 
         It gets views, so changes of their shapes and flags do not reach the store's arrays.
         """
@@ -146,7 +148,7 @@ class CallableUpdater:
         self._unproven = False
 
     def _warn_unchanged(self, step: Key, received: Array | RowSparse) -> None:
-        """Warn once if the function changed nothing, unless its input was zero."""
+        """Warn, once, that the function changed nothing; not while its input is zero."""
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
             log(

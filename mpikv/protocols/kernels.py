@@ -71,7 +71,7 @@ class ListKernels(Kernels, Protocol):
     """Kernels that treat many host arrays in less time than one numpy call for each."""
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return these arrays of numpy's own class, bound; or None if it saves nothing."""
+        """Return an object that compares and copies lists with these numpy arrays; None if it saves nothing."""
 
 
 class StepTable(Protocol):

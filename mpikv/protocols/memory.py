@@ -23,7 +23,7 @@ class Workspace(Protocol):
     """
 
     def over(self, memory: Array) -> AbstractContextManager[None]:
-        """Return a block that takes new arrays and numbers from this memory (uint8), as far as they fit.
+        """Return a context: inside, new arrays and numbers come from this memory (uint8), as far as they fit.
 
         On the host it takes none: memory is not scarce there.
         """
@@ -150,7 +150,7 @@ class StreamOrder(Protocol):
         """Raise Unsupported if the caller of the prepared call cannot receive arrays of :meth:`Memory.empty`."""
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``function(*arguments)``, all of a call's work on arrays, queued on the store's stream.
+        """Return ``function(*arguments)``, with its work on arrays queued on the store's stream.
 
         The work runs after the present work of the caller's stream, and before its next. The arguments live until it is
         done.
@@ -189,7 +189,7 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``; it prepares and makes the call. Keep its arrays alive.
+        """Make the issued call, and return ``call()``; keep its arrays alive.
 
         In :meth:`StreamOrder.on_worker`.
         """
