@@ -100,7 +100,7 @@ class Config:
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each variable that looks like a setting and is none.
+    """Return a warning text for each variable MPIKV_… that is no setting and none of the launcher's. Local.
 
     >>> unknown_variables({"MPIKV_TIMOUT": "5", "MPIKV_TIMEOUT": "5"})
     ['unknown variable MPIKV_TIMOUT; did you mean MPIKV_TIMEOUT?']
@@ -119,7 +119,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def aborts(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the failure of one rank ends the whole job."""
+    """Return MPIKV_ABORT: whether the failure of one rank ends the job; True if any setting is bad. Local."""
     try:
         return Config.read(environ).abort
     except ConfigError:  # create() reports the bad variable; a job that could hang is worse
@@ -127,7 +127,7 @@ def aborts(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether tracebacks keep the frames of this package: MPIKV_FULL_TRACEBACK, at any time.
+    """Return whether tracebacks keep this package's frames: MPIKV_FULL_TRACEBACK now; never raises, bad text is True.
 
     >>> keeps_frames({"MPIKV_FULL_TRACEBACK": "1"}), keeps_frames({})
     (True, False)
@@ -160,7 +160,7 @@ def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of a message of ``p3``, from MXNET_KVSTORE_SLICE_THRESHOLD; raise if that is no number.
+    """Return bytes of a ``p3`` message: 4 per element of MXNET_KVSTORE_SLICE_THRESHOLD, rounded up; raise if bad.
 
     >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
     (8000, 160000)

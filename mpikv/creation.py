@@ -122,7 +122,7 @@ def create(
     compression: Any = None,
     staleness: int | None = None,
 ) -> KVStore:
-    """Make a store; may start MPI. Collective over ``comm``.
+    """Return a new store, or a registered one of another package; may start MPI. Collective over ``comm``.
 
     Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm``
     says who takes part. Without a launcher it is a store of one rank and needs no MPI library.
@@ -233,7 +233,7 @@ def _find_kind(name: str) -> StoreKind:
 
 
 def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
-    """Read options into the request; raise at the first bad one: the caller still has to meet ranks. Local."""
+    """Read options into the request, and open its trace file; raise at the first bad one. Local."""
     request.kind = kind = _find_kind(request.name)
     sliced = kind.sliced or (kind.may_slice and wants_slices())
     given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
@@ -271,7 +271,7 @@ def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
 
 
 def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None) -> _Parts:
-    """Compare requests, and open and return the parts of a store; raise on every rank if one fails. Collective."""
+    """Compare requests, find GPUs, open and return a store's parts; raise on every rank if one fails. Collective."""
     settings, problem = request.settings, request.problem or _find_fault(request, group)
     device, lack = None, ""
     if problem is None and request.kind.memory != "host":
@@ -359,7 +359,7 @@ def _log_memory(name: str, device: DeviceMemory | None, lack: str, expected: boo
 
 
 def _build(request: _Request, parts: _Parts) -> KVStore:
-    """Make and return the store, with its compression; close it if that fails. Collective."""
+    """Return a new store, with its compression or as an AllReduce; close it if that fails. Collective."""
     store = _make_store(request, parts)
     if request.codec is not None:
         try:

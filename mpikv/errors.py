@@ -184,6 +184,7 @@ def notes(error: BaseException) -> list[str]:
 def _marked(error: Raised, name: str, value: object) -> Raised:
     # A caller's own exception may forbid attributes, as a frozen dataclass does. Without the mark, ranks would disagree
     # whether the store can be used again.
+    """Set an attribute of an error, even of one that forbids attributes, and return the error."""
     BaseException.__setattr__(error, name, value)
     return error
 
@@ -226,7 +227,7 @@ def brief(value: object, most: int = 120) -> str:
 
 
 def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -> str:
-    """Return the sentence for an unknown name: the name, the known ones, and a hint, or the nearest known name.
+    """Return a message about an unknown name: the known names, and ``hint``, else the nearest known name.
 
     >>> known_names("placement", "shard", ["root", "sharded"])
     "unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?"

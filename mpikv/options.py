@@ -46,7 +46,7 @@ def choice(default: str, known: Sequence[str]) -> Any:
 
 
 def settle_fields(options: Any, where: str = "") -> None:
-    """Check all fields of a dataclass that have a check, and overwrite them by the results; raise ConfigError."""
+    """Check a dataclass's fields, frozen or not, and store the checked values; ConfigError for the first bad one."""
     for option in fields(options):
         if check := option.metadata.get("check"):
             # The dataclass may be frozen.

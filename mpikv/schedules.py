@@ -111,6 +111,7 @@ class Factor(Schedule):
     def decayed(self, num_update: int) -> float:
         # The rate of update ``step`` itself is not reduced yet, as in MXNet. The floor holds only after a change, so a
         # base_lr below it stays.
+        """Return the rate of an update after the warm-up, multiplied by ``factor`` after every ``step`` updates."""
         changes = max(num_update - 1, 0) // self.step
         return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
 

@@ -25,7 +25,7 @@ class Ahead(Generic[Item]):
         """Whether no more items will come."""
 
     def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return an iterator over the items that the thread makes. Local.
+        """Set the iterator for the thread, which is not started yet; return one over the items that it makes. Local.
 
         It waits for each item, and raises the iterator's exception.
         """
@@ -43,7 +43,7 @@ class Ahead(Generic[Item]):
             self._end(error)
 
     def stop(self) -> None:
-        """End after the current item, and wait for its end. In a forked child, without the thread, do nothing."""
+        """Have the thread end after its current item, and wait for that; do nothing in a forked child. Local."""
         if not self._runs or present().process != self._process:
             return
         # Waits: the caller closes the file next, and the thread must not write to it any more.

@@ -108,7 +108,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; without ``wait`` copy arrays, and return the work to write. Collective."""
+        """Write the file with all ranks; or if not ``wait`` copy arrays, and return a thread's work. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -173,7 +173,7 @@ class Checkpoints:
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Prepare a load of a file of :meth:`save_rest`. Local.
+        """Prepare a load of a file of :meth:`save_rest`; the present optimizer takes the saved options now. Local.
 
         The present optimizer stays, and takes the saved options at once.
         """
@@ -203,13 +203,13 @@ class Checkpoints:
             program = Program(source.header, self._transport.rank, self._transport.size)
             state: dict[str, Any] = (self._load_new if is_new else self._load_known)(call, reader, updater, program)
         # Last: counts say that the values are loaded, so they must not change if the load failed.
-        self._settle_counts(source.header)
+        self._set_counts(source.header)
         if self._transport.rank == self._root:
             warn_of_other_mean(source.header.updater, updater, self._transport.size)
         return state
 
     def _load_new(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Load into a store without keys. Collective. If the file is damaged, the store has no keys again."""
+        """Add a file's keys, values and updater to a store without keys; undo all if it is damaged. Collective."""
         exchange, header = self._exchange, reader.source.header
         before = exchange.updater
         try:
@@ -230,7 +230,7 @@ class Checkpoints:
             raise
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Load over known keys; all ranks first verify the whole file; a later failure ends the store. Collective."""
+        """Verify the whole file, then read it over known keys; a failure after that ends the store. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._agreement.run_together(call, program.read, reader)
         # Residuals may find no memory on one rank: that must come before the first value changes.
@@ -261,7 +261,7 @@ class Checkpoints:
             yield Piece(begin, memory[: header.nbytes - begin])
 
     def _decode(self, header: Header, program: Program) -> tuple[dict[str, Any], Callable[[], object]]:
-        """Return the program's state, and a function that puts residuals into their place. Local."""
+        """Return the program's state, and a function that restores residuals, in memory made now. Local."""
         state = program.decode(self._transport.rank == self._root)
         restore = plan_residuals(self._exchange, header, state.pop(RESIDUALS, None)) if header.values else bool
         return state, restore
@@ -276,7 +276,7 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
-        """Yield the parts of a read into this rank's values and state; GPU arrays get theirs at the end. Collective."""
+        """Yield between the parts of a read into this rank's values and state; a GPU's are filled last. Collective."""
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -292,7 +292,7 @@ class Checkpoints:
         yield from read_arrays(reader, own, shared, checks=program is not None)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
-    def _settle_counts(self, header: Header) -> None:
+    def _set_counts(self, header: Header) -> None:
         """Set the counts of all keys to those of the file; if it has states alone, versions stay. Local."""
         table = self._exchange.values.table
         rows, kind_of = [entry.index for entry in table.find(header.keys)], np.array(header.kind_of, np.intp)
@@ -324,7 +324,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
-        """Run parts to their end, or until they are ``enough``; a later call runs the rest. Collective."""
+        """Run parts, comparing success after each, to the end or until ``enough``, the rest for later. Collective."""
         with ExitStack() as at_end:
             # Left early by an error, the generator closes its file and removes the draft.
             at_end.enter_context(closing(parts))
@@ -338,7 +338,7 @@ class Checkpoints:
     # --- Checks
 
     def _check_weights(self) -> None:
-        """Raise Unsupported if values are sums of gradients: a Trainer keeps the weights and their state elsewhere."""
+        """Raise Unsupported if values are a Trainer's sums of gradients: its weights are elsewhere. Local."""
         summed = self._exchange.values.table.summed
         if (key := next((name for name in summed if not isinstance(summed[name], str)), None)) is not None:
             raise Unsupported(
@@ -393,7 +393,7 @@ class KeptState:
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Write the state of each value to a file, with the optimizer's settings if JSON can hold them.
+    """Yield a text before each slow part of writing each value's state and the settings to a file.
 
     Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
     rank. The caller compares the texts of all ranks, so that each learns of another's failure.
@@ -427,7 +427,7 @@ def save_states(
 def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
-    """Read the state of each value from a file, and change nothing. Collective, and yields, as :func:`save_states`.
+    """Yield a text before each slow part of reading each value's state; return it, changing nothing. Collective.
 
     Args:
         path: the same on every rank; each rank reads the whole file.

@@ -69,7 +69,7 @@ def write_arrays(
     attaches: bool = True,
     ahead: Ahead[Window] | None = None,
 ) -> Parts:
-    """Write a checkpoint with this rank's pieces. Collective: every rank runs its parts.
+    """Yield checksums after each part of a save: create the file, write this rank's pieces, rename it. Collective.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. With
     ``ahead``, its thread writes the windows, once started; without it each part writes a window.
@@ -110,9 +110,10 @@ def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Ite
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Fill the pieces of this rank (``own``), and those that every rank reads (``shared``), from the file. Collective.
+    """Yield checksums after each part of a read into this rank's pieces, ``own``, and all ranks', ``shared``.
 
-    Every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is unchanged.
+    Collective: every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is
+    unchanged.
     """
     nbytes = reader.source.header.nbytes
     for chunks, (mine, everyones) in _cut_windows(nbytes, own, shared):
@@ -144,7 +145,7 @@ def _cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, 
 def _sum_moved(
     pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
 ) -> Array:
-    """Write or read pieces; return their contribution to each chunk's checksum, computed while the cache holds them."""
+    """Write or read pieces by ``move``; return their contribution to each chunk's checksum. Local."""
     sums, found = np.zeros(chunks.stop - chunks.start, np.uint32), list[tuple[int, int, int]]()
     for run in _join_runs(pieces):
         move([piece.memory for piece in run], run[0].offset)
@@ -215,7 +216,7 @@ def shift_crcs(sums: Array, following: Array) -> Array:
 
 
 def _multiply(factor: int, sums: Array) -> Array:
-    """Multiply polynomials modulo CRC-32's, bit by bit."""
+    """Return the numbers times a factor, as polynomials modulo CRC-32's. Local."""
     product, shifted = np.zeros_like(sums), sums
     for bit in range(31, -1, -1):
         if factor >> bit & 1:

@@ -31,7 +31,7 @@ class _Unwritable(Exception):
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
-    """Return the checkpoint of values at a path and its updater, or raise if it does not fit the present keys. Local.
+    """Return the header of a file of values, and the updater to use; raise if keys or updater do not fit. Local.
 
     Raises:
         CheckpointError: the file is no such checkpoint, or has another updater.
@@ -48,7 +48,7 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
 def find_states(
     path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
 ) -> tuple[Source, Optimizer]:
-    """Return the checkpoint of states at a path and the optimizer to use, if it fits the present keys. Local.
+    """Return the header of a file of states, and the optimizer to use; raise if keys or kind do not fit. Local.
 
     The optimizer is a new one if the file has its options, else the present one.
 
@@ -122,8 +122,9 @@ def _check_slots(source: Source, updater: Updater) -> None:
 
 
 def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
-    """Return a file's description of an updater. ``options`` adds all settings needed to make it again, if JSON can
-    hold them. ``ranks`` is the store's number of ranks; its ``rescale_grad`` may divide by it.
+    """Return a dict that describes an updater in a file; ``options`` adds its settings, if JSON can hold them.
+
+    ``ranks`` is the store's number of ranks; its ``rescale_grad`` may divide by it.
 
     >>> describe_updater(optimizers.SGD(momentum=0.5))["options"]["momentum"]
     0.5
@@ -141,7 +142,7 @@ def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> 
 
 
 def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> None:
-    """Warn if a restored optimizer still divides by the old job's number of ranks."""
+    """Log a warning if a restored optimizer still divides by the old job's number of ranks. Local."""
     # It is written only where the rate was one over the number of ranks: another factor is the program's choice.
     before = saved.get("divides_by_ranks", ranks)
     if before != ranks and saved.get("options") is not None:

@@ -49,7 +49,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Create the file, and draw its random name into ``nonce``. On the root only.
+        """Remove old drafts, create and lock the file, and draw its random name into ``nonce``. On the root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
@@ -122,7 +122,7 @@ class Draft:
                 ) from error
 
     def close(self) -> None:
-        """Close the file; remove it unless it was committed."""
+        """Close the file; its creator removes it unless it was committed."""
         if self._maker == present().process and _is_at(self._file, self._draft):
             with contextlib.suppress(OSError):  # then the next save removes it, since its lock is gone
                 os.unlink(self._draft)
@@ -144,7 +144,7 @@ class Draft:
         return os.path.join(folder, name)
 
     def _remove_leftovers(self) -> None:
-        """Remove drafts that killed jobs left of this checkpoint; raise CheckpointError if a live job holds one.
+        """Remove drafts of this checkpoint that killed jobs left; raise CheckpointError if a job holds one's lock.
 
         Raises:
             CheckpointError: the job of one of them is alive.
@@ -156,7 +156,7 @@ class Draft:
                 self._remove_leftover(os.path.join(folder, name))
 
     def _remove_leftover(self, path: str) -> None:
-        """Remove the draft of a killed job; CheckpointError if a live job has it. One of another user stays."""
+        """Remove a draft, unless it is another user's or no lock can be had; CheckpointError if a live job has it."""
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
@@ -232,7 +232,7 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Return the header of the checkpoint at a path, with its checksums and identity.
+    """Read and return the header of the checkpoint at a path, its checksums and the file's identity. Local.
 
     Raises:
         CheckpointError: the file is no whole checkpoint.

@@ -285,7 +285,7 @@ def check_writable(header: Header) -> None:
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
-    """Return the header of a file of ``size`` bytes, and the CRC-32 of each chunk.
+    """Return the header of a file of ``size`` bytes, and the CRC-32 of each chunk; CheckpointError if damaged.
 
     A chunk is :data:`CHUNK` bytes of the arrays.
 
@@ -328,8 +328,9 @@ def _read_metadata(text: str) -> tuple[Any, int]:
 
 
 def _check_places(header: Header, text: str, end: int) -> None:
-    """Raise CheckpointError unless the arrays of a file lie at the places of its description. ``end`` is the offset
-    after the metadata, if they come first.
+    """Raise CheckpointError unless the arrays lie where the header's description places them.
+
+    ``end`` is the offset after the metadata, if they come first.
     """
     # Before the places, which would overflow.
     if header.nbytes > _LARGEST:

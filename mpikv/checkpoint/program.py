@@ -85,7 +85,7 @@ class Program:
             reader.read([piece.memory], piece.offset)
 
     def decode(self, tells: bool) -> dict[str, Any]:
-        """Return the state from the read bytes; CheckpointError if they hold none. ``tells``: warn of lost parts."""
+        """Return the state from the read bytes; ``tells``: log parts left out. CheckpointError for bad bytes. Local."""
         if self._lost and tells:
             log(
                 "the checkpoint has a state for each rank under %s, and this store has another number of ranks: these "

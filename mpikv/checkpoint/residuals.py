@@ -34,7 +34,7 @@ def pack_residuals(exchange: Exchange, header: Header) -> Array:
 
 
 def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[], object]:
-    """Make memory for residuals; return a function that drops the store's, or takes those ``found`` in a file. Local.
+    """Make memory for residuals; return a function that fills it with those ``found``, or drops all. Local.
 
     Raises:
         CheckpointError: what was found is none.

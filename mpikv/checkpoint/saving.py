@@ -117,7 +117,7 @@ class SaveWork:
         return self._ahead.ended
 
     def wait(self) -> None:
-        """Wait until all ranks have written, and rename the file to its path.
+        """Wait until all ranks have written, and rename the file to its path; raise what the save has raised.
 
         Collective. The next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
         optimizer's state. After the end of the save it is local, and raises the save's exception again.

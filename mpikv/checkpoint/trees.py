@@ -104,7 +104,7 @@ def pack(tree: Any, where: str) -> Array:
 
 
 def unpack(memory: Array, name: str) -> Any:
-    """Return a state from its bytes; ``name`` it for an error.
+    """Return a state from its bytes; CheckpointError, with this ``name`` of it, if they hold none. Local.
 
     Raises:
         CheckpointError: they are not those of a state.
@@ -124,7 +124,7 @@ def unpack(memory: Array, name: str) -> Any:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Raise errors of a block as CheckpointError, since a state cannot be read: a forged file may hold any bytes."""
+    """In a with block: raise errors such as ValueError as CheckpointError, as a forged file may hold any bytes."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
