@@ -7,7 +7,7 @@ offences: a rule that cannot fail proves nothing.
 from __future__ import annotations
 
 import ast
-import runpy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,8 +252,9 @@ def test_every_package_has_a_charter() -> None:
 
 
 def test_the_picture_is_that_of_the_layers() -> None:
-    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_layers"))["draw"]()
-    assert (ROOT / "docs" / "explanation" / "layers.svg").read_text() == drawn, "run scripts/draw_layers"
+    picture = (ROOT / "docs" / "explanation" / "layers.svg").read_text()
+    drawn = [name for box in re.findall('<text class="code"[^>]*>([^<]*)<', picture) for name in box.split()]
+    assert sorted(drawn) == sorted(LAYERS)
 
 
 def offences(folder: Path, module: str, source: str) -> list[str]:

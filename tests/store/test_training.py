@@ -14,7 +14,6 @@ import mpikv
 
 pytest.importorskip("sklearn")
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-train_cancer: Any = pytest.importorskip("train_cancer")
 train_digits: Any = pytest.importorskip("train_digits")
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -117,19 +116,8 @@ def test_error_feedback_is_what_makes_up_for_biased_codes(comm: Any, compression
     assert without < with_feedback - 0.02
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
-def test_tumours_are_told_apart_as_by_one_process(comm: Any, transport: str) -> None:
-    tumours = train_cancer.load(0)
-    with mpikv.create(comm=comm, transport=transport) as kv:
-        params = train_cancer.train(kv, tumours, 150)
-    right = (train_cancer.probability(params, tumours.test_measures) > 0.5) == tumours.test_benign
-    assert right.mean() >= 0.96
-    assert furthest(params, train_cancer.train_alone(tumours, 150)) <= 1e-12
-
-
-@pytest.mark.parametrize("script", [train_cancer, train_digits], ids=lambda script: script.__name__)
-def test_a_missing_library_is_one_line(hide: Any, script: Any) -> None:
+def test_a_missing_library_is_one_line(hide: Any) -> None:
     hide("sklearn.datasets")
     why = r"\(import of sklearn\.datasets halted; .*\)"
     with pytest.raises(SystemExit, match=rf"^\w+\.py needs scikit-learn {why}:  pip install scikit-learn$"):
-        script.load(*["float64", 0][script is train_cancer :])
+        train_digits.load("float64", 0)
