@@ -31,9 +31,6 @@ AREAS = {
 ON_GPUS = ("transports/nccl.py", "transports/preflight.py", "transports/watchdog.py", "train/array_location.py")
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 
-COMPILED = ("compute/numba/codecs.py",)
-"""Of these, what numba compiles, whose lines no test is seen to execute."""
-
 COMPARISONS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

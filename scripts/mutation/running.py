@@ -1,136 +1,84 @@
-"""Runs the tests of a tier on mutants, and writes down what notices each."""
+"""Runs the tests on mutants, and writes down what notices each."""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .drawing import Mutant
-from .measured import FAST, Measured, Test, batches, by_function
 from .trees import Outcome, Tree, in_trees
 
-START = 90.0
-"""Seconds that a session gets beside ten times what its tests take without a mutant."""
-
+LIMIT = 3600.0
+"""Seconds for a session, on a busy machine. Each test has a deadline of its own."""
 LATE = re.compile("did not finish in|did not start")
 """What is said of a test that takes too long, or a job."""
-MINUTES = 60.0
-"""What the tests of a file that need processes take, in seconds, at most."""
-PROCESSES = {
-    "transports": (
-        "tests/process/test_single_copy.py",
-        "tests/process/test_memory.py",
-        "tests/process/test_two_hosts.py",
-    ),
-    "agreement": ("tests/process/test_processes.py",),
-    "engine": ("tests/process/test_single_copy.py", "tests/process/test_memory.py"),
-    "keys": ("tests/process/test_processes.py", "tests/process/test_memory.py"),
-    "rows": ("tests/process/test_memory.py",),
-    "checkpoint": ("tests/process/test_checkpoint_jobs.py",),
-    "compression": ("tests/process/test_memory.py", "tests/process/test_single_copy.py"),
+FIRST = {
+    "transports": "contract/test_transports contract/test_lending unit/test_mailbox unit/test_routes store/test_hosts",
+    "agreement": "unit/test_status_board unit/test_waiting unit/test_meeting store/test_errors store/test_async",
+    "engine": "unit/test_arena unit/test_plan unit/test_background store/test_differential store/test_join",
+    "placement": "contract/test_placements store/test_trainer",
+    "keys": "unit/test_keys store/test_store store/test_groups",
+    "rows": "unit/test_row_sparse store/test_rows",
+    "checkpoint": "unit/test_checkpoint_files unit/test_checkpoint_drafts store/test_checkpoint",
+    "compression": "contract/test_codecs store/test_compression",
+    "asynchronous": "unit/test_client store/test_async",
 }
-"""The tests of processes that use an area."""
-STAND_INS = {
-    "transports": ("tests/gpu/stand_ins/test_nccl.py", "tests/gpu/stand_ins/test_nccl_store.py"),
-    "engine": ("tests/gpu/stand_ins/test_gpu_memory.py", "tests/gpu/stand_ins/test_device.py"),
-    "keys": ("tests/gpu/stand_ins/test_device.py",),
-    "rows": ("tests/gpu/stand_ins/test_device_rows.py", "tests/gpu/stand_ins/test_gpu_memory.py"),
-    "checkpoint": ("tests/gpu/stand_ins/test_gpu_memory.py",),
-    "compression": ("tests/gpu/stand_ins/test_gpu_compression.py",),
-    "asynchronous": ("tests/gpu/stand_ins/test_gpu_compression.py",),
-}
-"""The tests on stand-ins for GPUs that use an area."""
-EMULATED = {
-    "transports": ("tests/gpu/real/test_stores.py", "tests/gpu/real/test_sums.py"),
-    "engine": ("tests/gpu/real/test_order.py", "tests/gpu/real/test_replay.py"),
-    "rows": ("tests/gpu/real/test_rows.py",),
-}
-"""The tests on the emulated GPU that use an area."""
-
-Notice = Callable[[Tree, Mutant], dict[str, Any]]
+"""The tests of an area, which notice most of its mutants."""
 
 
-def by_fast(measured: Measured, most: float) -> Notice:
-    """Return what runs the tests of the fast tier that execute a mutant's lines, until one fails.
-
-    At most tests of so many seconds are run.
-    """
-
-    def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
-        tests, run, failed = measured.tests(mutant), 0, ""
-        for batch in batches(tests, most):
-            failed = confirmed(tree, batch)
-            run += len(batch)
-            if failed:
-                break
-        return {"noticed": failed, "run": run, "of": len(tests)}
-
-    return notice
+def listed(name: str) -> list[str]:
+    """Return the files in a list of scripts/test."""
+    text = Path(__file__).parents[1].joinpath("test").read_text()
+    (assignment,) = re.findall(rf"^{name}=\([^)]*\)", text, re.MULTILINE)
+    command = ["bash", "-c", f'{assignment}; echo "${{{name}[@]}}"']
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
 
 
-def by_all(measured: Measured) -> Notice:
-    """Return what runs tests for GPUs, on stand-ins and on the emulated one, the same functions on real ranks, and
-    tests that need processes, until one fails.
-    """
-
-    def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
-        stand_ins, emulated = (
-            [Test(name, MINUTES) for name in tests.get(mutant.area, ())] for tests in (STAND_INS, EMULATED)
-        )
-        functions = by_function(measured.tests(mutant))
-        files = [Test(name, MINUTES) for name in sorted({test.file for test in functions if "/store/" in test.file})]
-        processes = [Test(name, MINUTES) for name in PROCESSES.get(mutant.area, ())]
-        failed = session(tree, "mpich", ["--ranks=1,2,4"], stand_ins).failed
-        failed = failed or session(tree, "emulated", ["--ranks=2,3"], emulated).failed
-        for library, ranks in (("mpich", "--ranks=1,2,4"), ("openmpi", "--ranks=3")):
-            failed = failed or session(tree, library, ["-m", "processes", ranks], files).failed
-            failed = failed or session(tree, library, [ranks], [*processes, *functions]).failed
-        return {"noticed": failed, "run": len(functions), "of": len(functions)}
-
-    return notice
+def sessions(area: str) -> list[list[str]]:
+    """Return the arguments of pytest in three sessions: the tests of an area, then all that scripts/test runs."""
+    fast = ["--simulate", "--ranks=1,2,3"]
+    left_out = [f"--ignore={file}" for file in listed("long")]
+    whole = [f"tests/{folder}" for folder in ("unit", "docs", "simulation", "store", "contract")]
+    first = [f"tests/{file}.py" for file in FIRST[area].split()]
+    return [[*fast, *first], [*fast, *left_out, *whole], ["--ranks=1", *listed("stand_ins")]]
 
 
-def confirmed(tree: Tree, tests: Sequence[Test]) -> str:
-    """Return a test of the fast tier that fails, or nothing. On a busy machine one may be late once, but not twice."""
-    while (outcome := session(tree, "mpich", FAST, tests)).failed:
-        alone = [test for test in tests if test.name == outcome.failed] or tests
-        if not LATE.search(outcome.text) or session(tree, "mpich", FAST, alone).failed:
+def noticed(tree: Tree, arguments: Sequence[str]) -> str:
+    """Return a test that fails, or nothing. On a busy machine one may be late once, but not twice."""
+    while (outcome := session(tree, arguments)).failed:
+        alone = [*(word for word in arguments if word.startswith("--")), outcome.failed]
+        if "::" not in outcome.failed or not LATE.search(outcome.text) or session(tree, alone).failed:
             break
-        tests = [test for test in tests if test not in alone]
+        arguments = [*arguments, f"--deselect={outcome.failed}"]
     return outcome.failed
 
 
-def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Test]) -> Outcome:
-    """Return how a session with these tests ends."""
-    if not tests:
-        return Outcome("", "")
-    chosen = tree.folder.with_name("chosen")
-    chosen.write_text("\n".join(test.name for test in tests))
-    limit = START + 10 * sum(test.seconds for test in tests)
-    return tree.run_on(library, ["-x", "--tb=no", *options, f"@{chosen}"], limit)
+def session(tree: Tree, arguments: Sequence[str]) -> Outcome:
+    """Return how a session of pytest ends."""
+    return tree.run_on("mpich", ["-x", "--tb=no", *arguments], LIMIT)
 
 
-def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, jobs: int) -> None:
-    """Append a line to the results for each mutant that no tier has noticed, those first that were not run; later lines
+def run(mutants: Iterable[Mutant], results: Path, jobs: int) -> None:
+    """Append a line to the results for each mutant that was not noticed yet, those first that were not run; later lines
     hold.
     """
-    records = read(results)
-    noticed = {record["mutant"] for record in records if record["noticed"]}
-    tried = {record["mutant"] for record in records if record["tier"] == tier}
-    left = sorted((mutant for mutant in mutants if mutant.key not in noticed), key=lambda mutant: mutant.key in tried)
+    found = {record["mutant"]: record["noticed"] for record in read(results)}
+    left = sorted((each for each in mutants if not found.get(each.key)), key=lambda mutant: mutant.key in found)
+    results.parent.mkdir(parents=True, exist_ok=True)
 
     def examine(tree: Tree, mutant: Mutant) -> None:
         start = time.monotonic()
         with tree.planted(mutant):
-            found = notice(tree, mutant)
-        record = {"mutant": mutant.key, "tier": tier, **found, "seconds": time.monotonic() - start}
+            by = next(filter(None, (noticed(tree, arguments) for arguments in sessions(mutant.area))), "")
+        record = {"mutant": mutant.key, "noticed": by, "seconds": time.monotonic() - start}
         with results.open("a") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)
+        print(f"{mutant.number} {mutant.key}\n    {by or 'SURVIVED'}", flush=True)
 
     in_trees(left, examine, jobs)
 

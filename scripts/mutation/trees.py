@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -57,21 +57,14 @@ class Tree:
             shutil.copy2(ROOT / name, target)
 
     def run_on(self, library: str, arguments: Sequence[str], limit: float) -> Outcome:
-        """Run pytest in the copy, in the environment for an MPI library, or with CuPy on the ``emulated`` GPU."""
-        if library != "emulated":
-            return self.run(python_of(library), arguments, limit, {})
-        python, built = python_of("cuda"), {"EMULATED_CUDA_BUILT": str(BUILT)}
-        return self.run(python, arguments, limit, built, [str(python), "tests/support/cuda"])
-
-    def run(
-        self, python: Path, arguments: Sequence[str], limit: float, more: Mapping[str, str], beneath: Sequence[str] = ()
-    ) -> Outcome:
-        """Run pytest in the copy, by the command ``beneath`` if there is one; a session that takes longer than the
-        limit, in seconds, fails.
+        """Run pytest in the copy, in the environment for an MPI library, or with CuPy on the ``emulated`` GPU; a
+        session that takes longer than the limit, in seconds, fails.
         """
-        paths = [str(self.folder), *filter(None, [more.get("PYTHONPATH")])]
-        environment = os.environ | dict(more) | {"PYTHONPATH": ":".join(paths), "TMPDIR": str(self.temporary)}
-        command = [*beneath, str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        python = str(python_of("cuda" if library == "emulated" else library))
+        beneath = [python, "tests/support/cuda"] if library == "emulated" else []
+        places = {"PYTHONPATH": self.folder, "TMPDIR": self.temporary, "EMULATED_CUDA_BUILT": BUILT}
+        environment = os.environ | {name: str(place) for name, place in places.items()}
+        command = [*beneath, python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
         log = self.temporary.with_name("log")
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -140,7 +133,7 @@ def failed(status: int, text: str) -> str:
     if status == 0:
         return ""
     if "ERROR: not found" in text or "ERROR: file or directory not found" in text:
-        raise RuntimeError(f"a test that was measured is there no more, or a mutant hides it; measure again\n{text}")
+        raise RuntimeError(f"a test is there no more, or a mutant hides it\n{text}")
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     return found[1] if found else f"the session: exit status {status}"
 

@@ -17,6 +17,7 @@ def mutation(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import mutation.drawing
     import mutation.gpu
+    import mutation.running
 
     yield mutation
     for name in [name for name in sys.modules if name.partition(".")[0] == "mutation"]:
@@ -32,8 +33,14 @@ def test_a_seed_draws_different_programs_from_all_areas(mutation):
     for mutant in mutants:
         source = (PACKAGE / mutant.path).read_bytes()
         assert ast.dump(ast.parse(mutant.applied(source))) != ast.dump(ast.parse(source)), mutant
-    patterns = [*sum(drawing.AREAS.values(), ()), *drawing.ON_GPUS, *drawing.COMPILED]
+    patterns = [*sum(drawing.AREAS.values(), ()), *drawing.ON_GPUS]
     assert [pattern for pattern in patterns if not list(PACKAGE.glob(pattern))] == []
+
+
+def test_the_tests_of_areas_are_there(mutation):
+    assert list(mutation.running.FIRST) == list(mutation.drawing.AREAS)
+    files = {word for area in mutation.drawing.AREAS for words in mutation.running.sessions(area) for word in words}
+    assert [file for file in sorted(files) if file[0] != "-" and not (ROOT / file).exists()] == []
 
 
 def test_a_listed_fault_changes_its_file_and_names_a_test_that_is_there(mutation):
