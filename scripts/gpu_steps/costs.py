@@ -17,7 +17,7 @@ COUNT, EACH = 1000, 1024
 def host_cost() -> Numbers:
     """Time the host in calls of a store: with the comparison of calls over ranks, and without."""
     import cupy
-    from bench_agreement import made
+    from bench_calls import made
 
     found: Numbers = {}
     for check in (True, False):
