@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str], launched: int | None) -> Options:
         help=f"of the sets: {', '.join(RULES)} (default sgd, with momentum; on GPUs sgd and adam)",
     )
     given = parser.parse_args(arguments)
-    if on_gpus and not (given.ranks or given.scaling):
+    if on_gpus and not given.ranks:
         given.ranks = None if launched else max(1, len(survey(visible_gpus()).devices))
     plain = common.read(parser, given, launched, suites)
     chosen = Options(**vars(plain), device=given.device)

@@ -58,46 +58,35 @@ def main(arguments: Sequence[str] | None = None, program: Program = BENCH) -> in
         return _start(program, arguments, chosen)
     from .worker import run as work
 
-    document = work(program.measure, chosen)
-    return 0 if document is None else _deliver(program, [document], chosen)
+    job = work(program.measure, chosen)
+    return 0 if job is None else _deliver(program, job, chosen)
 
 
 def _start(program: Program, arguments: Sequence[str], chosen: options.Options) -> int:
-    """Run a job for each number of ranks, and deliver the reports of those before the first job that failed."""
-    jobs: list[report.Report] = []
-    failed = 0
+    """Run a job of ranks, and deliver its report."""
     with tempfile.TemporaryDirectory(prefix="mpikv-bench-") as folder:
         # Not -m: it would let the ranks import modules of the current directory.
-        script = Path(folder) / "bench.py"
+        script, path = Path(folder) / "bench.py", Path(folder) / "report.json"
         script.write_text(program.script)
-        for size in chosen.sizes:
-            path = Path(folder) / f"{size}.json"
-            status = run.main(["-n", str(size), str(script), *arguments, "--report", str(path)])
-            if status or not path.exists():
-                failed = status or 1
-                break
-            jobs.append(json.loads(path.read_text()))
-    delivered = _deliver(program, jobs, chosen) if jobs else 0
-    if failed:
-        size = chosen.sizes[len(jobs)]
-        left = "; the later jobs were not started" if len(jobs) + 1 < len(chosen.sizes) else ""
-        text = f"the job of {size} rank{'s' * (size > 1)} failed with status {failed} and was not measured{left}"
-        _complain(program, text)
-    return failed or delivered
+        failed = run.main(["-n", str(chosen.ranks), str(script), *arguments, "--report", str(path)])
+        if failed or not path.exists():
+            _complain(program, f"the job failed with status {failed} and was not measured")
+            return failed or 1
+        return _deliver(program, json.loads(path.read_text()), chosen)
 
 
-def _deliver(program: Program, jobs: list[report.Report], chosen: options.Options) -> int:
+def _deliver(program: Program, job: report.Report, chosen: options.Options) -> int:
     """Write the file, print the report, and return the exit status."""
-    document = {"mpikv": __version__, "quick": chosen.quick, "optimizers": chosen.optimizers, "jobs": jobs}
+    document = {"mpikv": __version__, "quick": chosen.quick, "optimizers": chosen.optimizers, "jobs": [job]}
     complaints = report.errors(document)
-    status = 2 if any("error" in job for job in jobs) else 1 if complaints else 0
+    status = 2 if "error" in job else 1 if complaints else 0
     try:
         if chosen.json:
             chosen.json.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:
         complaints.append(f"a file could not be written: {error}")
         status = status or 2
-    if any("groups" in job for job in jobs):
+    if "groups" in job:
         print("\n".join(program.lines(document)), flush=True)
     for complaint in complaints:
         _complain(program, complaint)

@@ -31,7 +31,7 @@ per key, and beside a copy of the same bytes. MPIKV_KERNELS=numba measures the c
 
 examples:
   mpikv bench --only resnet50,sizes --json today.json
-  mpikv bench --ranks-scaling 1,2,4               the sets on several numbers of ranks
+  mpikv bench -n 4 --suite sets                   on four ranks of this host
   mpiexec -n 4 mpikv bench --only resnet50        on ranks that a launcher has started
   OMPI_MCA_smsc=^cma mpikv bench --only resnet50  beside Open MPI at its best for large sets
 
@@ -44,8 +44,8 @@ class Options:
     """The measurement's choices, and the places of its output."""
 
     groups: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """The numbers of ranks, one job for each; empty in a job started by a launcher."""
+    ranks: int
+    """The number to start; 0 in a job started by a launcher."""
     rounds: int
     """0: the usual number of the group."""
     quick: bool
@@ -83,13 +83,6 @@ def new_parser(name: str, command: str, description: str, epilog: str, suites: S
     )
     add = parser.add_argument
     add("-n", dest="ranks", metavar="N", type=positive, help="number of ranks to start on this host (default 2)")
-    add(
-        "--ranks-scaling",
-        dest="scaling",
-        metavar="N,N",
-        type=lambda text: [positive(part) for part in text.split(",")],
-        help="run one job for each number of ranks; measures the sets unless --suite or --only is given",
-    )
     add("--suite", choices=(*suites, "all"), help="group of measurements (default all)")
     add("--only", metavar="NAME,NAME", help=f"single measurements: {', '.join(known)}")
     add("--transport", choices=TRANSPORTS, help="of the store (default auto)")
@@ -103,21 +96,19 @@ def new_parser(name: str, command: str, description: str, epilog: str, suites: S
 
 def read(parser: argparse.ArgumentParser, given: argparse.Namespace, launched: int | None, suites: Suites) -> Options:
     """Return the options that every benchmark has."""
-    if launched and given.report is None and (given.ranks or given.scaling):
-        parser.error(f"this is one of {launched} ranks already; leave out -n and --ranks-scaling")
-    for one, other in (("ranks", "scaling"), ("suite", "only")):
-        if getattr(given, one) is not None and getattr(given, other) is not None:
-            names = {"ranks": "-n", "scaling": "--ranks-scaling", "suite": "--suite", "only": "--only"}
-            parser.error(f"{names[one]} and {names[other]} exclude each other")
+    if launched and given.report is None and given.ranks:
+        parser.error(f"this is one of {launched} ranks already; leave out -n")
+    if given.suite is not None and given.only is not None:
+        parser.error("--suite and --only exclude each other")
     # Refuse an impossible file now, and not after a long measurement.
     if given.json is not None and (given.json.is_dir() or not given.json.absolute().parent.is_dir()):
         parser.error(f"the file {str(given.json)!r} cannot be written")
     known = tuple(group for groups in suites.values() for group in groups)
     return Options(
-        groups=tuple(suites.get(given.suite or ("sets" if given.scaling else "all"), known))
+        groups=tuple(suites.get(given.suite or "all", known))
         if given.only is None
         else choose(parser, "group", given.only, known),
-        sizes=() if launched else tuple(given.scaling or (given.ranks or 2,)),
+        ranks=0 if launched else given.ranks or 2,
         rounds=given.rounds,
         quick=given.quick,
         pin=given.pin,

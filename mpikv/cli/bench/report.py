@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 Report = dict[str, Any]
+Column = Callable[[Report, Report], str]
 
 _IDLE = 0.9
 
@@ -17,7 +19,7 @@ def errors(document: Report) -> list[str]:
         if "error" in job:
             found.append(job["error"])
         found += [
-            f"wrong result: {group['name']}, {case}, {text} ({_ranks(job)})"
+            f"wrong result: {group['name']}, {case}, {text}"
             for group in job.get("groups", ())
             for case, text in group["wrong"].items()
         ]
@@ -26,27 +28,15 @@ def errors(document: Report) -> list[str]:
 
 def lines(document: Report) -> Iterator[str]:
     """Yield the lines of the text."""
-    jobs = [job for job in document["jobs"] if "error" not in job]
-    several = len(jobs) > 1
-    for job in jobs:
+    for job in measured(document):
         yield from head(document, job)
-    if rows := ratios(jobs):
-        yield "\nratios of medians over the rounds (below 1: ours takes less time)"
-        yield from table([("goal", "ours", "peer", "ratio"), *rows])
-    if several:
-        yield "\nmedians by the number of ranks (each rank brings as much: more ranks, more work)"
-        yield from table(scaling(jobs))
-    for job in jobs:
-        ranks = label(job, several=several)
-        sizes = [group for group in job["groups"] if group["name"].startswith("sizes/")]
-        if sizes:
-            yield f"\nsums without an updater{ranks}"
-            yield from table(size_rows(sizes))
-        for group in job["groups"]:
-            if group not in sizes:
-                yield f"\n{group['title']}{ranks}, {group['rounds']} rounds"
-                yield from table(case_rows(group, COLUMNS)) if group["cases"] else ("  not measured",)
-        yield from skipped(job, ranks)
+        yield from ratios(job)
+        yield from details(job)
+
+
+def measured(document: Report) -> list[Report]:
+    """Return the job, in a list; none where it could not measure."""
+    return [job for job in document["jobs"] if "error" not in job]
 
 
 def head(document: Report, job: Report) -> Iterator[str]:
@@ -55,8 +45,8 @@ def head(document: Report, job: Report) -> Iterator[str]:
     pinned = "each rank pinned to a core of its own" if job["pinned"] else "ranks not pinned"
     share = "unknown" if idle is None else f"{idle:.0%} idle"
     yield (
-        f"mpikv {document['mpikv']}, {_ranks(job)}, transport {job['transport']}, {job['library']}, "
-        f"numpy {machine['numpy']}, Python {machine['python']}"
+        f"mpikv {document['mpikv']}, {job['ranks']} rank{'s' * (job['ranks'] > 1)}, transport {job['transport']}, "
+        f"{job['library']}, numpy {machine['numpy']}, Python {machine['python']}"
     )
     yield f"{machine['cpu']}, cores for the ranks: {job['cores']}, {pinned}; before the measurement {share}"
     if job["settings"]:
@@ -69,38 +59,40 @@ def head(document: Report, job: Report) -> Iterator[str]:
         yield "warning: few rounds and small sets (--quick): this shows that it works, and not how fast"
 
 
-def label(job: Report, *, several: bool) -> str:
-    """Return the suffix of a table's title."""
-    return f" ({_ranks(job)})" if several else ""
-
-
-def _ranks(job: Report) -> str:
-    return f"{job['ranks']} rank{'s' * (job['ranks'] > 1)}"
-
-
-def ratios(jobs: Sequence[Report]) -> list[tuple[str, ...]]:
-    """Return a row for each comparison: the goal, both times, and the ratio."""
+def ratios(job: Report, shared: str = "") -> Iterator[str]:
+    """Yield a table with a row for each comparison: the goal, both times, the ratio, and its bound if there is one."""
     rows = []
-    for job in jobs:
-        ranks = f", {_ranks(job)}" if len(jobs) > 1 else ""
-        for group in job["groups"]:
-            for one in group["comparisons"]:
-                times = one["ours_median"], one["peer_median"]
-                wrong = one["ours"] in group["wrong"] or one["peer"] in group["wrong"]
-                ratio = "wrong" if wrong else "noise" if one["ratio"] is None else f"{one['ratio']:.2f}"
-                rows.append((one["goal"] + ranks, *map(seconds_text, times), ratio))
-    return rows
+    for group in job["groups"]:
+        for one in group["comparisons"]:
+            times = one["ours_median"], one["peer_median"]
+            wrong = one["ours"] in group["wrong"] or one["peer"] in group["wrong"]
+            ratio = "wrong" if wrong else "noise" if one["ratio"] is None else f"{one['ratio']:.2f}"
+            bound = "" if one["bound"] is None else f"≤ {one['bound']:.2f}"
+            rows.append((one["goal"], *map(seconds_text, times), ratio, bound))
+    if rows:
+        yield f"\nratios of medians over the rounds (below 1: ours takes less time){shared}"
+        yield from table(filled([("goal", "ours", "peer", "ratio", "bound"), *rows]))
 
 
-def scaling(jobs: Sequence[Report]) -> list[tuple[str, ...]]:
-    """Return a row for each case: its medians in all jobs."""
-    found: dict[str, list[str]] = {}
-    for column, job in enumerate(jobs):
-        for group in job["groups"]:
-            for case in group["cases"]:
-                row = found.setdefault(f"{group['title']}: {case['name']}", [""] * len(jobs))
-                row[column] = "wrong" if case["name"] in group["wrong"] else seconds_text(case["median"])
-    return [("case", *map(_ranks, jobs)), *((name, *row) for name, row in found.items())]
+def details(
+    job: Report,
+    rows_of_sizes: Callable[[Sequence[Report]], Iterable[tuple[str, ...]]] | None = None,
+    columns: Mapping[str, Column] | None = None,
+    shared: str = "",
+) -> Iterator[str]:
+    """Yield a table of the sums of all sizes, one for each other group, and what was left out."""
+    sizes = [group for group in job["groups"] if group["name"].startswith("sizes/")]
+    if sizes:
+        yield f"\nsums without an updater{shared}"
+        yield from table(list((rows_of_sizes or size_rows)(sizes)))
+    for group in job["groups"]:
+        if group not in sizes:
+            yield f"\n{group['title']}{shared}, {group['rounds']} rounds"
+            yield from table(case_rows(group, columns or COLUMNS)) if group["cases"] else ("  not measured",)
+    left_out = {f"{case}: {reason}": None for group in job["groups"] for case, reason in group["skipped"].items()}
+    if left_out:
+        yield f"\nleft out{shared}"
+        yield from (f"  {text}" for text in left_out)
 
 
 def size_rows(sizes: Iterable[Report]) -> list[tuple[str, ...]]:
@@ -121,7 +113,6 @@ def size_rows(sizes: Iterable[Report]) -> list[tuple[str, ...]]:
     return rows
 
 
-Column = Callable[[Report, Report], str]
 COLUMNS: Mapping[str, Column] = {
     "case": lambda case, group: str(case["name"]),
     "median": lambda case, group: seconds_text(case["median"]),
@@ -132,18 +123,14 @@ COLUMNS: Mapping[str, Column] = {
 
 
 def case_rows(group: Report, columns: Mapping[str, Column]) -> list[tuple[str, ...]]:
-    """Return a row for each case; a column that is empty is left out."""
-    rows = [tuple(text(case, group) for text in columns.values()) for case in group["cases"]]
-    filled = [column for column in range(len(columns)) if any(row[column] for row in rows)]
-    return [tuple(row[column] for column in filled) for row in (tuple(columns), *rows)]
+    """Return a row for each case."""
+    return filled([tuple(columns), *(tuple(text(case, group) for text in columns.values()) for case in group["cases"])])
 
 
-def skipped(job: Report, ranks: str) -> Iterator[str]:
-    """Yield a line for each case that was left out."""
-    left_out = {f"{case}: {reason}": None for group in job["groups"] for case, reason in group["skipped"].items()}
-    if left_out:
-        yield f"\nleft out{ranks}"
-        yield from (f"  {text}" for text in left_out)
+def filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out columns that are empty below their titles."""
+    kept = [any(cells) for cells in zip(*rows[1:], strict=True)]
+    return [tuple(compress(row, kept)) for row in rows]
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
