@@ -52,7 +52,7 @@ class Ahead(Generic[Item]):
             self._changed.wait_for(lambda: self.ended)
 
     def _take_items(self) -> Iterator[Item]:
-        """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if it has one."""
+        """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if any. Local."""
         taken = 0
         while True:
             with self._changed:
@@ -66,7 +66,7 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
-        """Run the iterator in the thread until its end or :meth:`stop`; keep its exception for the taker of items."""
+        """Run the iterator in the thread to its end or :meth:`stop`; keep its exception for the taker. Local."""
         assert self.source is not None
         failure = None
         try:

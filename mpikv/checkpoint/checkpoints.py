@@ -91,7 +91,7 @@ class Checkpoints:
         return call, lambda: self._save(call, Draft(path), header, residuals, wait, packed)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
-        """Return the keys, the distinct kinds of keys, and the position of each key's kind."""
+        """Return the keys, the distinct kinds of keys, and the position of each key's kind. Local."""
         table, slots = self._exchange.values.table, self._exchange.updater.slots
         # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
@@ -254,7 +254,7 @@ class Checkpoints:
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
-        """Yield this rank's share of the chunks, to verify the file; the ranks read disjoint chunks."""
+        """Yield this rank's share of the chunks, to verify the file; the ranks read disjoint chunks. Local."""
         # One buffer for all chunks: only their checksums count here.
         memory = np.empty(CHUNK, np.uint8).data
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
@@ -305,7 +305,7 @@ class Checkpoints:
     # --- What a rank has of the file
 
     def _divide(self, block: Block) -> Spans:
-        """Return the elements of a block for this rank to write: those it owns, or its share of a replicated block."""
+        """Return the elements of a block that this rank writes: its own, or its share of a replicated block. Local."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)
         # Every rank has a replicated value. Each writes a part: one rank's disk would be the bottleneck.
@@ -313,7 +313,7 @@ class Checkpoints:
         return Spans.join([(size * rank // ranks, size * (rank + 1) // ranks)])
 
     def _list_values(self, header: Header, elements: Callable[[Block], Spans]) -> Iterator[Span]:
-        """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block."""
+        """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block. Local."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, first, last, begin in list_extents(header, entries):
@@ -349,7 +349,7 @@ class Checkpoints:
             )
 
     def _get_optimizer(self) -> Optimizer:
-        """Return the store's optimizer; ConfigError if it has none."""
+        """Return the store's optimizer; ConfigError if it has none. Local."""
         updater = self._exchange.updater
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer and so no state; call set_optimizer first")
@@ -357,7 +357,7 @@ class Checkpoints:
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
-    """Return the call of a save or load, for ranks to compare: its verb, path, contents and options."""
+    """Return the call of a save or load, for ranks to compare: its verb, path, contents and options. Local."""
     texts = [f"path {path!r}", _describe(header), *others]
     return Call(
         verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: [texts[0], *header.parts, *texts[1:]]
@@ -393,7 +393,7 @@ class KeptState:
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Yield a text before each slow part of writing each value's state and the settings to a file.
+    """Yield a text before each slow part of writing each value's state and the settings to a file. Collective.
 
     Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
     rank. The caller compares the texts of all ranks, so that each learns of another's failure.

@@ -100,7 +100,7 @@ def write_arrays(
 
 
 def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Iterator[Window]:
-    """Write and flush one window after the other; yield its chunks, and this rank's contribution to their checksums."""
+    """Write and flush one window after the other; yield its chunks, and their checksums of this rank's part. Local."""
     for chunks, (mine,) in _cut_windows(header.nbytes, pieces):
         sums = _sum_moved(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, header.start + offset))
         if mine:
@@ -110,7 +110,7 @@ def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Ite
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Yield checksums after each part of a read into this rank's pieces, ``own``, and all ranks', ``shared``.
+    """Yield checksums after each part of a read into this rank's pieces, ``own``, and ``shared`` ones. Collective.
 
     Collective: every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is
     unchanged.
@@ -132,7 +132,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
 
 
 def _cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
-    """Yield the chunks of each window, and the pieces of each kind in them. The windows are the same on all ranks."""
+    """Yield the chunks of each window, the same on all ranks, and the pieces of each kind in them. Local."""
     # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin in range(0, nbytes, _WINDOW):
@@ -162,7 +162,7 @@ def _sum_moved(
 
 
 def _join_runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of adjacent pieces of one chunk; one system call moves each list."""
+    """Yield lists of adjacent pieces of one chunk; one system call moves each list. Local."""
     run: list[Piece] = []
     for piece in pieces:
         # A checksum is of one chunk, and the system takes a limited number of buffers per call.
@@ -175,7 +175,7 @@ def _join_runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
-    """Raise CheckpointError, with the arrays' names, unless the chunks match the checksums of the header."""
+    """Raise CheckpointError, with the arrays' names, unless the chunks match the checksums of the header. Local."""
     wrong = np.flatnonzero(sums != source.sums[chunks])
     if wrong.size:
         begin = (chunks.start + int(wrong[0])) * CHUNK
@@ -188,7 +188,7 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
 
 
 def shift_crcs(sums: Array, following: Array) -> Array:
-    """Return the contributions of parts to the CRC-32 of their range; their exclusive or is that CRC-32.
+    """Return the contributions of parts to the CRC-32 of their range; their exclusive or is that CRC-32. Local.
 
     A part's contribution is its own CRC-32, carried over the following bytes. The function is zlib's
     ``crc32_combine``, absent from Python's zlib, for many parts at once.

@@ -72,7 +72,7 @@ def find_states(
 
 
 def _find_source(path: Any, values: bool) -> Source:
-    """Return the checkpoint at a path; raise CheckpointError unless it holds values, or states alone, as asked."""
+    """Return the header of a checkpoint; CheckpointError unless it holds values, or states alone, as asked. Local."""
     # First: a big-endian host would find a header of another length, and call the file damaged.
     check_byte_order()
     source = inspect(os.fsdecode(path))
@@ -88,7 +88,7 @@ def slot_names(slots: Slots) -> dict[str, str]:
 
 
 def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
-    """Raise ValueMismatch unless a checkpoint has exactly the present keys, with their shapes and dtypes."""
+    """Raise ValueMismatch unless a checkpoint has exactly the present keys, with their shapes and dtypes. Local."""
     # Both ways: a key that is only here would keep the values of another training.
     saved = set(header.keys)
     strange = [f"{brief(repr(key))} is not in the {what}" for key in header.keys if key not in present]
@@ -110,7 +110,7 @@ def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
 
 
 def _check_slots(source: Source, updater: Updater) -> None:
-    """Raise CheckpointError unless a checkpoint has the updater's state arrays."""
+    """Raise CheckpointError unless a checkpoint has the updater's state arrays. Local."""
     header = source.header
     for number, kind in enumerate(header.kinds):
         if kind.state != (wanted := slot_names(updater.slots(parse_dtype(kind.dtype)))):
@@ -122,7 +122,7 @@ def _check_slots(source: Source, updater: Updater) -> None:
 
 
 def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
-    """Return a dict that describes an updater in a file; ``options`` adds its settings, if JSON can hold them.
+    """Return a dict that describes an updater in a file; ``options`` adds its settings, if JSON can hold them. Local.
 
     ``ranks`` is the store's number of ranks; its ``rescale_grad`` may divide by it.
 
@@ -162,7 +162,7 @@ def is_dumpable(optimizer: Optimizer) -> bool:
 
 
 def check_dumpable(optimizer: Optimizer) -> None:
-    """Raise Unsupported if no file can hold the optimizer itself."""
+    """Raise Unsupported if no file can hold the optimizer itself. Local."""
     if not is_dumpable(optimizer):
         raise Unsupported(
             f"{optimizer.settings()} cannot be written to a file: it is not registered, or an option is an object of "
@@ -198,7 +198,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
 
 
 def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return all options in JSON's types, or None if JSON cannot hold them."""
+    """Return all options in JSON's types, or None if JSON cannot hold them. Local."""
     # A load makes the optimizer by its name: an unregistered class would not be found, or another one would.
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None
@@ -209,7 +209,7 @@ def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer of a file's name and options; CheckpointError if it cannot be made here."""
+    """Make an optimizer of a file's name and options; CheckpointError if it cannot be made here. Local."""
     try:
         return optimizers.create(name, **{option: _decode(value) for option, value in options.items()})
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
@@ -220,7 +220,7 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
 
 
 def _encode(value: Any) -> Any:
-    """Return an option in JSON's types; raise _Unwritable if they cannot hold it."""
+    """Return an option in JSON's types; raise _Unwritable if they cannot hold it. Local."""
     if value is None or isinstance(value, (bool, str)):
         return value
     # numpy's numbers are none for JSON. A bool is an Integral in Python, and was returned above.
@@ -239,7 +239,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """Return an option from the form of :func:`_encode`; a forged one may raise any error."""
+    """Return an option from the form of :func:`_encode`; a forged one may raise any error. Local."""
     if not isinstance(value, Mapping):
         return value
     if "by_key" in value:

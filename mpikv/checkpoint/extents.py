@@ -28,7 +28,7 @@ class Extent(NamedTuple):
 
 
 def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:
-    """Yield the longest extents of the file's arrays, those of a slot and block in the order of the block's memory.
+    """Yield the longest ranges that are contiguous in memory and file, by slot and block, as they lie there. Local.
 
     ``entries`` are those of the header's keys, in their order.
     """

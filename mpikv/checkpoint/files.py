@@ -49,7 +49,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, create and lock the file, and draw its random name into ``nonce``. On the root only.
+        """Remove old drafts, create and lock a file, and draw its random name into ``nonce``. On the root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
@@ -69,7 +69,7 @@ class Draft:
         self._check_there()
 
     def attach(self, nonce: Array) -> None:
-        """Open the file created by the root. On the other ranks only.
+        """Open the file created by the root. On the other ranks only. Local.
 
         Raises:
             Unsupported: this host does not see it.
@@ -84,7 +84,7 @@ class Draft:
             ) from None
 
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Write up to :data:`MOST_PARTS` buffers, one behind the other, from an offset on."""
+        """Write up to :data:`MOST_PARTS` buffers, one behind the other, from an offset on. Local."""
         while parts:
             # The system may write less than asked, e.g. at a signal or near a full disk.
             done = os.pwritev(self._file, parts, offset)
@@ -95,7 +95,7 @@ class Draft:
         os.fdatasync(self._file)
 
     def commit(self, header: Header, sums: Array) -> None:
-        """Write the header, and rename the file to its path. On the root only, once all ranks have written and flushed.
+        """Write the header, flush, and rename the file to its path. On the root only, once all ranks have flushed.
 
         Raises:
             CheckpointError: the draft was removed meanwhile.
@@ -122,7 +122,7 @@ class Draft:
                 ) from error
 
     def close(self) -> None:
-        """Close the file; its creator removes it unless it was committed."""
+        """Close the file; its creator removes it unless it was committed. Local."""
         if self._maker == present().process and _is_at(self._file, self._draft):
             with contextlib.suppress(OSError):  # then the next save removes it, since its lock is gone
                 os.unlink(self._draft)
@@ -136,7 +136,7 @@ class Draft:
         return f"{self._stem()}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _stem(self) -> str:
-        """Return the common beginning of the paths of all drafts of this checkpoint."""
+        """Return the common beginning of the paths of all drafts of this checkpoint. Local."""
         folder, name = os.path.split(self.path)
         whole = os.fsencode(name)
         if len(whole) > _LONGEST_STEM:
@@ -144,7 +144,7 @@ class Draft:
         return os.path.join(folder, name)
 
     def _remove_leftovers(self) -> None:
-        """Remove drafts of this checkpoint that killed jobs left; raise CheckpointError if a job holds one's lock.
+        """Remove this checkpoint's drafts of killed jobs; CheckpointError if a job holds the lock of one. Local.
 
         Raises:
             CheckpointError: the job of one of them is alive.
@@ -156,7 +156,7 @@ class Draft:
                 self._remove_leftover(os.path.join(folder, name))
 
     def _remove_leftover(self, path: str) -> None:
-        """Remove a draft, unless it is another user's or no lock can be had; CheckpointError if a live job has it."""
+        """Remove a draft, unless another user has it or no lock is to be had; raise if a live job has it. Local."""
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
@@ -170,7 +170,7 @@ class Draft:
             os.close(file)
 
     def _lock(self, file: int) -> bool:
-        """Lock a draft of this checkpoint, and return whether the file system can; CheckpointError if a job has it."""
+        """Lock a draft, and return whether the file system has locks; CheckpointError if a job holds it. Local."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -182,7 +182,7 @@ class Draft:
         return True
 
     def _check_there(self) -> None:
-        """Raise CheckpointError unless the draft is still at its path."""
+        """Raise CheckpointError unless the draft is still at its path. Local."""
         # Another job may have locked and removed it as a leftover, between its creation and its lock.
         if not _is_at(self._file, self._draft):
             raise CheckpointError(
@@ -192,7 +192,7 @@ class Draft:
 
 
 def _is_at(file: int, path: str) -> bool:
-    """Return whether the path names this open file now."""
+    """Return whether the path names this open file now. Local."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -204,7 +204,7 @@ def _mode(found: os.stat_result) -> int:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the permissions of the file that a checkpoint replaces; None if there is none.
+    """Return the permissions of the file that a checkpoint replaces; None if there is none. Local.
 
     Raises:
         FileExistsError: the path names no regular file.
@@ -257,7 +257,7 @@ class Reader:
         self._file = -1
 
     def open(self) -> None:
-        """Open the file; CheckpointError if the path has another one by now.
+        """Open the file; CheckpointError if the path has another one by now. Local.
 
         Raises:
             CheckpointError: the path has another file than before.
@@ -271,7 +271,7 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, one behind the other, from an offset of the arrays on; CheckpointError if the file ends before.
+        """Fill buffers, one behind the other, from an offset on; CheckpointError if the file ends before. Local.
 
         It takes up to :data:`MOST_PARTS` of them.
         """
@@ -290,7 +290,7 @@ class Reader:
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the rest of some buffers after ``done`` bytes."""
+    """Return the rest of some buffers after ``done`` bytes. Local."""
     for number, part in enumerate(parts):
         if done < part.nbytes:
             return [part[done:], *parts[number + 1 :]]
@@ -310,7 +310,7 @@ def _identity(file: int) -> tuple[int, ...]:
 
 
 def _read_header(file: int) -> bytes:
-    """Return the text of a file's header; CheckpointError if the file is none, or is truncated."""
+    """Return the text of a file's header; CheckpointError if the file is none, or is truncated. Local."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError("it is not a file")

@@ -96,7 +96,7 @@ class Program:
 
 
 def peek(source: Source, name: str) -> Any:
-    """Return the first rank's state of a name, before the file is compared with its checksums; None if there is none.
+    """Read and return the first rank's state of a name, with no checksum compared; None without it. Local.
 
     Raises:
         OSError, CheckpointError: it cannot be read.

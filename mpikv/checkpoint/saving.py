@@ -68,7 +68,7 @@ class Copies:
 
 
 def _cut_copies(room: Array, begins: Sequence[int], edges: Sequence[int]) -> Iterator[Piece]:
-    """Yield the pieces of copies. ``begins`` are offsets in the file; ``edges`` bound the copies in ``room``."""
+    """Yield the pieces of copies. ``begins`` are offsets in the file; ``edges`` bound the copies in ``room``. Local."""
     copies = zip(begins, pairwise(edges), strict=True)
     # Adjacent copies that are adjacent in the file as well have equal distances, and make one piece.
     for distance, group in groupby(copies, key=lambda copy: copy[0] - copy[1][0]):
@@ -117,9 +117,9 @@ class SaveWork:
         return self._ahead.ended
 
     def wait(self) -> None:
-        """Wait until all ranks have written, and rename the file to its path; raise what the save has raised.
+        """Wait until all ranks have written, rename the file to its path, or raise the save's error. Collective.
 
-        Collective. The next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
+        The next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
         optimizer's state. After the end of the save it is local, and raises the save's exception again.
 
         Raises:

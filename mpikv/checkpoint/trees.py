@@ -18,7 +18,7 @@ from .header import parse_dtype
 
 
 def encode(tree: Any, arrays: list[Array], where: str) -> Any:
-    """Return a state in JSON's types; append its arrays to ``arrays``.
+    """Return a state in JSON's types; append its arrays to ``arrays``. Local.
 
     >>> arrays = []
     >>> encode({"a": (1, np.arange(2))}, arrays, "x")
@@ -66,7 +66,7 @@ def is_tensor(tree: Any) -> bool:
 
 
 def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> Any:
-    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape.
+    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape. Local.
 
     A forged one may raise any error.
     """
@@ -87,7 +87,7 @@ def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> 
 
 
 def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
-    """Return a new tensor with these bytes; ConfigError if torch is not imported."""
+    """Return a new tensor with these bytes; ConfigError if torch is not imported. Local."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         raise ConfigError("this state has tensors; import torch before it is loaded")
@@ -95,7 +95,7 @@ def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
 
 
 def pack(tree: Any, where: str) -> Array:
-    """Return a state as bytes. Raises TypeError as :func:`encode`."""
+    """Return a state as bytes. Raises TypeError as :func:`encode`. Local."""
     arrays: list[Array] = []
     text = json.dumps(encode(tree, arrays, where)).encode()
     # As bytes, whatever the dtype: bfloat16 has no buffer.
@@ -124,7 +124,7 @@ def unpack(memory: Array, name: str) -> Any:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """In a with block: raise errors such as ValueError as CheckpointError, as a forged file may hold any bytes."""
+    """In a with block: raise ValueError, TypeError and such as CheckpointError: a forged file may hold any bytes."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:

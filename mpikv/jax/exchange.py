@@ -45,7 +45,7 @@ _outlines: Any = WeakKeyDictionary()
 
 
 def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") -> Tree:
-    """Return the sum, or the mean, over ranks of each leaf of a tree. The tree itself stays as it is.
+    """Return the sum, or the mean, over ranks of each leaf of a tree. The tree itself stays as it is. Collective.
 
     Collective: every rank calls it in the same order, with trees of the same structure, shapes and dtypes. Ranks
     compare all of these, and the name. **They cannot tell apart two calls with the same trees and name**: if one rank
@@ -96,7 +96,7 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
 
 def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
-    """Return the root's tree, on every rank. Begin a training with it: then all ranks have the same weights.
+    """Return the root's tree, on every rank; begin a training with it, for the same weights. Collective.
 
     Collective, with the rules and errors of :func:`pushpull`. The leaves of other ranks give shapes and dtypes.
 
@@ -174,7 +174,7 @@ def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
 
 
 def _list_nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each node of a tree, and its kind. Items of a tuple are written (0), and those of a list [0].
+    """Yield the path of each node of a tree, with (0) for items of a tuple, [0] of a list, and its kind. Local.
 
     >>> list(_list_nodes({"b": (1.0, None), "w": 2.0}))
     [('', 'a dict of 2'), ("['b']", 'a tuple of 2'), ("['b'](0)", ''), ("['b'](1)", 'None'), ("['w']", '')]
@@ -282,7 +282,7 @@ def _check_store(kv: Any, verb: str) -> None:
 
 
 def _check_sums(kv: Any) -> None:
-    """Raise ConfigError if the store makes no sums."""
+    """Raise ConfigError if the store makes no sums. Local."""
     if not (kv._in_rounds and kv._assigns):
         raise ConfigError(
             f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; pass "

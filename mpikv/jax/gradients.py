@@ -16,7 +16,7 @@ from .exchange import pushpull, refuse
 def value_and_grad(
     f: Callable[..., Any], kv: KVStore, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that computes the value and the gradient of ``f``, both as means over ranks.
+    """Return a function, collective, that computes the value and the gradient of ``f`` as means over ranks.
 
     Local; each call of the function is collective, as :func:`pushpull`. Value and gradient travel in one exchange. If
     all ranks have equally many examples and ``f`` is a mean over them, the result is that of one process with all
@@ -64,7 +64,7 @@ def value_and_grad(
 
 
 def all_reduce(kv: KVStore, *, name: str = "") -> Any:
-    """Return a transformation of optax, without state, that replaces updates by their means over ranks.
+    """Return a transformation of optax, without state, whose update, collective, takes means over ranks.
 
     Local; each ``update`` is collective, as :func:`pushpull`, and may be called in ``jax.jit``. Chain it before an
     optimizer, and every rank makes the same step.

@@ -208,7 +208,7 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, there: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Check a call, cache it if it needs no copies, and stage its message if small. Local; its run is collective.
+        """Check a call; cache it if it needs no copies, stage a small message. Local; its run is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.

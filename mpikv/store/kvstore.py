@@ -160,7 +160,7 @@ class KVStore(RankedStore):
 
     @property
     def placement(self) -> str:
-        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``.
+        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``. Local.
 
         With ``owners`` each value is whole on one rank.
         """
@@ -1248,7 +1248,7 @@ class KVStore(RankedStore):
     # --- The way of every collective call
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Make a call: prepare it, compare it with the other ranks', run it, return its result. Collective.
+        """Prepare a call, compare it with the others, run it, return its result; some errors end the store. Collective.
 
         ``prepare`` raises for every mistake in this rank's arguments, before data move. Then all ranks raise.
         """

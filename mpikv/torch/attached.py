@@ -37,7 +37,7 @@ def attach(
     bucket_bytes: int = 25 << 20,
     buffers: Literal["root", "each"] = "root",
 ) -> Attached:
-    """Give all ranks the root's weights, and make every ``backward()`` average the gradients over ranks.
+    """Give all ranks the root's weights, and make every ``backward()`` average the gradients over ranks. Collective.
 
     Collective: call it after making model and optimizer, and before the first step. Parameters and buffers of every
     rank become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often. When
@@ -205,9 +205,9 @@ class Attached:
         )
 
     def add(self, name: str, parameter: Any) -> None:
-        """Attach a parameter that the model got later: take the root's values, average its gradients from now on.
+        """Attach a parameter that the model got later: take the root's values, average its gradients. Collective.
 
-        Collective. Its values become the root's. Before this call, give it to its optimizer by ``add_param_group``.
+        Its values become the root's. Before this call, give it to its optimizer by ``add_param_group``.
         Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal once.
 
         Raises:
@@ -240,9 +240,9 @@ class Attached:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In a with block: keep gradients on their rank, e.g. in all but the last backward of a step with several.
+        """In a with block: keep gradients on their rank, e.g. in all but the last backward of a step. Local.
 
-        Local. The next backward outside of the block averages their sums.
+        The next backward outside of the block averages their sums.
 
         Example:
             >>> import mpikv.torch, torch
@@ -262,7 +262,7 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block: let ranks have unequal numbers of batches.
+        """In a with block: let ranks have unequal numbers of batches. Collective.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -312,9 +312,9 @@ class Attached:
         sync.weights.forget()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Keep model, optimizers and generators; return the training's steps, as :meth:`mpikv.KVStore.steps`.
+        """Keep model, optimizers and generators; return the steps as :meth:`mpikv.KVStore.steps`. Collective.
 
-        Collective. It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
+        It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
         other objects that a step changes: ``scheduler=scheduler, scaler=scaler``. Each rank keeps its own copies. With
         ``compression``, the parts of gradients not yet sent are lost in a restart. With ``update="store"``
         or ``buffers="each"``, ``path`` serves as many ranks as have saved it.
@@ -351,7 +351,7 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, remove the hooks, give gradients and optimizer their own memory.
+        """End the averaging: compare ranks, remove the hooks, give gradients their own memory. Collective.
 
         Collective, idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of

@@ -167,7 +167,7 @@ class BackwardSync:
                 self._send(complete=True)
 
     def _begin_pass(self, task: int) -> None:
-        """Begin a pass after completing one cut short, and have the engine call :meth:`_finish` at its end."""
+        """Begin a pass, and have :meth:`_finish` called at its end; first complete one cut short, collectively."""
         in_flight = bool(self._works)
         self.complete()
         self._made.clear()
@@ -193,7 +193,7 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one.
+        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one. Local.
 
         A fault is raised on all.
         """
@@ -207,7 +207,7 @@ class BackwardSync:
         return staged
 
     def _check(self, gradient: Gradient) -> None:
-        """Raise Unsupported on every rank if a gradient cannot be summed."""
+        """Raise Unsupported on every rank if a gradient cannot be summed. Local otherwise."""
         try:
             gradient.check()
         except MPIKVError as error:
@@ -276,7 +276,7 @@ class BackwardSync:
             raise
 
     def _refuse_changed(self) -> None:
-        """Raise on every rank if another hook changed a gradient after ours took it: others would not get that."""
+        """Raise on every rank if another hook changed a gradient after ours took it. Local otherwise."""
         for gradient, (grad, version) in self._arrived.items():
             now = gradient.parameter.grad
             if now is not grad or now._version != version:

@@ -20,7 +20,7 @@ OWNER = "_mpikv_attached"
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
-    """Raise ConfigError if an option of ``attach`` is bad, or if the store updates or compresses."""
+    """Raise ConfigError if an option of ``attach`` is bad, or if the store updates or compresses. Local."""
     check_choice("update", update, ("local", "store"))
     check_choice("buffers", buffers, ("root", "each"))
     check_whole("bucket_bytes", bucket_bytes, 1)
@@ -48,7 +48,7 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
 
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
-    """Raise unless an optimizer is torch's, new, of the model's parameters alone, and divisible if ``sharded``."""
+    """Raise unless an optimizer is torch's, new, of the model's parameters, divisible if ``sharded``. Local."""
     if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
         raise TypeError(
             f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer; if it wraps one, pass that"
@@ -71,7 +71,7 @@ def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> No
 
 
 def _check_shared(optimizers: Sequence[Any]) -> None:
-    """Raise ConfigError if two optimizers would divide the same parameter."""
+    """Raise ConfigError if two optimizers would divide the same parameter. Local."""
     seen: set[Any] = set()
     for optimizer in optimizers:
         own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -84,7 +84,7 @@ def _check_shared(optimizers: Sequence[Any]) -> None:
 
 
 def check_parameter(name: str, parameter: Any, compressed: bool) -> None:
-    """Raise ConfigError if a parameter is attached already, Unsupported if it is not dense, or not compressible."""
+    """Raise ConfigError if a parameter is attached, Unsupported if not dense, or not compressible. Local."""
     if getattr(parameter, OWNER, None) is not None:
         raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
     check_dense(name, parameter)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def mean_loss(kv: KVStore, loss: Any) -> Any:
-    """Return the mean of a loss over ranks, or anything but one number unchanged.
+    """Return the mean of a loss over ranks, or anything but one number unchanged. Collective for a number.
 
     Collective for a number, and for a tensor or array of one element. A tensor stays a tensor of its shape, without a
     graph. Any other value, such as None, is returned unchanged, locally.

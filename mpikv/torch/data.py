@@ -17,9 +17,9 @@ from .weights import fill_from_root
 def sampler(
     dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> Any:
-    """Return a sampler that gives each rank its own share of a dataset; all shares have one length.
+    """Return a sampler that gives each rank its own share of a dataset; all shares have one length. Collective.
 
-    Collective. Pass it to a ``DataLoader``, with the batch size of one rank: that of all ranks divided by
+    Pass it to a ``DataLoader``, with the batch size of one rank: that of all ranks divided by
     ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew. Ranks
     compare the length of the dataset and the options below, once. They do not compare the elements.
 
@@ -58,9 +58,9 @@ def sampler(
 
 
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
-    """Fill tensors of every rank with the root's, in place.
+    """Fill tensors of every rank with the root's, in place. Collective.
 
-    Collective. :func:`attach` does this for a model; call it for other tensors that must begin alike.
+    :func:`attach` does this for a model; call it for other tensors that must begin alike.
 
     Args:
         tensors: a ``torch.nn.Module`` (its parameters and buffers), or a dict or a list of tensors, of the same shapes

@@ -39,7 +39,7 @@ class Gradient:
         self.array = self.memory = self.buffer = None
 
     def stage(self, scale: float) -> bool:
-        """Scale ``parameter.grad`` into the buffer, which takes its place; if it is None, zero it and return False.
+        """Scale ``parameter.grad`` into the buffer, which takes its place; zero it and return False if None. Local.
 
         ``parameter.grad`` becomes the buffer, and the sum arrives there.
 
@@ -65,7 +65,7 @@ class Gradient:
         return True
 
     def check(self) -> None:
-        """Raise Unsupported unless the gradient can be summed, and has the attached dtype, shape and device."""
+        """Raise Unsupported unless the gradient can be summed, and has the attached dtype, shape and device. Local."""
         grad = self.parameter.grad
         if grad is None:
             raise Unsupported(
@@ -102,7 +102,7 @@ class Bucket:
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
-    """Return the gradients in groups, in order; a group ends when it has ``most`` bytes or more.
+    """Return the gradients in groups, in order; a group ends when it has ``most`` bytes or more. Local.
 
     The first one ends at ``first`` bytes, so that its exchange begins early.
     """

@@ -78,7 +78,7 @@ def _length(buffer: Any) -> int:
 
 
 def _check_apart(name: str, buffer: Any) -> None:
-    """Raise Unsupported if elements of a buffer share memory: torch cannot copy to such tensors."""
+    """Raise Unsupported if elements of a buffer share memory: torch cannot copy to such tensors. Local."""
     if any(length > 1 and not stride for length, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise Unsupported(
             f"the buffer {name!r} has strides {buffer.stride()} for shape {tuple(buffer.shape)}, so that elements "

@@ -35,7 +35,7 @@ def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
 
 
 def check_shardable(optimizer: Any) -> None:
-    """Raise Unsupported unless the optimizer's parameters can be updated in parts.
+    """Raise Unsupported unless the optimizer's parameters can be updated in parts. Local.
 
     >>> check_shardable(torch.optim.LBFGS([torch.zeros(2)]))
     Traceback (most recent call last):
@@ -65,7 +65,7 @@ class _Part:
     """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
-        """Return a view of this rank's part of a tensor of the parameter's shape; of a copy if its strides differ."""
+        """Return a view of this rank's part of a tensor like the parameter; of a copy if strides differ. Local."""
         if self.whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -285,7 +285,7 @@ def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _cut(part: _Part, name: str, value: Any) -> Any:
-    """Return the part's share of a state: its elements of a tensor of the parameter's shape, else the value itself."""
+    """Return the part's elements of a state of the parameter's shape, else the state itself. Local."""
     if part.whole or name == "step" or not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
         return value
     in_order = torch.empty_strided(value.shape, part.parameter.stride(), dtype=value.dtype).copy_(value)
@@ -316,7 +316,7 @@ def _work(parameter: Any) -> float:
 
 
 def _balance(works: Sequence[float], ranks: int) -> list[int]:
-    """Return the owning rank of each work: the largest goes first, to the rank with the least sum so far.
+    """Return the owning rank of each work: the largest goes first, to the rank with the least sum so far. Local.
 
     Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
 

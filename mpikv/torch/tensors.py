@@ -18,7 +18,7 @@ def tensors_of(model: Any) -> dict[str, Any]:
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raise Unsupported unless a tensor lies on the host and fills its memory, in any order of dimensions.
+    """Raise Unsupported unless a tensor lies on the host and fills its memory, in any order of dimensions. Local.
 
     >>> check_dense("weight", torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     >>> check_dense("tied", torch.zeros(3).expand(2, 3))
@@ -56,7 +56,7 @@ def row_of(tensor: Any) -> Any:
 
 
 def tensor_over(array: Array, pattern: Any) -> Any:
-    """Return a tensor over a row of memory, of the dtype, shape and strides of a dense tensor."""
+    """Return a tensor over a row of memory, of the dtype, shape and strides of a dense tensor. Local."""
     assert array.size == prod(pattern.shape)
     if pattern.dtype == torch.bfloat16:  # numpy's is a dtype of ml_dtypes, unknown to torch: pass the bits
         row = torch.from_numpy(array.view("int16")).view(torch.bfloat16)

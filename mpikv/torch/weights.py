@@ -111,9 +111,9 @@ class Weights:
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """At the end of a pass: compare weights if changes are due, or if ``number`` is a power of two.
+        """At the end of a pass: compare weights if changes are due, or if ``number`` is a power of two. Collective.
 
-        Collective. ``changed`` says whether weights of a rank had changed before the pass ended.
+        ``changed`` says whether weights of a rank had changed before the pass ended.
 
         Raises:
             RankMismatch: ranks have different weights.
@@ -184,7 +184,7 @@ class Weights:
 
 
 def _are_close(tensor: Any, other: Any) -> bool:
-    """Return whether the differences of two tensors are as small as rounding on other processors.
+    """Return whether the differences of two tensors are as small as rounding on other processors. Local.
 
     An infinity is close to itself alone, and NaN to NaN.
 

@@ -26,7 +26,7 @@ class Located(NamedTuple):
 
     @property
     def outline(self) -> Array:
-        """An array of numpy with the same addresses, to compare places. Do not read it: it may be a GPU's."""
+        """An array of numpy with the same addresses, to compare places. Do not read it: it may be a GPU's. Local."""
         if self.gpu is None:
             return self.array
         if not self.array.size:  # an empty array has no address, and numpy before 2.4 refuses the address 0
@@ -47,7 +47,7 @@ class Located(NamedTuple):
 
 
 def locate_source(value: Any) -> Located:
-    """Return an array to read from, with its GPU, and never a copy; TypeError if it is no array.
+    """Return an array to read from, with its GPU, and never a copy; TypeError if it is no array. Local.
 
     Raises:
         TypeError: not an array.
@@ -57,7 +57,7 @@ def locate_source(value: Any) -> Located:
 
 
 def locate_target(value: Any) -> Located:
-    """Return an array over the same memory, to write to, with its GPU; TypeError if it cannot be written.
+    """Return an array over the same memory, to write to, with its GPU; TypeError if it cannot be written. Local.
 
     Raises:
         TypeError: not an array, or one that cannot be written.

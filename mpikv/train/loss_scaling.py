@@ -75,7 +75,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
 
 
 def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
-    """Return the items of each GPU; the host's items under None."""
+    """Return the items of each GPU; the host's items under None. Local."""
     groups: dict[Any, list[Item]] = {}
     for gpu, item in pairs:
         groups.setdefault(gpu, []).append(item)
@@ -83,7 +83,7 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
 
 
 def _sum_squares(array: Array) -> float:
-    """Return the sum of the squares of an array, by numpy's sum: BLAS's result depends on the number of threads."""
+    """Return the sum of an array's squares, by numpy: BLAS's result depends on the number of threads. Local."""
     # In float64: the square of a large half is infinite in its own dtype.
     flat = array.reshape(-1)
     pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
@@ -147,7 +147,7 @@ class LossScaler:
 
 
 def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
-    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. It waits for each GPU."""
+    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. It waits for each GPU. Local."""
     there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
     with np.errstate(all="ignore"):
         if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):

@@ -92,7 +92,7 @@ class Parameter:
 
     @property
     def grad(self) -> Array | None:
-        """The gradient, or None before there is one.
+        """The gradient, or None before there is one. Local.
 
         Setting an array keeps it without a copy, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
         into it. With ``grad_req="add"`` the array is copied or added. None discards the gradient. A gradient that is
@@ -124,7 +124,7 @@ class Parameter:
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Set the gradient to the sum of several, e.g. those given under several names of this parameter.
+        """Set the gradient to the sum of several, e.g. those given under several names of this parameter. Local.
 
         Raises:
             ValueMismatch: the shape, dtype or device of one does not fit.
@@ -140,7 +140,7 @@ class Parameter:
         self.grad = local_sum(arrays, dtype) if self.gpu is None else add_up(self.gpu, arrays, accumulator(dtype))
 
     def poison(self) -> None:
-        """Fill the gradient with NaN."""
+        """Fill the gradient with NaN. Local."""
         assert self._grad is not None
         if self.gpu is None:
             self._grad.fill(np.nan)
@@ -154,7 +154,7 @@ class Parameter:
         self.summed = self.summed and self.used
 
     def _locate(self, gradient: Any) -> Array:
-        """Return a gradient as an array on the weight's device, without a copy; ValueMismatch if it lies elsewhere."""
+        """Return a gradient as an array on the weight's device, never copied; raise if it lies elsewhere. Local."""
         found = locate_source(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
@@ -164,7 +164,7 @@ class Parameter:
         return found.array
 
     def _take(self, array: Array) -> None:
-        """Keep an array as the gradient, or with ``grad_req="add"`` a copy or the sum; raise if the shape is wrong."""
+        """Keep an array as the gradient, or with ``grad_req="add"`` copy or add it; raise for a wrong shape. Local."""
         if array.shape != (shape := self.data.shape):
             raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":
@@ -199,7 +199,7 @@ class Parameter:
 
 
 def name_parameters(params: Any) -> dict[str, Parameter]:
-    """Return the arrays of a nested dict as Parameters by sorted names, and name them; equal memory is one.
+    """Return the arrays of a nested dict as Parameters by sorted names, and name them; equal memory is one. Local.
 
     Raises:
         ConfigError: the dict is empty.

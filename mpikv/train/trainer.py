@@ -156,7 +156,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, claimed for this Trainer.
+        """The optimizer, claimed for this Trainer. Local.
 
         If the store updates, it is the store's: another one after :meth:`mpikv.KVStore.load`. Set its options at any
         time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
@@ -221,7 +221,7 @@ class Trainer:
     # --- Collective
 
     def start(self) -> None:
-        """Make the store if none was given; give every rank the root's weights, or with ``resume`` the store's.
+        """Make the store if there is none; give all ranks the root's weights, or by ``resume`` the store's. Collective.
 
         Without this call the first step does it, after each rank has computed gradients from its own weights.
         Collective. A second call has no effect. A store with an optimizer does not keep frozen parameters of integers,
@@ -279,9 +279,7 @@ class Trainer:
             self.optimizer.average = self._average
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Sum the gradients over ranks and update the weights by the sum, times ``rescale_grad / batch_size``.
-
-        Collective.
+        """Sum the gradients over ranks; update weights by the sum, times ``rescale_grad / batch_size``. Collective.
 
         With ``average=True`` the sum is divided by the number of ranks, otherwise never. If each gradient is a sum over
         its rank's part of a batch, pass the ``batch_size`` of all ranks together: the step then uses the mean. A
@@ -317,9 +315,7 @@ class Trainer:
             parameter.mark_used()
 
     def allreduce_grads(self) -> None:
-        """Replace each new gradient by its sum over ranks, in place. :meth:`update` makes the second half of a step.
-
-        Collective.
+        """Replace each new gradient by its sum over ranks, in place, as the first half of a step. Collective.
 
         Raises:
             Unsupported: the store updates the weights; make the Trainer with ``update_on_kvstore=False``.
@@ -336,7 +332,7 @@ class Trainer:
         self._reduce("allreduce_grads", self._fresh())
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update the weights by the sums of :meth:`allreduce_grads`. Arguments as in :meth:`step`.
+        """Update the weights by the sums of :meth:`allreduce_grads`. Arguments as in :meth:`step`. Collective.
 
         Collective: ranks compare their settings; then each rank updates by itself.
 
@@ -358,9 +354,9 @@ class Trainer:
             parameter.mark_used()
 
     def set_data(self, values: Mapping[str, Any]) -> None:
-        """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
+        """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays. Collective.
 
-        Collective. A weight written by hand loses the change in the next step, if the store updates or the optimizer
+        A weight written by hand loses the change in the next step, if the store updates or the optimizer
         keeps a float32 master.
 
         Args:
@@ -379,7 +375,7 @@ class Trainer:
             self._local.restart_master(name, parameter)
 
     def save_states(self, fname: Any) -> None:
-        """Write the optimizer to a file: its state, its update counts, and its settings if a file can hold them.
+        """Write the optimizer's state, update counts, and settings if a file can hold them, to a file. Collective.
 
         Collective; the same path on every rank. The file has no weights: save them as arrays, or, if the store updates,
         save everything by :meth:`mpikv.KVStore.save`. Nor has it :attr:`scale`, the parameters' own factors, a
@@ -422,7 +418,7 @@ class Trainer:
             self._run_together("save_states", self._save(fname))
 
     def load_states(self, fname: Any) -> None:
-        """Restore optimizer state, counts and settings from a :meth:`save_states` file; weights stay.
+        """Restore optimizer state, counts and settings from a :meth:`save_states` file; weights stay. Collective.
 
         With ``multi_precision`` the float32 masters belong to the state, and the next step starts from them.
 
@@ -447,7 +443,7 @@ class Trainer:
         self._restore_average()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Start, keep the Trainer in its store, and return the training's steps, as :meth:`mpikv.KVStore.steps`.
+        """Start, keep the Trainer in its store; return the steps as :meth:`mpikv.KVStore.steps`. Collective.
 
         It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
         step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on a store, call their
@@ -664,7 +660,7 @@ class Trainer:
         return scale if self._scaler is None else scale / self._scaler.loss_scale
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return options that let the parameters' own factors override the optimizer's."""
+        """Return options that let the parameters' own factors override the optimizer's. Local."""
         options: dict[str, Any] = {}
         for option in ("lr_mult", "wd_mult"):
             own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
@@ -720,7 +716,7 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update weights by sums on this rank, unless a gradient overflows; after a failure the Trainer is unusable.
+        """Update weights by sums here unless a gradient overflows; after a failure the Trainer is unusable.
 
         Collective with a loss scaler.
         """
@@ -790,7 +786,7 @@ def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
 
 
 def _check_summed(parameters: Mapping[str, Parameter]) -> None:
-    """Raise ConfigError if a gradient is not the sum over ranks."""
+    """Raise ConfigError if a gradient is not the sum over ranks. Local."""
     for name, parameter in parameters.items():
         if not parameter.summed:
             raise ConfigError(

@@ -131,7 +131,7 @@ def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
 
 
 def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
-    """Return whether an array to fill needs another in its place, as it cannot be written. Local."""
+    """Return whether an array to fill may be replaced: an immutable one, or a read-only one if ``implied``. Local."""
     immutable = is_immutable(array)
     if not lies_on_host(array):
         return immutable and memory.is_host

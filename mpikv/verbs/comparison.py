@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's description, steps, and ``confirm``, None unless its updater may raise; may allocate."""
+        """Return a push's description, its steps, and ``confirm`` if the updater may raise; may allocate. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:

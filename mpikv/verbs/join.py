@@ -24,7 +24,7 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return this rank's part in a call of others, None for a barrier; raise if it describes another. Local.
+        """Return this rank's part in a call of others, None for a barrier; raise if its description differs. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """

@@ -44,7 +44,7 @@ class Operands:
         return self._find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
 
     def _find_plan(self, key: Any) -> Plan | None:
-        """Return the cached plan of a key or a list of keys; None for other forms and keys, for the caller to parse."""
+        """Return the cached plan of a key or a list of keys; None for other forms, and for unknown keys. Local."""
         kind, plans = type(key), self._plans
         if kind is str or kind is int:
             return plans.single.get(key)
@@ -105,7 +105,7 @@ class Operands:
         return plan, arrays
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return the arrays if there is one per key, in the store's memory, of the value's shape and dtype; else None.
+        """Return the arrays if there is one per key, in the store's memory, of its shape and dtype; else None. Local.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
         in this form thousands of times; the slower path of the caller handles all other forms.

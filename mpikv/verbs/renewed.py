@@ -122,7 +122,7 @@ def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> N
 
 
 def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
-    """Return the leaves in a list, tuple or named tuple like another.
+    """Return the leaves in a list, tuple or named tuple like another. Local.
 
     >>> contained(("a", "b"), [1, 2])
     (1, 2)

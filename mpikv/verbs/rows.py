@@ -158,7 +158,7 @@ class RowVerbs:
 
 
 def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]], list[Sequence[Any]]]:
-    """Return the RowSparse and the other arrays of each key's group."""
+    """Return the RowSparse and the other arrays of each key's group. Local."""
     return (
         [[each for each in group if type(each) is RowSparse] for group in groups],
         [[each for each in group if type(each) is not RowSparse] for group in groups],

@@ -25,7 +25,7 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
-        """Prepare to add keys with the root's arrays; raise if known or unstorable. Local; its run is collective."""
+        """Prepare to add keys with the root's arrays; raise if they cannot be added. Local; its run is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)

@@ -301,7 +301,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Return the parts of a tensor for each rank, along its first dimension; ValueMismatch if not all of it."""
+        """Return the parts of a tensor for each rank, along its first dimension; raise if not all of it. Local."""
         rows = list(rows) or [len(tensor) // self._size] * self._size
         if sum(rows) != len(tensor):
             raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
@@ -376,7 +376,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return tensors
 
     def _root(self, options: Any) -> int:
-        """Return the root that PyTorch's options name; ValueMismatch if it is no rank."""
+        """Return the root that PyTorch's options name; ValueMismatch if it is no rank. Local."""
         root = options if isinstance(options, int) else getattr(options, "rootRank", 0)
         if not 0 <= root < self._size:
             raise ValueMismatch(f"the root {root} is none of {self._size} ranks")

@@ -71,7 +71,7 @@ class Queue:
         return work
 
     def take_failure(self) -> Exception | None:
-        """Return the error of an earlier call that nobody has seen, or None; it counts as seen from now on.
+        """Return the error of an earlier call that nobody has seen, or None; it counts as seen from now on. Local.
 
         A function of a future may ignore the error that the future has, and give wrong gradients.
         """
@@ -92,7 +92,7 @@ class Queue:
             raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 
     def end(self, patience: float) -> bool:
-        """Let no call in any more, and wait for those in; return whether all have ended within ``patience`` seconds."""
+        """Let no more calls in, and wait for those in; return whether all ended within ``patience`` seconds. Local."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class Queue:
             self._free()
 
     def _take_next(self) -> _Call | None:
-        """Wait for a call to make, and take it from the queue, busy from then on; None at the end."""
+        """Wait for a call to make, and take it from the queue, busy from then on; None at the end. Local."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
             if not self._calls:

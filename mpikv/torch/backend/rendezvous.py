@@ -124,7 +124,7 @@ class StoreWords:
             raise self._explain(keys, error) from error
 
     def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
-        """Return the error to raise: Stalled with the missing ranks, or TransportError if the store has failed."""
+        """Return the error to raise: Stalled with the missing ranks; TransportError if the store fails. Local."""
         try:
             missing = [rank for rank, key in zip(self.names, keys, strict=False) if not self._store.check([key])]
         except RuntimeError:  # the process that has the store has ended

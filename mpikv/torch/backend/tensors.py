@@ -51,7 +51,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, asked: Any) -> Reduction:
-        """Return the reduction that PyTorch's ``ReduceOp`` names.
+        """Return the reduction that PyTorch's ``ReduceOp`` names. Local.
 
         >>> Reduction.of(dist.ReduceOp.AVG)
         Reduction(op=<Op.MEAN: 'mean'>, factor=None)
@@ -68,7 +68,7 @@ def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
 
 @cache
 def _check_kind(op: Op, kind: Any) -> None:
-    """Raise Unsupported unless tensors of a dtype have such a reduction. Cached."""
+    """Raise Unsupported unless tensors of a dtype have such a reduction. Cached. Local."""
     if kind in _OF_NUMPY or kind == torch.bfloat16:
         check(op, flat(torch.empty(0, dtype=kind)).dtype)
     elif not (kind.is_complex and op.adds):
@@ -79,7 +79,7 @@ _KIND = dist.ReduceOp.RedOpType
 
 
 def describe(tensor: Any) -> str:
-    """Return the type and shape of a tensor.
+    """Return the type and shape of a tensor. Local.
 
     >>> describe(torch.zeros(2, 3))
     'float32[2, 3]'
@@ -88,7 +88,7 @@ def describe(tensor: Any) -> str:
 
 
 def check_movable(tensor: Any) -> None:
-    """Raise Unsupported unless a tensor lies on the host and has strides.
+    """Raise Unsupported unless a tensor lies on the host and has strides. Local.
 
     >>> check_movable(torch.zeros(2, device="meta"))
     Traceback (most recent call last):
@@ -104,7 +104,7 @@ def check_movable(tensor: Any) -> None:
 
 
 def _check_writable(tensors: Iterable[Any]) -> None:
-    """Raise Unsupported unless every element of tensors that are filled has a place of its own, on the host."""
+    """Raise Unsupported unless every element of tensors that are filled has a place of its own, on the host. Local."""
     for tensor in tensors:
         check_movable(tensor)
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -122,7 +122,7 @@ def _dense(tensor: Any, factor: Any) -> Any:
 
 
 def flat(tensor: Any) -> Array:
-    """Return the memory of a dense tensor as a flat array, never a copy.
+    """Return the memory of a dense tensor as a flat array, never a copy. Local.
 
     >>> flat(torch.tensor([1j])).tolist()
     [0.0, 1.0]
@@ -142,7 +142,7 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays to fill, and a function that writes those that are copies back; Unsupported if unfillable."""
+    """Return flat arrays to fill, and a function that writes copies back; raise if one cannot be filled. Local."""
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
@@ -156,7 +156,7 @@ def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], C
 
 
 def split(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return the parts of an array, one after the other.
+    """Return the parts of an array, one after the other. Local.
 
     >>> [part.tolist() for part in split(flat(torch.arange(3)), [1, 0, 2])]
     [[0], [], [1, 2]]
@@ -165,7 +165,7 @@ def split(array: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
-    """Return an array for each of ``size`` ranks: of a list of tensors, or of one in equal parts."""
+    """Return an array for each of ``size`` ranks: of a list of tensors, or of one in equal parts. Local."""
     if not isinstance(operand, torch.Tensor):
         return [read(tensor, factor) for tensor in operand]
     array = read(operand, factor)
@@ -173,7 +173,7 @@ def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
 
 
 def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
-    """Return an array to receive ``size`` parts, their sizes, and a function that copies them to ``operand``.
+    """Return an array to receive ``size`` parts, their sizes, and a function that copies them to ``operand``. Local.
 
     It copies them to where they belong: to a list of tensors, or to one in equal parts.
     """

@@ -57,7 +57,7 @@ class Work(dist.Work):  # type: ignore[misc]
         return self._describe()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the call, well or with an error. Runs the functions that were given to the future."""
+        """Complete the call, well or with an error. Runs the functions that were given to the future. Local."""
         if error is not None:
             hide_frames(error)
             self._trace = error.__traceback__
@@ -76,7 +76,7 @@ class Work(dist.Work):  # type: ignore[misc]
         self.finish(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call has completed, and raise what it raised.
+        """Wait until the call has completed, and raise what it raised. Local.
 
         Raises:
             TimeoutError: it has not completed within ``timeout``, if that is above 0; the call goes on.
@@ -90,7 +90,7 @@ class Work(dist.Work):  # type: ignore[misc]
     synchronize = wait
 
     def _wait_for_end(self, seconds: float) -> None:
-        """Wait until the call has completed; TimeoutError after so many seconds, if they are above 0."""
+        """Wait until the call has completed; TimeoutError after so many seconds, if they are above 0. Local."""
         # PyTorch's 0 and negative numbers mean "for ever"; the group's own deadline bounds that.
         if self.help is not None:
             self.help(seconds if seconds > 0 else math.inf)
@@ -105,7 +105,7 @@ class Work(dist.Work):  # type: ignore[misc]
             raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
 
     def get_future(self) -> Any:
-        """Return the ``torch.futures.Future`` of the result.
+        """Return the ``torch.futures.Future`` of the result. Local.
 
         Its functions run in the thread that completes the call, or at once.
         """
