@@ -486,5 +486,8 @@ def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequ
 
 def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
     """Copy arrays of the store's memory, of the same shapes and dtypes. Here, so that a call stays in this file."""
-    for number, target in enumerate(targets):  # which begins sooner than zip
-        target[...] = sources[number]
+    if len(targets) == 1:  # zip takes longer to begin than a copy
+        targets[0][...] = sources[0]
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target[...] = source
