@@ -228,11 +228,10 @@ class Program:
     def arrays(self, rank: int, key: Any, shape: tuple[int, ...], dtype: np.dtype[Any], most: int = 1) -> list[Any]:
         """Return what a rank brings for a key in this call, the same on whichever rank this is asked."""
         text = f"{self.name} {self.number_of_calls} {rank} {key}"
-        draw = random.Random(text)
-        data = np.random.default_rng(list(text.encode()))
-        low, high = (0 if dtype.kind in "ub" else -4), (2 if dtype.kind == "b" else 5)
-        if dtype == np.int8 and rank >= 8:  # the sum of hundreds of ranks must fit
-            low, high = -1, 2
+        draw, data = random.Random(text), np.random.default_rng(list(text.encode()))
+        # The sum of hundreds of ranks must fit in int8.
+        high = 2 if dtype.kind == "b" or (dtype == np.int8 and rank >= 8) else 5
+        low = 0 if dtype.kind in "ub" else 1 - high
         brought = []
         for _ in range(draw.randint(1, most)):
             given = draw.choice(relatives(dtype))

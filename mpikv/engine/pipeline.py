@@ -380,11 +380,9 @@ class Pipeline:
 
     def deliver(self, bucket: Bucket) -> None:
         """Give every rank the owners' values of a message; nothing if all have them. Collective."""
-        if self.current:
-            return
-        if (owner := bucket.shard.owner) is not None:
+        if not self.current and (owner := bucket.shard.owner) is not None:
             self._transport.broadcast(bucket.value, owner)
-        else:
+        elif not self.current:
             self._transport.all_gather(bucket.value, bucket.shard.counts)
 
     def unpack(self, bucket: Bucket, outs: Arrays) -> None:
