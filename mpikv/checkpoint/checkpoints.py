@@ -131,7 +131,7 @@ class Checkpoints:
         return work
 
     def finish(self) -> None:
-        """Wait for the pending save, if there is one. Collective.
+        """End the pending save, if there is one, with its rename, or raise what it has raised. Collective.
 
         Raises:
             Exception: as :meth:`SaveWork.wait`.
@@ -140,7 +140,7 @@ class Checkpoints:
             self._saving.wait()
 
     def failure(self) -> Exception | None:
-        """Wait for the pending save; return its exception. Collective, for the end of the store.
+        """End the pending save; return its exception, None if all is well. Collective, for the end of the store.
 
         Raises:
             Exception: this call failed and the save is still pending, e.g. because other ranks made another call.

@@ -351,7 +351,7 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, remove the hooks, give gradients their own memory. Collective.
+        """End the averaging: compare ranks, remove hooks, copy gradients out; close a store of attach's. Collective.
 
         Collective, idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of

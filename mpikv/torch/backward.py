@@ -143,7 +143,7 @@ class BackwardSync:
     # --- One pass
 
     def _take_gradient(self, parameter: Any) -> None:
-        """In a hook: begin a pass if none runs, copy a gradient to its buffer, send full buckets; nothing if paused."""
+        """In a hook: begin a pass if none runs, copy a gradient to its buffer, send full buckets; paused, note that."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -246,7 +246,7 @@ class BackwardSync:
         self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
-        """Complete the pass, in the engine's callback: every gradient is the mean when backward returns. Collective."""
+        """At the end of a pass, in a callback: send the rest, await the means, compare ranks' passes. Collective."""
         if task != self._task:
             self.refuse(
                 Unsupported(
@@ -379,7 +379,7 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare the ranks' passes; set ``parameter.grad`` to the sum, or to None if no rank had one. Collective."""
+        """Compare the ranks' passes; set a gradient that this rank lacks to the mean, or None if all do. Collective."""
         self._compare(self.number, brought)
         if all(brought):
             return

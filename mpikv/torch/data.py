@@ -17,7 +17,7 @@ from .weights import fill_from_root
 def sampler(
     dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> Any:
-    """Return a sampler that gives each rank its own share of a dataset; all shares have one length. Collective.
+    """Compare the ranks' datasets; return a sampler of this rank's share, of the same length on all. Collective.
 
     Pass it to a ``DataLoader``, with the batch size of one rank: that of all ranks divided by
     ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew. Ranks
@@ -58,7 +58,7 @@ def sampler(
 
 
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
-    """Fill tensors of every rank with the root's, in place. Collective.
+    """Fill tensors of every rank with the root's, in place, and return them. Collective.
 
     :func:`attach` does this for a model; call it for other tensors that must begin alike.
 

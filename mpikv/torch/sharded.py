@@ -217,7 +217,7 @@ class ShardedStep:
                     part.shard.grad = None
 
     def _exchange(self, parts: Sequence[_Part]) -> None:
-        """Send all parts to every rank, by a sum with zeros from all but the part's owner. Collective."""
+        """Fill all ranks' parameters with all parts, by a sum of each owner's part and zeros of others. Collective."""
         for part in parts:
             if part.shard is not None:
                 part.of(part.buffer).copy_(part.of(part.parameter))

@@ -127,7 +127,7 @@ class Weights:
             self.forget()
 
     def compare(self, verb: str) -> None:
-        """Raise RankMismatch on all ranks unless weights, up to rounding, and loaded states are the same. Collective.
+        """Raise on all ranks unless weights and loaded states agree up to rounding; drop the states' sums. Collective.
 
         The loaded states then count as compared.
         """

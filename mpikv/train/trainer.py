@@ -221,7 +221,7 @@ class Trainer:
     # --- Collective
 
     def start(self) -> None:
-        """Make the store if there is none; give all ranks the root's weights, or by ``resume`` the store's. Collective.
+        """Once: make a store if none is given; give all ranks the root's weights, or a resumed store's. Collective.
 
         Without this call the first step does it, after each rank has computed gradients from its own weights.
         Collective. A second call has no effect. A store with an optimizer does not keep frozen parameters of integers,

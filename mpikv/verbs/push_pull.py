@@ -84,7 +84,7 @@ class PushPull:
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
-        """Prepare to return this rank's buffers of keys; its run allocates new ones. Local; its run is collective."""
+        """Prepare to return this rank's buffers; its run allocates missing ones. Local; its run is collective."""
         plan = self._operands.plan(key)
 
         def run() -> Any:

@@ -68,7 +68,7 @@ def single_rows(
 
 
 def requests_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
-    """Return the checked requests of a row_sparse_pull for each value, and the result of that call. Local."""
+    """Return a row_sparse_pull's checked requests, a list per value, and its result; make missing outs. Local."""
     if wanted is None:
         raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
     if isinstance(wanted, Integral):
@@ -124,7 +124,7 @@ def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
 
 
 def _take_memory(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
-    """Return memory to answer one request, allocated now. Local."""
+    """Allocate and return memory for copies of one request's rows; None where none is needed. Local."""
     shape, out = (each.ids.size, *entry.shape[1:]), each.out
     casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
     return Made(

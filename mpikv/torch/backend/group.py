@@ -237,7 +237,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a copy of every rank's input to all. Collective.
+        """Issue a copy of every rank's input to all ranks' ``outs``. Collective.
 
         For one input or each of a list. The output of an input is a list of tensors, or one in equal parts.
         """

@@ -79,7 +79,7 @@ _KIND = dist.ReduceOp.RedOpType
 
 
 def describe(tensor: Any) -> str:
-    """Return the type and shape of a tensor. Local.
+    """Return a tensor's dtype and shape as a text. Local.
 
     >>> describe(torch.zeros(2, 3))
     'float32[2, 3]'
