@@ -298,7 +298,7 @@ class AsyncKVStore(KVStore):
 
         # Before the door is taken: an updater that calls the store runs in the thread of a call that has it.
         self._check_caller(verb)
-        return self._door.make_alone(verb, checked)
+        return self._door.run_without_agreement(verb, checked)
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Wait for own requests, meet all ranks to adopt settings and counts, then make the call. Collective."""
@@ -354,7 +354,7 @@ class AsyncKVStore(KVStore):
                 client.raise_failures()
 
         try:
-            self._door.make_alone(verb, run)
+            self._door.run_without_agreement(verb, run)
         except BaseException as error:  # also sys.exit in an updater
             if self._door.state is State.ENDED:
                 raise

@@ -115,7 +115,7 @@ class Checkpoints:
         header, program = add_program(self._transport, header, packed)
         if packed:
             self._agreement.run_together(call, check_writable, header)
-        spans = self._list_values(header, self._divide)
+        spans = self._list_values(header, self._find_elements_to_write)
         is_root, work = self._transport.rank == self._root, None
         if wait:
             pieces = chain(_cut_spans(spans, self._memory.to_host), program)
@@ -304,7 +304,7 @@ class Checkpoints:
 
     # --- What a rank has of the file
 
-    def _divide(self, block: Block) -> Spans:
+    def _find_elements_to_write(self, block: Block) -> Spans:
         """Return the elements of a block that this rank writes: its own, or its share of a replicated block. Local."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)

@@ -110,8 +110,8 @@ class Door:
 
     # --- Calls without an agreement of their own
 
-    def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run a function, with the store marked as busy, and return its result; some failures end the store. Local."""
+    def run_without_agreement(self, verb: str, run: Callable[[], Result]) -> Result:
+        """Run a function, the store busy meanwhile, and return its result; some failures end the store. Local."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))

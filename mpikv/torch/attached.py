@@ -380,7 +380,7 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: note it, and raise on all ranks unless gradients were exchanged; wrap a closure."""
+        """In a hook before a step: note it; raise unless gradients were exchanged, or have the closure do it."""
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
