@@ -124,7 +124,7 @@ class Check(Standing):
         if len(self._pending) >= MOST_PENDING:
             self._compare_first()
         request = start()
-        self._agreement.enter(call)
+        self._agreement.announce(call)
         self.leave()
         self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token))
         self._pending.append((request.number, call, request.place))
@@ -143,7 +143,7 @@ class Check(Standing):
             equal = self._tickets.meet(number)
             self._pending.popleft()
             if not equal:
-                self._agreement.settle(call, number, place)
+                self._agreement.compare_reports(call, number, place)
         except BaseException as error:
             if isinstance(error, RankMismatch):
                 self.end(error)  # MPI has begun calls that do not fit: no later one can be trusted
@@ -252,7 +252,7 @@ class Check(Standing):
             why = f"rank {self.group.rank} ends, and the others are in {self.refused}, which mpi4py refused there"
             log("%s", why)
             end_job(why)
-        self._agreement.enter(call)
+        self._agreement.announce(call)
         self._pending.append((self._tickets.post(call.token), call, ""))
         # Without a deadline: another rank may compute alone, as in plain MPI.
         self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))

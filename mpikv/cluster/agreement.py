@@ -64,7 +64,7 @@ class Agreement:
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Wait for every rank to make the same call; raise on all if they differ. Collective; also a fence.
+        """Count a call, show it on the status board, and raise on all ranks unless all make it. Collective; a fence.
 
         ``send_ready``: the send buffer holds the call's first message.
 
@@ -73,18 +73,18 @@ class Agreement:
             PeerFailed: another rank raised before it could take part.
             Stalled: a rank did not come; the message does not tell yet where it is.
         """
-        self.enter(call)
+        self.announce(call)
         equal = self._transport.agree(call.token, send_ready)
         self._meet()
         if not equal:
-            _, some_have_left = self.settle(call)
+            _, some_have_left = self.compare_reports(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
         elif self.calls >= self._lateness.next:
             self._lateness.fold(self.calls, self._transport.all_gather)
 
-    def enter(self, call: Call) -> None:
-        """Announce a call on the status board; it is compared later, or now. Local."""
+    def announce(self, call: Call) -> None:
+        """Count a call, start its clock, and write it to the status board; the caller compares it. Local."""
         self.calls += 1
         self._arrive(self.calls, call.note)
         # A training repeats one call: then only its number changes, one store instead of 168 bytes.
@@ -94,26 +94,26 @@ class Agreement:
             self._board.write(self.calls, call.note)
 
     def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers. Collective; all ranks have agreed on this step."""
+        """Return the smallest of the numbers that the ranks pass; compares no call. Collective."""
         # In place, in memory of its own: it is called before each call with wait=False.
         self._numbers[self._group.rank] = number
         self._transport.all_gather(self._numbers, self._one_each)
         return int(self._numbers.min())
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
-        """Tell the other ranks that this one cannot make its call, and raise the error. Collective, with begin."""
-        self.enter(call)
+        """Count a call, tell ranks in :meth:`begin` that this one cannot make it, and raise the error. Collective."""
+        self.announce(call)
         self._tell_failure(call, error)
         self._meet()
         if isinstance(error, MemoryError):
-            self.name(call, error)
+            self.add_call(call, error)
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Learn whether work that only some ranks did went well; raise on all ranks if not. Collective."""
+        """Raise on every rank if one or more pass an error, there that error, elsewhere PeerFailed. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
-                self.settle(call)  # raises: some rank has reported an error
+                self.compare_reports(call)  # raises: some rank has reported an error
             return
         self._tell_failure(call, error)
         # Its text is this package's, and may be completed.
@@ -123,7 +123,7 @@ class Agreement:
         raise settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
     def run_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function that may fail on one rank alone; raise on every rank if it failed. Collective."""
+        """Return ``work(*arguments)``; if it raises on any rank, raise on every rank. Collective."""
         failure, result = None, None
         try:
             result = work(*arguments)
@@ -133,18 +133,17 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """Take part in the others' next call, for a rank in join; confirm must follow. Collective.
+        """Count and meet the others' next call, from a rank in join; return its report, None once all are. Collective.
 
-        Returns:
-            The call of the working ranks, or None once no rank has work.
+        :meth:`confirm` must follow a report.
         """
-        self.enter(call)
+        self.announce(call)
         equal = self._transport.agree(JOINED)
         self._meet()
-        return None if equal else self.settle(call)[0]
+        return None if equal else self.compare_reports(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
-        """Tell the other ranks why this one fails, and learn who prints it in full; raises nothing new. Collective."""
+        """Tell other ranks this rank's error, and mark it if another rank prints it in full. Collective."""
         # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
@@ -154,7 +153,7 @@ class Agreement:
             mark_repeated(error, errors.index(errors[rank]) == rank)
 
     def _exchange_reports(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
-        """Exchange and return the ranks' reports of their calls and errors. Collective."""
+        """Send every rank a report of this rank's call, line and error; return those of all ranks. Collective."""
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
@@ -165,8 +164,8 @@ class Agreement:
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
-    def settle(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Raise unless all ranks with work make the same call; return it, and whether some have none. Collective.
+    def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
+        """Raise unless ranks with work make one call; return it, and whether some ranks are in join. Collective.
 
         ``number`` and ``place`` are those of a call that is not the last one.
         """
@@ -192,7 +191,7 @@ class Agreement:
         return next(iter(working.values())), len(working) < len(reports)
 
     def _check_joinable(self, call: Call, working: Mapping[int, CallReport]) -> None:
-        """Raise RankMismatch, on all ranks, if a call cannot be made with ranks in join. Local."""
+        """Raise RankMismatch if one of these calls cannot be made while other ranks are in join. Local."""
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
@@ -202,7 +201,7 @@ class Agreement:
                 raise self.at_rank(call.verb, self._make_mismatch(f"{text}; nothing was changed", working))
 
     def _make_mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
-        """Return the error that all ranks raise; mark the one rank that prints it in full. Local.
+        """Return a RankMismatch with this text, marked on all ranks but the one that prints it in full. Local.
 
         One rank prints it in full: the first of the smallest group with one call, most likely the wrong one. A rank at
         the end of its program has no traceback and is passed over.
@@ -213,7 +212,10 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Add the verb and this rank to the error's message, unless an earlier call has. Local."""
+        """Return an error, marked as known to all ranks; if it was not yet, most kinds get verb and rank. Local.
+
+        The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
+        """
         if is_settled(error):
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
@@ -222,8 +224,8 @@ class Agreement:
             noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
         return settled(error)
 
-    def complete(self, verb: str, error: BaseException) -> None:
-        """Add to the message of a failure, unknown to other ranks, who is late, and where; asks these. Local."""
+    def complete_text(self, verb: str, error: BaseException) -> None:
+        """Add to a Stalled, in place, who is late and where, by asking them; to a TransportError this rank. Local."""
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)
@@ -232,12 +234,12 @@ class Agreement:
         if isinstance(error, TransportError):
             self.at_rank(verb, error)
 
-    def name(self, call: Call, error: Exception) -> None:
-        """Make the message of an error begin with its call, and end with this rank. Local."""
+    def add_call(self, call: Call, error: Exception) -> None:
+        """Make an error's text, in place, begin with its call, and end with this rank of several. Local."""
         error.args = (self._add_rank(str(call), call.verb, error),)
 
     def _add_rank(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text with this rank, and with its beginning unless it has the verb. Local."""
+        """Return an error's text, after ``begin`` unless it starts with the verb, and before this rank. Local."""
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
@@ -251,7 +253,7 @@ def _note_nothing(*_: object) -> None:
 def compare_requests(
     group: Group, verb: str, wanted: Mapping[str, str], problem: Exception | None, own: Any = None
 ) -> list[Any]:
-    """Raise on every rank unless all want the same and none has a problem; return each rank's ``own``. Collective."""
+    """Return each rank's ``own``; raise on every rank if their ``wanted`` differ or one has a problem. Collective."""
     # JSON, never pickle: a rank must not run what another one sends.
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
@@ -278,7 +280,7 @@ def compare_requests(
 
 
 def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
-    """Return the error that this rank raises for the error of another one. Local."""
+    """Return the error to raise here for another rank's: PeerFailed, or RankMismatch if it has that. Local."""
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark_repeated(RankMismatch(text), first=False)
@@ -287,7 +289,7 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
 
 
 def format_error(error: BaseException, place: str = "") -> str:
-    """Return the text of an error for other ranks; for one of a caller's code, with its place or ``place``.
+    """Return an error's class and text for other ranks, and unless it is mpikv's the line that raised it.
 
     Its place is the line that raised it; ``place`` is that of the call.
     """
@@ -298,7 +300,7 @@ def format_error(error: BaseException, place: str = "") -> str:
 
 
 def _difference(reports: Mapping[int, CallReport]) -> str:
-    """Show the call of the first rank beside the first call that differs from it."""
+    """Return words for the first rank's call, and for the first other call that differs from it."""
     (rank, first), *others = reports.items()
     other = next(other for _, other in others if other.token != first.token)
     where = ""
@@ -311,7 +313,7 @@ def _difference(reports: Mapping[int, CallReport]) -> str:
 
 
 def _places(reports: Mapping[int, CallReport]) -> str:
-    """Return the lines of the first rank of each call."""
+    """Return words for the line of each call's first rank; "" if none has a line."""
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     calls = sorted(one for one in firsts.values() if one[1].place)
@@ -323,7 +325,7 @@ _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
 def _between(left: str | None, right: str | None) -> str:
-    """Show the difference between one text of each of two calls; None: the call has none.
+    """Return words for the difference of two texts, one from each of two calls; None: that call has no such text.
 
     Of two lists of the same options, as of an updater, show only the options that differ.
     """
@@ -336,13 +338,13 @@ def _between(left: str | None, right: str | None) -> str:
 
 
 def _options_of(text: str) -> tuple[str, list[str]]:
-    """Return the name before a list of options, and the options; without a list, the text."""
+    """Return the name before a list of options in brackets, and the options; without a list, the text and none."""
     found = _OPTIONS.fullmatch(text)
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
 def _act(ranks: Sequence[int], report: CallReport) -> str:
-    """Describe the one call of several ranks."""
+    """Return words as "rank 0 calls push(w)" for these ranks, which make one call."""
     who, one = ", ".join(map(str, ranks)), len(ranks) == 1
     if report.verb == _END:
         end = "has reached the end of its program" if one else "have reached the ends of their programs"

@@ -78,7 +78,7 @@ class Work:
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait until the call has completed; return what it returns, or raise what it raised.
+        """Wait for the call, ``timeout`` seconds at most; return its result, or raise its error.
 
         Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
         and raised by the next blocking call, in its place.
@@ -94,7 +94,7 @@ class Work:
             Unsupported: an updater waits for a call that comes after the updater's own.
             Closed: it was issued before a fork, and completes in the other process.
         """
-        self._pending.check_progress(self)
+        self._pending.check_waitable(self)
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
@@ -108,7 +108,7 @@ class Work:
         return self._result if self.inner is None else self.inner(self._result)
 
     def _perform(self) -> None:
-        """Make the call and keep its result or error; drop the caller's arrays. Local to the queue's thread."""
+        """Make the call, and keep its result or error; drop the function that holds the caller's arrays. Collective."""
         assert self._run is not None
         try:
             self._result = self._run()
@@ -117,7 +117,7 @@ class Work:
         self._run = None  # it holds the caller's arrays
 
     def _fail(self, error: BaseException) -> None:
-        """Keep an error as the call's outcome, without its frames' variables. Local."""
+        """Keep an error as the call's outcome, and clear its frames, which may hold the caller's arrays. Local."""
         hide_frames(error)
         self._error, self._trace = error, error.__traceback__
         self._run = None
@@ -165,7 +165,7 @@ class Pending:
         return work
 
     def _start(self) -> None:
-        """Start the queue's thread unless it runs. Local; the lock is held."""
+        """Start the queue's thread, once; RuntimeError if the system has no thread left. Local; the lock is held."""
         if self._thread is None:
             # Set before start(): an interrupt may come while start() waits, and the next call would start a second one.
             self._thread = present().thread(self._serve, "mpikv")
@@ -180,7 +180,7 @@ class Pending:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def drain(self, patience: float | None = None) -> bool:
-        """Wait until all calls have completed; return False after ``patience`` seconds without a completed one. Local.
+        """Wait until no call is left, and return True; False after ``patience`` seconds in which none completed. Local.
 
         In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
         """
@@ -196,14 +196,17 @@ class Pending:
                     return True
         return False
 
-    def pass_to(self, claim: Callable[[], None]) -> None:
-        """Wait until all calls have completed, and ``claim`` the store before the thread begins another. Local."""
+    def claim_when_done(self, claim: Callable[[], None]) -> None:
+        """Wait until all queued calls have completed; call ``claim()`` before the thread begins another. Local."""
         with self._changed:
             self._changed.wait_for(lambda: not self.active)
             claim()
 
-    def failure(self) -> BaseException | None:
-        """Return the first error that nobody has seen, if any; all such errors count as seen then. Local."""
+    def take_failure(self) -> BaseException | None:
+        """Return the first error that nobody has seen, and mark all such errors as seen; None if none. Local.
+
+        In the queue's own thread it returns None, and marks none.
+        """
         with self._changed:
             if not self._unseen or self.runs_here():
                 return None
@@ -221,8 +224,8 @@ class Pending:
                 self._unseen.remove(work)
                 self._look()
 
-    def check_progress(self, work: Work) -> None:
-        """Raise if waiting for a call here would never end: in an updater it comes after, or in a forked child."""
+    def check_waitable(self, work: Work) -> None:
+        """Raise, unless the call is done, in the queue's thread Unsupported, in a forked child Closed. Local."""
         if work.done:
             return
         if self.runs_here():
@@ -231,7 +234,7 @@ class Pending:
             raise Closed(f"{work!r} was issued before a fork, which MPI does not survive; it completes in the parent")
 
     def end(self) -> None:
-        """Let the thread end when the queue is empty. Local; does not wait."""
+        """Refuse later calls, and let the thread end once the queue is empty; does not wait. Local."""
         if os.getpid() != self._process:
             return  # a forked child lacks the thread, and the thread may have held the lock at the fork
         with self._changed:
@@ -244,7 +247,7 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
-        """Make the queued calls, one at a time, until the end. The thread's function; its calls are collective."""
+        """Make the queued calls, one at a time, until :meth:`end`. The thread's function; its calls are collective."""
         here.makes_calls = True
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await_call():
@@ -255,7 +258,7 @@ class Pending:
             del work  # its result may be shared memory, and could not be freed while this frame holds it
 
     def _make_next(self, queued: int) -> Work:
-        """Agree on the next call and make it; return it, failed if ranks cannot agree. Collective."""
+        """Agree on the next call, take it out of the queue and make it; return it, perhaps failed. Collective."""
         try:
             work = self._take(self._least(queued))
         except BaseException as error:
@@ -267,7 +270,7 @@ class Pending:
         return work
 
     def _await_call(self) -> int:
-        """Wait for a call to make, and for the store; return how many are queued, 0 at the end. Local; takes none."""
+        """Wait until a call is queued and the store is free; return how many are queued, 0 at the end. Local."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
             while self._queue and self._busy():
@@ -282,7 +285,7 @@ class Pending:
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
-        """Mark a call as completed, wake all who wait, and log its error. Local."""
+        """Mark a call as completed, and wake all who wait; log an error, and note that nobody has seen it. Local."""
         if work._error is not None:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:
@@ -296,7 +299,7 @@ class Pending:
 
 
 def urgency(priority: Any) -> int:
-    """Return the highest of the priorities of a call; 0 if they are no numbers, as the call itself reports."""
+    """Return the highest of a call's priorities as an int; 0 if there is none, or one is no number. Raises nothing."""
     wishes = priority if isinstance(priority, (list, tuple)) else [priority]
     # Nothing is raised here, before the call: it reports a bad priority to all ranks.
     try:

@@ -39,7 +39,7 @@ class Bells:
         system_function("sem_post")(self._bells[rank])
 
     def listen(self) -> int:
-        """Sleep until a ring, if none has come yet; return how many have come since the last time. Local."""
+        """Sleep until this rank's bell rings, unless it has; return the new rings, 0 after a signal. Local."""
         here = present()
         # A signal interrupts sem_wait.
         first = here.nap(0, ready=self._heard) if here.world else system_function("sem_wait")(self._own) == 0

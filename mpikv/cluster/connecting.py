@@ -44,7 +44,7 @@ _TIMEOUT, _ADDRESS = 60.0, 300
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
-    """Return the group of all ranks of the launch, or of ``comm``; may start MPI. Collective over them.
+    """Return a new group of the launch's ranks, or of ``comm``; may start MPI and set sys.excepthook. Collective.
 
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
@@ -97,7 +97,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
 
 
 def set_rank_variables_of_mpiexec() -> None:
-    """Set PyTorch's variables of a rank that a bare mpiexec has started; starts MPI. Collective there.
+    """Under a bare mpiexec with several ranks start MPI and set PyTorch's rank variables. Collective.
 
     The first rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
 
@@ -136,7 +136,7 @@ def _describe_crowd(group: ProcessGroup) -> str:
 
 
 def _find_simulated(comm: Any) -> Any:
-    """Return the communicator of a store on simulated ranks; all ranks if none is given. Local.
+    """Return ``comm`` if it is of this simulated rank, or without one all ranks' communicator. Local.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
@@ -164,7 +164,7 @@ def _check_communicator(comm: Any) -> None:
 
 
 def _check_container() -> None:
-    """Raise or warn if this host withholds a need of MPICH; set a variable to turn single copies off. Local."""
+    """If MPICH may not read other processes turn that off, or warn; raise if it lacks shared memory. Local."""
     mpi = load_mpi(start=False)
     library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
     if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):
@@ -177,7 +177,7 @@ def _check_container() -> None:
 
 
 def _check_worker(launch: Launch | None) -> None:
-    """Raise in a worker process that multiprocessing started in a rank; warn in one of no rank. Local."""
+    """In a process started by multiprocessing: raise Unsupported if its parent is a rank, else warn. Local."""
     if not _is_worker():
         return
     # It has its parent's rank: as a second process of that rank it would wait in MPI's start for ever.

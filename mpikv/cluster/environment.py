@@ -53,7 +53,7 @@ _LAUNCHERS = (
 
 
 def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launcher's size and rank, or None if no launcher started this process.
+    """Return launcher, size and rank from the environment; None without a launcher. Size 0: it does not say.
 
     >>> launch_of({"PMI_SIZE": "4", "PMI_RANK": "1"}).size
     4
@@ -66,7 +66,7 @@ def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def launch_by_mpi(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch if MPI can join its ranks: if no torchrun has started this process inside of it.
+    """Return the launch if MPI can join its ranks; None without one, under torchrun and under srun without PMI.
 
     >>> launch_by_mpi({"PMI_SIZE": "4", "PMI_RANK": "1"}).rank
     1
@@ -83,7 +83,7 @@ _LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"), ("
 
 
 def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
-    """Return this process's local rank and the number of its launch's ranks on this host; None if no launcher says.
+    """Return (local rank, number of local ranks) as Open MPI's or MPICH's launcher set them; None without those.
 
     >>> place_on_host({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"})
     (2, 4)
@@ -95,7 +95,7 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
 
 
 def set_rank_variables(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_* and MASTER_* of PyTorch in ``environ``, where they are missing.
+    """Set PyTorch's RANK, WORLD_SIZE, LOCAL_* and MASTER_* in ``environ``, if known and missing there.
 
     ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
 
@@ -141,7 +141,7 @@ _DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_C
 
 
 def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the set variables that, in some launches, make MPI take ranks of one machine for ranks of several hosts.
+    """Return as NAME=VALUE the set variables that may make MPI take one machine's ranks for several hosts'.
 
     >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
     ['PMIX_SECURITY_MODE=native']
@@ -150,7 +150,7 @@ def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Set a variable so that MPICH reads no memory of other processes, unless it has started; return whether it is set.
+    """Unless MPI has started set MPICH's variable against single copies, if missing; return whether it is set.
 
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)
@@ -167,7 +167,7 @@ def tasks_set_aside(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
-    """Return the launcher's protocols for this process to find the other ranks: PMI (versions 1 and 2) and PMIx.
+    """Return those of "PMI" (versions 1 and 2) and "PMIx" that the launcher offers to find other ranks.
 
     >>> sorted(offered_protocols({"PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.1.0"}))
     ['PMI', 'PMIx']
@@ -192,7 +192,7 @@ _OF_SRUN = (
 
 
 def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.environ) -> str:
-    """Return the commands that start ``size`` ranks here; in Slurm also srun with the MPI library's protocol.
+    """Return words with the commands that start ``size`` ranks here; in Slurm also srun for the MPI library.
 
     >>> advise_start(4, environ={})
     'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
@@ -210,7 +210,7 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
-    """Return the number in a launcher's variable; raise ConfigError if it holds none."""
+    """Return the number in a launcher's variable; raise ConfigError unless it is a whole number from 0."""
     text = environ[variable].strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")
@@ -228,7 +228,7 @@ _OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", _ORDER, "NCCL_MU
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the set variables of NCCL that must be the same on all ranks.
+    """Return, by name, the set variables of NCCL that must be the same on all ranks.
 
     >>> nccl_settings({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"})
     {'NCCL_ALGO': 'Ring'}
@@ -237,7 +237,7 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set NCCL's variable to launch the work of several communicators in program order, unless it is set.
+    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, if missing: work of several communicators starts in program order.
 
     Without it ranks may wait for each other for ever. Call it before NCCL is first used.
 

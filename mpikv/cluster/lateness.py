@@ -72,7 +72,7 @@ class Recorder:
         self._began = self._input = self._computing = self._waiting = 0
 
     def arrive(self, number: int, noted: bytes) -> None:
-        """Begin a call, described by a :func:`~mpikv.cluster.calls.note`; ends one that an error left. Local."""
+        """Start the clock of call ``number``, and write its text to the board; ends one that an error left. Local."""
         if self._number:  # the call before was left by an error
             self.leave()
         self._began = now = self._clock()
@@ -84,7 +84,7 @@ class Recorder:
             self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
 
     def meet(self) -> None:
-        """Note that all ranks have come, and how long this one waited. Local."""
+        """Note that all ranks have come to the call, and how long this one has waited for them. Local."""
         now = self._clock()
         self._waiting = waiting = now - self._since
         if waiting > _LONG:
@@ -92,7 +92,7 @@ class Recorder:
         self._since = now
 
     def leave(self) -> None:
-        """End the call, and write its times to the board; without a call do nothing. Local."""
+        """End the call's clock, and write its times to the board; without a call do nothing. Local."""
         if number := self._number:
             now = self._clock()
             moving = now - self._since
@@ -103,14 +103,14 @@ class Recorder:
             self._number, self._since = 0, now
 
     def close(self) -> None:
-        """Write no more to the board, as its memory ends. Local."""
+        """Write to private memory from now on, as the board's ends. Local."""
         self._ring.release()
         self._labels.release()
         self._number, self._signs = 0, np.zeros(len(SIGNS), np.int64)
         self._ring, self._labels = (memoryview(bytearray(n)) for n in (RING * RECORD.itemsize, LABELS * NOTE_BYTES))
 
     def _sample(self, now: int, length: int) -> int:
-        """Return how long the main thread ran in the phase of this length that ends now; read signs. Local."""
+        """Return the main thread's time on a core in the last ``length``, to ``now``; may renew signs. Local."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now
@@ -137,10 +137,10 @@ class Lateness:
         self._before = self._apart[:, 0, :-1].copy()
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
-        """Add the calls before call ``number`` to the sums; log a report if due. Collective across several hosts."""
+        """Add calls before ``number`` to the sums, set ``next``; log a report if due. Collective on several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
-        sums, memory = self._add(number - 1, all_gather)
+        sums, memory = self._sums(number - 1, all_gather)
         # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
         memory[:, :-1] = sums
         memory[:, -1] = number - 1
@@ -152,9 +152,9 @@ class Lateness:
                 rate = number / max(now - self._started, 1e-3)
                 self.next = min(self.next, number + max(1, int(rate * self._every / 8)))
 
-    def describe(self, number: int) -> dict[str, Any]:
-        """Return the sums of each rank, in seconds, and the late rank, by the calls before call ``number``. Local."""
-        (sums, _), shown = self._add(number - 1), COLUMNS[1 : len(PHASES) + 2]
+    def statistics(self, number: int) -> dict[str, Any]:
+        """Return a dict: each rank's seconds by phase and times last, and who is late, before ``number``. Local."""
+        (sums, _), shown = self._sums(number - 1), COLUMNS[1 : len(PHASES) + 2]
         seconds = (sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
             {"last": last, **dict(zip(shown, each, strict=True))}
@@ -163,8 +163,11 @@ class Lateness:
         late = find_late(sums, present().now() - self._started)
         return {"ranks": ranks, "late": late and late._asdict()}
 
-    def _add(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return the sums up to call ``last``, and memory for them; several hosts add only with ``all_gather``."""
+    def _sums(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
+        """Return the sums up to call ``last``, and the memory of an older version. Collective if given all_gather.
+
+        On several hosts the sums of :meth:`fold` are returned without it.
+        """
         slots, told = self._slots(), np.zeros(self._group.size, _TOLD)
         versions = slots["sums"] if self._group.one_host else self._apart
         newest = int(versions[0, :, -1].argmax())
@@ -183,7 +186,7 @@ class Lateness:
         return sums, versions[:, 1 - newest]
 
     def _report(self, sums: Array, now: float) -> None:
-        """Log who made the others wait since the last report. Local."""
+        """Log which rank made the others wait since the last report, and begin another period. Local."""
         added, seconds = sums - self._before, now - self._reported
         self._reported, self._before = now, sums
         late = find_late(added, seconds)
@@ -191,7 +194,7 @@ class Lateness:
 
 
 def window(slots: Array, begin: int, last: int) -> Array:
-    """Return the records of the calls after ``begin`` up to ``last`` that all these slots have: slots x calls."""
+    """Return the records of calls after ``begin`` up to ``last``, 512 at most, that all slots have: slots x calls."""
     calls = np.arange(max(begin, last - _WINDOW) + 1, last + 1)
     # As numbers: numpy takes records one field at a time, which is four times as slow.
     ring: Array = slots["ring"].view(np.int64).reshape(len(slots), RING, -1)
@@ -200,7 +203,7 @@ def window(slots: Array, begin: int, last: int) -> Array:
 
 
 def condense(slots: Array, begin: int, last: int) -> Array:
-    """Return for each of these slots the sums of its calls after ``begin`` up to ``last``, and each wait."""
+    """Return for each slot its wait in each call after ``begin`` up to ``last``, its times added up, and its signs."""
     rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
     told["waits"] = np.nan
     told["waits"][:, rows["call"][0] % _WINDOW] = rows["waiting"]
@@ -210,7 +213,7 @@ def condense(slots: Array, begin: int, last: int) -> Array:
 
 
 def sums_of(told: Array, signs: Array) -> Array:
-    """Return the sums of what ranks tell, with their signs since ``signs``: a row of :data:`COLUMNS` for each rank."""
+    """Return a row of :data:`COLUMNS` for each rank, from its row of :func:`condense`; its signs less ``signs``."""
     # A call that failed on one rank has no record there.
     waits = told["waits"][:, ~np.isnan(told["waits"]).any(axis=0)].astype(np.int64)
     size, last = len(waits), waits.argmin(axis=0)
@@ -232,7 +235,7 @@ class Late(NamedTuple):
 
 
 def find_late(added: Array, seconds: float, ranks: Sequence[int] | None = None) -> Late | None:
-    """Return which rank held up the others by more than a hundredth of a time, and why; None if no rank did.
+    """Return the rank that held up others for 1 % of ``seconds`` or more, and the likely cause; None if none did.
 
     ``added`` has the sums over that time for each rank, or for each of these ``ranks``.
     """

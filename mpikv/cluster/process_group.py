@@ -82,7 +82,7 @@ class ProcessGroup:
             self.host_cores = len(os.sched_getaffinity(0))
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
-        """Find the hosts of the group, and make communicators of them. Collective."""
+        """Find the hosts of the ranks; set ``hosts`` and its like, and make two communicators. Collective."""
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
         # the next collective.
         self._control = self.comm.Dup()
@@ -100,7 +100,10 @@ class ProcessGroup:
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
     def _join_machine(self, insists: bool) -> Any:
-        """Return a communicator of ranks that share memory, as MPI says unless this rank ``insists``. Collective."""
+        """Return a new communicator of this machine's ranks; note and log if MPI divides one. Collective.
+
+        MPI's division counts, unless this rank ``insists``.
+        """
         machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
         # All ranks of one machine have the same host and boot; another container has its own host.
         hosts = self.comm.allgather((machine.bcast(self.rank), f"{present().host} {boot_id() or self.rank}"))
@@ -130,7 +133,7 @@ class ProcessGroup:
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
 
     def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
-        """Return memory that the ranks of this host share, see :func:`.allocate_shared`. Collective over the host.
+        """Return zeros in memory that this host's ranks share, see :func:`.allocate_shared`. Collective over the host.
 
         Raises:
             Closed: after :meth:`close`.
@@ -145,7 +148,7 @@ class ProcessGroup:
             return list(self.host_comm.allgather(text)) if self.comm else [text]
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order. Collective.
+        """Send a text to all ranks, and return the texts of all, in rank order. Collective.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -156,7 +159,7 @@ class ProcessGroup:
             return gather_texts(text, self.rank, self.size, self._all_gather)
 
     def _all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill each rank's part of an array, in place; raise Stalled after the timeout. Collective."""
+        """Fill an array, in place, with each rank's part; raise Stalled after the timeout. Collective."""
         nbytes = [count * buffer.itemsize for count in counts]
         parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
         self._complete(self._control.Iallgatherv(self.mpi.IN_PLACE, parts))
@@ -165,11 +168,11 @@ class ProcessGroup:
         wait_or_abandon(request, self._control, range(self.size), self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
-        """Raise MPI's errors as TransportError."""
+        """Return a context that raises MPI's errors as TransportError; ``doing`` names the task."""
         return TranslatedErrors(self.mpi, doing)
 
     def part(self, ranks: Sequence[int]) -> Any:
-        """Return a new communicator of these ranks, in this order, for them to free; on others a null one. Collective.
+        """Return a new communicator of these ranks, in this order, which they free; others get a null one. Collective.
 
         For a process that is alone, ``COMM_SELF``, or None if no MPI is loaded.
         """
@@ -181,7 +184,10 @@ class ProcessGroup:
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks, once, why this one will make no more calls of the store. Local; does not wait."""
+        """Send other ranks, once, why this one makes no more calls of the store. Local; does not wait.
+
+        Nothing is sent while this thread may not use MPI.
+        """
         with self._listening:
             # Also after the end of another rank: some may wait for a message of this one.
             if not self._has_ended and self._may_speak():
@@ -190,14 +196,14 @@ class ProcessGroup:
                     self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
 
     def send_notice(self, text: bytes, ranks: Iterable[int], tag: int) -> None:
-        """Send a message without waiting; ranks receive it at the end of the store at the latest. Local."""
+        """Send ranks a message without waiting, and count it; :meth:`close` waits until all have it. Local."""
         for rank in ranks:
             with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
                 self._counts[rank] += 1
             _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
-        """Return the sender and the text of a message with this tag; None if none has come. Local."""
+        """Receive one message with this tag, if one has come; return its sender and text, else None. Local."""
         mpi = self.mpi
         status = mpi.Status()
         found = self.comm.Improbe(mpi.ANY_SOURCE, tag, status)
@@ -210,7 +216,7 @@ class ProcessGroup:
         return status.source, bytes(text)
 
     def find_end(self) -> str:
-        """Receive notices of ends; return why the first rank has ended the store, or "". Local; any thread may ask."""
+        """Receive other ranks' notices of their ends; return the first reason, or "". Local; any thread may ask."""
         with self._listening:
             if self._may_speak():
                 with self.translated("receiving a shutdown notice"):
@@ -254,7 +260,7 @@ class ProcessGroup:
 
 
 def gather_texts(text: str, rank: int, size: int, all_gather: Callable[[Array, Sequence[int]], None]) -> list[str]:
-    """Return the texts of all ranks, in rank order, whatever their lengths. Collective.
+    """Return the texts of all ranks, in rank order, by two calls of ``all_gather``. Collective.
 
     So is ``all_gather``: it fills an array, of so many elements from each rank, in place.
     """
@@ -275,7 +281,7 @@ def boot_id() -> str:
 
 
 def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[str]) -> str:
-    """Return advice on a machine that MPI divides into several hosts; ``leaders`` are their first ranks.
+    """Return a warning about a machine that MPI divides into several hosts; ``leaders`` are their first ranks.
 
     ``firsts`` has the first rank of its machine for each rank, ``machines`` the machines' names.
     """
@@ -296,7 +302,7 @@ def warn_once(text: str) -> None:
 
 
 def _duplicate(world: Any, timeout: float) -> Any:
-    """Return a duplicate of a communicator; raise Stalled after a deadline, as a plain ``Dup`` has none. Collective.
+    """Return a duplicate of a communicator; if ranks do not come, raise Stalled and end the job at exit. Collective.
 
     Raises:
         Stalled: some ranks have not come, or had given up when this one came.

@@ -77,7 +77,7 @@ class Runtime(Protocol):
         """Return after so many seconds."""
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
-        """Return soon: after so many seconds, or when ``ready()`` may be true, but not after the time ``until``.
+        """Sleep for some seconds, less if ``ready()`` may be true or at the time ``until``; return whether it is true.
 
         Returns:
             Whether ``ready()`` is known to be true.
@@ -148,7 +148,7 @@ os.register_at_fork(after_in_child=_main_clock.cache_clear)
 
 @cache
 def _watch_collector() -> list[int]:
-    """Watch Python's garbage collector from now on; return a list whose first number is its nanoseconds. Local."""
+    """From the first call on, count the nanoseconds of Python's garbage collector; return a list of them. Local."""
     spent = [0, 0]
 
     def note(phase: str, _: object) -> None:
@@ -184,7 +184,7 @@ def owned(kind: str) -> list[Any]:
 
 @cache
 def system_function(name: str) -> Any:
-    """Return a function of the C library; it sets ``errno``.
+    """Return a function of the C library by its name, to be called by ctypes; it sets ``errno``.
 
     Raises:
         OSError: it has none of that name.

@@ -42,7 +42,7 @@ _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and s
 
 
 def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = "") -> Array:
-    """Return memory that all ranks of this host share, aligned to 128 bytes. Collective over the host.
+    """Return zeros in memory that all ranks of this host share; private if it has one. Collective over the host.
 
     It holds zeros. With ``zeroed`` the system makes its pages now, else each at first use: a millisecond per megabyte.
     ``mark`` ends the name of the file.
@@ -89,7 +89,7 @@ def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = 
 
 
 def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]:
-    """Return the memory of a file and ""; or memory of this rank alone, and the reason. Local."""
+    """Open a file as shared memory, made if ``new``; return it and "", or private memory and the reason. Local."""
     try:
         return _open_memory(path, nbytes + _ALIGNMENT, new=new), ""
     except OSError as error:
@@ -122,7 +122,7 @@ class _Timespec(ctypes.Structure):
 
 
 def sleep_on(address: int, value: int, seconds: float) -> None:
-    """Sleep until another rank changes a word of 32 bits from a value, at most so many seconds. Local."""
+    """Sleep while a 32-bit word has a value: until :func:`wake_sleepers`, ``seconds`` at most, maybe less. Local."""
     if (number := _FUTEX.get(platform.machine())) is None:
         time.sleep(1e-4)
         return
@@ -131,13 +131,13 @@ def sleep_on(address: int, value: int, seconds: float) -> None:
 
 
 def wake_sleepers(address: int) -> None:
-    """Wake those who sleep on a word. Local."""
+    """Wake those who sleep on a word, in any process, to look at it again. Local."""
     if (number := _FUTEX.get(platform.machine())) is not None:
         system_function("syscall")(number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
 def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | None:
-    """Return a function that orders memory accesses on processors that reorder them, else None. Local.
+    """Return a function that orders this thread's memory accesses; None if the processor orders them itself. Local.
 
     x86-64 keeps the order among stores and among loads; flags in shared memory need no more.
 

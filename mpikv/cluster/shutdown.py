@@ -36,7 +36,7 @@ _forked = False
 
 
 def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
-    """Send the other ranks a notice that this one shuts down, without waiting. Local.
+    """Tell other ranks that this one shuts down; return a function that lists those yet to say so. Local.
 
     Returns:
         A function that lists the ranks that have not said the same yet.
@@ -69,7 +69,7 @@ def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
 
 
 def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float) -> list[int]:
-    """Wait for handshakes; return the ranks that have not answered after so many seconds. Local."""
+    """Wait until these functions list no ranks, ``seconds`` at most; return the ranks that they list then. Local."""
     here = present()
     limit = here.now() + seconds
     while absent := sorted({rank for find_absent in handshakes for rank in find_absent()}):
@@ -104,7 +104,7 @@ def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: floa
 
 
 def end_job(why: str) -> None:
-    """End all ranks, from a rank that cannot leave in peace: MPI ends only when every rank ends. Local."""
+    """End all ranks by MPI's Abort, and write ``why`` to a file for mpikv run; in a forked child do nothing. Local."""
     # A forked child would end its parent's job.
     mpi = load_mpi()
     if not _forked and not mpi.Is_finalized():
@@ -141,7 +141,7 @@ def abort_on_exception(mpi: Any) -> None:
 
 
 def fail_at_end() -> None:
-    """Make this process exit with status 1, once Python and MPI have come to their ends. Local."""
+    """Have this process exit with status 1, once Python and MPI have ended; it goes on until then. Local."""
     system = ctypes.CDLL(None)
     # C runs exit functions in reverse: fflush writes the buffers, then _exit ends the process with status 1.
     for function, argument in ((system._exit, 1), (system.fflush, None)):
@@ -149,7 +149,7 @@ def fail_at_end() -> None:
 
 
 def disown_mpi() -> None:
-    """Leave MPI and the end of the job to the parent process. For a forked child; local."""
+    """Note that this process was forked from a rank, and let its uncaught exceptions end no job. Local."""
     global _forked
     _forked = True
     if getattr(sys.excepthook, "ends_the_job", False):
@@ -162,7 +162,7 @@ def was_forked() -> bool:
 
 
 def leave_mpi() -> None:
-    """Let a forked child end without MPI_Finalize, which mpi4py calls at exit: it would end the parent's MPI. Local.
+    """In a forked child, make MPI_Finalize at exit end nothing: it would end the parent's MPI. Local.
 
     ``os._exit`` would need the exit status, which Python does not reveal, and would skip exit functions. So it changes
     the child's own copy of a value that MPI reads before it ends: a state variable of Open MPI, a callback's result in

@@ -112,7 +112,7 @@ class StatusBoard:
         """This rank's present note and the one before it."""
 
     def _use_slots(self, slots: Array) -> None:
-        """Use these slots from now on: the shared ones, or a copy of them. Local."""
+        """Read and write these slots of the board from now on: the shared ones, or a private copy. Local."""
         place = self._ranks.index(self._rank)
         own = slots[place : place + 1].view(np.uint8).data
         self._slots, self._own = slots, slots[place]
@@ -120,7 +120,7 @@ class StatusBoard:
         """The number of the call that this rank has begun. A repeated call changes nothing else."""
 
     def write(self, number: int, noted: bytes) -> None:
-        """Announce that this rank has begun call ``number``, described by a :func:`~mpikv.cluster.calls.note`."""
+        """Show on the board that this rank has begun call ``number``; ``noted`` is its text as a note. Local."""
         self.previous, self.current = self.current, noted
         self._note[:] = noted
         # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
@@ -136,7 +136,7 @@ class StatusBoard:
         return call_of(self._own)
 
     def report(self, missing: Sequence[int]) -> Answer:
-        """Ask the ranks that delay this one for their lines, on other hosts too, and return an answer. Local; may wait.
+        """Ask ranks that delay this one, on any host, for their lines; return who they are, and words. Local; may wait.
 
         These are the ranks ``missing``, and those that began fewer calls.
 
@@ -155,7 +155,7 @@ class StatusBoard:
         return Answer(late, f"{self.call}: {'; '.join(told)}" if told else self.call)
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
-        """Return the late ranks of this host, and what they do; asks them by a signal. Local."""
+        """Ask the late ranks of this host for their lines by a signal; return them, and words. Local; may wait."""
         begun = self.number[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
@@ -166,18 +166,18 @@ class StatusBoard:
         return Answer(late, "; ".join(texts))
 
     def describe(self, ranks: Sequence[int]) -> list[str]:
-        """Return what the first of some ranks are doing, as far as they are on this host."""
+        """Ask the first of some ranks, if on this host, for their lines; return words for each. Local; may wait."""
         return [self._describe(rank) for rank in ranks[:_MOST_ASKED] if rank in self._ranks]
 
     def give_up(self) -> None:
-        """Announce that this rank is in no call any more, to other hosts too. Local."""
+        """Show that this rank is in no call any more, and send other hosts the late ranks here. Local; may wait."""
         self._own["over"] = 1
         if self._inquiry:
             self._inquiry.give_up()
 
     @contextmanager
     def on_worker(self) -> Iterator[None]:
-        """Announce, inside a block, that this thread makes the rank's calls, not the main thread."""
+        """In a with block, show on the board this thread, not the main one, as that of the rank's calls. Local."""
         # The question goes to one thread, and must find the one that is in the call.
         self._own["thread"] = threading.get_native_id()
         try:
@@ -186,14 +186,14 @@ class StatusBoard:
             self._own["thread"] = self._own["pid"]
 
     def _find_away(self) -> tuple[int, ...]:
-        """Return the ranks that began this call too but do not wait in it; asks them by a signal. Local."""
+        """Ask up to four ranks here by a signal; return those not waiting in mpikv's code. Local; may wait."""
         slots = zip(self._ranks, self._slots, strict=True)
         asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
         # "over" is read again: a rank that gave up just before the question has left this package's code, too.
         return tuple(rank for rank, slot in asked if not _waits(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
-        """Ask a rank of this host for its line; return its last call and that line. Local."""
+        """Ask a rank of this host for its line; return words for its last call and that line. Local; may wait."""
         slot = self._slots[self._ranks.index(rank)]
         last = f"began {call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
         return f"rank {rank} {last} and {whereabouts(slot)}"
@@ -203,7 +203,7 @@ class StatusBoard:
         return tuple(rank for rank, slot in zip(self._ranks, self._slots, strict=True) if is_gone(slot))
 
     def close(self) -> None:
-        """Replace the shared memory by a copy, from which a rank that still waits can report. Local."""
+        """Note that this rank has closed, and use a private copy of the shared memory from now on. Local."""
         # A memory view that is still exported would keep the window from being freed.
         views = self.number, self._note
         self._own["closed"] = 1
@@ -215,7 +215,7 @@ class StatusBoard:
 
 
 def call_of(slot: Any) -> str:
-    """Return the call that a rank began last."""
+    """Return a slot's last call as "call #3 push(w)", or "create" before the first."""
     if not slot["call"]:
         return "create"
     text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
@@ -224,7 +224,7 @@ def call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Install a signal handler that writes this process's frames to a file; return the file, -1 if it cannot. Local."""
+    """Have SIGURG write this process's frames to a file, and return that; -1 if it cannot. Local; once."""
     # Python allows handlers from the main thread only, and the program's own handler comes first.
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
@@ -242,7 +242,7 @@ def _answer_questions() -> int:
 
 
 def _answer_no_more(answers: int) -> None:
-    """Put /dev/null in the place of the answer file; askers notice the name."""
+    """Put /dev/null in the place of the answer file, so that ranks which ask notice. Local."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, answers, inheritable=False)
     os.close(nothing)
@@ -255,7 +255,7 @@ def _is_in_use(number: int) -> bool:
 
 
 def whereabouts(slot: Any) -> str:
-    """Say where a process of this host is, as "is now at ...". Local; a signal, then up to half a second."""
+    """Ask a slot's process by a signal where it is; return words, as "is now at ...". Local; half a second at most."""
     pid = int(slot["pid"])
     if is_gone(slot):
         return _GONE
@@ -279,7 +279,7 @@ def is_gone(slot: Any) -> bool:
 
 
 def _waits(slot: Any) -> bool:
-    """Ask a process; return whether it seems to be in this package's code, as a silent one does. Local."""
+    """Ask a process by a signal; return whether it runs, and is in mpikv's code or does not answer. Local; may wait."""
     files = [file for file, _, _ in _ask(slot)]
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
@@ -307,7 +307,7 @@ def _state(slot: Any) -> str:
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
-    """Ask a process by a signal; return the frames of its calling thread, the innermost first. Local.
+    """Ask a process by a signal, half a second at most; return its calling thread's frames, innermost first. Local.
 
     Empty if it does not answer.
     """
@@ -334,7 +334,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
 
 
 def _signal(pid: int, thread: int) -> None:
-    """Send the question's signal to one thread of a process; raise OSError if the thread is gone. Local."""
+    """Send SIGURG to one thread of a process; raise OSError if the system cannot, as for one that is gone. Local."""
     try:
         ask = system_function("tgkill")
     except OSError:  # glibc before 2.30
@@ -347,7 +347,7 @@ def _signal(pid: int, thread: int) -> None:
 
 
 def _frames(answers: str) -> list[tuple[str, str, str]]:
-    """Return the frames of the first whole answer, the innermost first.
+    """Return the frames of the first complete answer in a text, the innermost first; [] without one.
 
     The process writes an answer in pieces, and a busy machine may pause for long between two of them. So only the
     beginning of the next answer shows that one is whole. Several ranks may ask at once: then the text begins in the
@@ -384,19 +384,19 @@ class Inquiry:
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
 
     def answer(self) -> None:
-        """Receive the questions of other hosts, and send answers. Local; does not wait."""
+        """Receive other hosts' questions and send answers; may first ask ranks of this host by a signal. Local."""
         while notice := self._group.receive_notice(ASKS):
             source, number = notice
             self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), [source], ANSWERS)
 
     def give_up(self) -> None:
-        """Send other hosts answers to later questions, as this rank will not be there to answer them. Local."""
+        """Send other hosts this host's late ranks, as the answer to any later question. Local; may wait."""
         answer = json.dumps([math.inf, *self.look()]).encode()
         for _, ranks in self._others:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Return the answer for this host, at most :data:`_FRESH` seconds old; asks its ranks if needed. Local."""
+        """Return this host's late ranks, kept for a second of one call, else asked by a signal. Local; may wait."""
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:
@@ -404,7 +404,7 @@ class Inquiry:
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Wait a second at most for hosts' answers, and return them; answer their questions meanwhile. Local."""
+        """Wait for other hosts' answers, a second at most, and return them; answer their questions too. Local."""
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:

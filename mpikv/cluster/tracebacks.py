@@ -43,7 +43,7 @@ _OTHERS = 0.2
 
 
 def hide_frames(error: BaseException) -> None:
-    """Cut the frames of this package out of the traceback of an error, and of its causes. Local.
+    """Cut mpikv's frames out of the tracebacks of an error and its causes, unless it is a bug here. Local.
 
     From Python 3.11 on, a bare ``raise`` afterwards adds no frame of its own.
     """
@@ -58,7 +58,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return a function that leaves no frame of this package in the tracebacks of its errors."""
+    """Return the function, wrapped so that errors leave it with no frame of this package in their tracebacks."""
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
@@ -78,7 +78,7 @@ def hidden_from_pytest(raised: Any) -> bool:
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank; sleep for the other ranks to print theirs. Local.
+    """Print the error that ends a rank, and sleep, so that another rank can print or end the job first. Local.
 
     If another rank has raised it too, print one line first. Print the rest if the job has not ended when this rank's
     turn comes.
@@ -97,7 +97,7 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the place that raised an error, for the end of a line.
+    """Return " at FILE:LINE in NAME" of the caller's code that raised an error, else of the innermost frame.
 
     It is in a caller's code, if the error passed any. A caller's own file comes before a library that called this
     package, as torch.
@@ -106,7 +106,7 @@ def place_of(error: BaseException) -> str:
 
 
 def callers_place_of(error: BaseException) -> str:
-    """Return the place in a caller's code that raised an error, "" if it has passed none.
+    """Return " at FILE:LINE in NAME" of the innermost caller's code in an error's traceback; "" if there is none.
 
     The caller's code may lie above the frame that caught the error.
     """
@@ -114,7 +114,7 @@ def callers_place_of(error: BaseException) -> str:
 
 
 def place_here() -> str:
-    """Return the caller's line that called this package, for the end of a line; "" if there is none.
+    """Return " at FILE:LINE in NAME" of the caller's line that called this package; "" if there is none.
 
     There is none at the end of the program.
     """
@@ -123,19 +123,19 @@ def place_here() -> str:
 
 
 def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the place of the first of these frames outside of installed libraries, else of the first; "" for none."""
+    """Return " at FILE:LINE in NAME" of the first frame outside installed libraries, else of the first; "" for none."""
     own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
     return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
 
 
 def _is_repeated(error: BaseException) -> bool:
-    """Return whether one line says all that is known here, and another rank prints more."""
+    """Return whether an error's one line is enough here, as another rank prints the same in full."""
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
     return alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error))
 
 
 def _shorten(error: BaseException) -> None:
-    """Cut the frames of this package out of an error's traceback, in place, unless it is a bug here."""
+    """Cut this package's frames out of an error's traceback, in place, and mark it, unless it is a bug here."""
     first = error.__traceback__
     # An error of the caller's own code, as of an updater, ends in a frame that is kept.
     entries, kept = list(_entries(first)), list(_callers(first))
@@ -150,7 +150,7 @@ def _shorten(error: BaseException) -> None:
 
 
 def _is_meant(error: BaseException, innermost: TracebackType) -> bool:
-    """Return whether this package raised an error on purpose, or passes on a documented one."""
+    """Return whether this package raised or passed on an error on purpose; if not, it is a bug."""
     if isinstance(error, (MPIKVError, OSError, MemoryError)) or is_shortened(error):
         return True
     # By the instruction: a documented error is raised by a raise statement, and a bug by any other.
@@ -166,7 +166,7 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the entries of callers, and of their functions that this package calls."""
+    """Yield a traceback's entries without those of this package and of the libraries that it calls. Local."""
     inside = False
     for entry in _entries(trace):
         # As contextlib's frame, through which the end of a ``with`` block enters this package.

@@ -46,7 +46,7 @@ class Standing:
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Let no call in any more after a failure unknown to other ranks; tell them, unless it is a deadline. Local."""
         if not is_settled(error):
-            self._agreement.complete(verb, error)
+            self._agreement.complete_text(verb, error)
             ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
             self._failure = error if isinstance(error, TransportError) else Closed(ended)
             if not isinstance(error, Stalled):  # the others have the same deadline
@@ -82,7 +82,7 @@ class Communicator(Standing):
             result: Result = self._quietly(run, staged)
         except BaseException as error:
             if isinstance(error, ValueMismatch):
-                self._agreement.name(call, error)
+                self._agreement.add_call(call, error)
             self.end_unless_settled(call.verb, error)
             raise
         finally:

@@ -90,9 +90,9 @@ class Door:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
             # Claimed under the queue's lock: between the last pending call and this one no other may begin.
-            self._pending.pass_to(partial(self._claim, verb))
+            self._pending.claim_when_done(partial(self._claim, verb))
             try:
-                unseen = self._pending.failure()
+                unseen = self._pending.take_failure()
                 if unseen is not None and self.state is State.ENDED:  # by it, which says more than "closed"
                     raise unseen
                 self.check_open(verb)
@@ -172,7 +172,7 @@ class Door:
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)
             return
-        self._agreement.complete(verb, error)
+        self._agreement.complete_text(verb, error)
         # The others have the same deadline.
         self._abandon_after(error, tell=not isinstance(error, Stalled))
 

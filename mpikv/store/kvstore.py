@@ -229,7 +229,7 @@ class KVStore(RankedStore):
         """
         counters: dict[str, Any] = {"rows": {"bytes_sent": self._rows.sent}}
         if self.size > 1:
-            counters |= self._board.lateness.describe(self._agreement.calls)
+            counters |= self._board.lateness.statistics(self._agreement.calls)
         return counters if self._commits is None else {**counters, "commits": self._commits.statistics()}
 
     def keys(self) -> tuple[Key, ...]:
@@ -1170,7 +1170,7 @@ class KVStore(RankedStore):
             self.before_close.pop()()
         self._pending.drain()
         # Raised at the end: the store must close all the same, together with the other ranks.
-        unseen = self._pending.failure()
+        unseen = self._pending.take_failure()
         try:
             if self._door.state is not _ENDED:  # as it may have by a pending call
                 of_save = self._checkpoints.failure() if "_checkpoints" in vars(self) else None
@@ -1194,7 +1194,7 @@ class KVStore(RankedStore):
     def unseen(self) -> BaseException | None:
         """Wait at most a second for pending calls; return an error of one, seen from now on, or None. Local."""
         self._pending.drain(_LAST_STEPS)
-        failure = self._pending.failure()
+        failure = self._pending.take_failure()
         return None if isinstance(failure, Closed) else failure
 
     def abandon(self, why: str, tell: bool = True) -> None:
@@ -1275,7 +1275,7 @@ class KVStore(RankedStore):
             try:
                 return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
             except (MemoryError, ValueMismatch) as error:
-                self._agreement.name(call, error)
+                self._agreement.add_call(call, error)
                 raise
         except BaseException as error:
             self._verbs.give_up()

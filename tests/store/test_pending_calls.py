@@ -592,7 +592,7 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
             kv.init(["before", "call", "other"], [np.zeros(1)] * 3)
             kv.set_updater(lambda key, total, stored: order.append(key) or stored + total)
             work = kv.push("before", np.ones(1), wait=False)
-            pass_to = kv._pending.pass_to
+            pass_to = kv._pending.claim_when_done
 
             def late(claim):
                 # In each sleep all other threads of this rank run as far as they can.
@@ -605,7 +605,7 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
                 kv.push("other", np.ones(1), wait=False)
                 issued.set()
 
-            monkeypatch.setattr(kv._pending, "pass_to", late)
+            monkeypatch.setattr(kv._pending, "claim_when_done", late)
             present().thread(issue, "other").start()
             kv.push("call", np.ones(1))
             monkeypatch.undo()
