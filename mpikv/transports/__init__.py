@@ -23,7 +23,7 @@ from .watchdog import Watchdog
 
 
 def choose(group: Group, config: Config) -> tuple[str, str]:
-    """Return the name of the transport for these ranks, and the reason. Local.
+    """Return the transport's name for these ranks and settings, and why; Unsupported if it cannot join them. Local.
 
     Raises:
         Unsupported: the transport of the settings cannot join these ranks.
@@ -60,7 +60,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
 def open_transport(
     group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
 ) -> Transport:
-    """Open and return the transport for these ranks; ``warn`` reports long waits. Collective over the group.
+    """Open and return the transport that :func:`choose` names; ``warn`` hears of long waits. Collective.
 
     ``memory`` is the host's, as the transport's store sees it. ``waits`` replaces the usual way to wait.
     """

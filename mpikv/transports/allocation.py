@@ -12,7 +12,7 @@ from ..protocols import Array, Group
 def allocate_collectively(
     group: Group, agree: Callable[[int], bool], make: Callable[[int], Array], nbytes: int, what: str = "values"
 ) -> Array:
-    """Return the memory of ``make(nbytes)``, or raise on every rank. Collective over the group, as ``agree`` is.
+    """Return ``make(nbytes)``; if it raises MemoryError on one rank, raise that on all. Collective over the group.
 
     ``what`` names the purpose, for messages.
 
@@ -39,7 +39,10 @@ class Growing:
         self._memory = zeros(0)
 
     def first(self, nbytes: int) -> Array:
-        """Return the first bytes. A later call may return other memory; arrays over this one keep it."""
+        """Return the first ``nbytes`` of the memory; if it is too small, make one twice as large first.
+
+        Arrays over the memory before keep it.
+        """
         if nbytes > self._memory.size:
             # Twice as much: the memories before are then no larger together.
             self._memory = zeros(2 * nbytes)

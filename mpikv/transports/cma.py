@@ -56,7 +56,7 @@ class Attached:
         self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
 
     def is_readable(self, array: Array) -> bool:
-        """Return whether others can read an array; device memory and secret memory (memfd_secret) cannot be read."""
+        """Return whether other processes can read an array, as a trial on its ends shows: not a GPU's memory. Local."""
         # Tried on the first and the last byte, by this process on itself: the kernel takes the same path.
         first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
@@ -65,7 +65,7 @@ class Attached:
         return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
 
     def read(self, local_rank: int, address: int, into: Array) -> None:
-        """Fill a contiguous array from an address of another rank of this host; raise if that fails. Local.
+        """Fill a contiguous array from an address in another rank's memory; TransportError if that fails. Local.
 
         Raises:
             TransportError: the process is gone, or has no such memory.
@@ -84,10 +84,7 @@ class Attached:
 
 
 def attach(group: Group) -> Attached | None:
-    """Return access to the memories of this host's ranks, or None if one cannot read another. Collective over the host.
-
-    Collective over the host.
-    """
+    """Return an object that reads the memory of this host's ranks; None if one cannot. Collective over the host."""
     # In another PID namespace this number may be another process, so a read alone proves nothing: a secret does.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
     offer = json.dumps([os.getpid(), secret.ctypes.data, secret.tobytes().hex()])
@@ -120,16 +117,13 @@ class CopyChoice:
         self._chosen, self._pace = 0, [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way for this choice: each is tried once in 32 choices, and the others take the faster.
-
-        The faster, or the one that has not been measured yet.
-        """
+        """Count a choice, and return a way: each once in 32 choices, else the faster, or one not measured yet."""
         # By the count alone, no clock and no chance: ranks then try a way in the same exchange.
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
         return turn if turn < 2 else int(self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
-        """Record the seconds of a way for an amount of work."""
+        """Renew the mean pace of a way by the seconds that it took for an amount; the first two do not count."""
         if self._chosen <= _UNCOUNTED:
             return
         new, mean = seconds / amount, self._pace[way]

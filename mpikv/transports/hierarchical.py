@@ -111,7 +111,7 @@ class HierarchicalTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory, shared on each host; raise MemoryError on every rank if one is short. Collective."""
+        """Return zeroed memory that each host's ranks share; MemoryError on all ranks if one is short. Collective."""
         # A rank that is alone on its host shares its memory with nobody, and /dev/shm may be small.
         make = self._group.allocate if self.sharing_size > 1 else partial(zeros, huge_pages=True)
         memory = allocate_collectively(self._group, self._flat.agree, make, nbytes)[:]
@@ -127,21 +127,24 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return the terms of the sum there. Collective."""
+        """Return, at the root, arrays that add up to the sum of every rank's ``send``. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Sum every rank's ``send`` at every rank; return the terms of the sum. Collective."""
+        """Return, on every rank, arrays that add up to the sum of every rank's ``send``. Collective."""
         # Used where every rank has values of its own: such ranks are alone on their hosts. The fence uses up a
         # send_ready buffer: it was announced for this sum, and no later one may take it.
         self._inner.fence()
         return self._flat.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Sum on each host, then send the owners' parts; return the terms of this rank's part. Collective."""
+        """Send each host's sums to the owners; return arrays that add up to this rank's part of the sum. Collective.
+
+        Inside of :meth:`apart` they may arrive later.
+        """
         key = self._inner.slot, tuple(counts), send.dtype
         # An exchange, no sum: each rank of the host sees the others' whole contributions, and adds its part.
         rows = self._inner.allreduce(send, recv)
@@ -161,7 +164,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let exchanges return while their messages between hosts are in flight, inside the block. Collective."""
+        """In a with block, let exchanges return while their messages between hosts are on their way. Collective."""
         self._is_apart = True
         try:
             yield
@@ -179,7 +182,7 @@ class HierarchicalTransport:
         return flight
 
     def wait_for(self, sent: _Flight | None) -> None:
-        """Wait for an exchange between hosts, then for this host if it brings values; None is complete. Collective."""
+        """Wait for an exchange's messages, then for this host's ranks if it brings values; None: return. Collective."""
         if sent is not None:
             self._requests.complete(*sent.requests)
             self._flying.pop(id(sent), None)
@@ -191,7 +194,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
-        """Yield a list for the messages that a block starts, and wait for them unless :meth:`apart`. Collective."""
+        """In a with block, list the messages that it starts; then wait for them unless in :meth:`apart`. Collective."""
         with self._group.translated(name):
             with self._requests.started() as started:
                 yield started
@@ -253,7 +256,10 @@ class HierarchicalTransport:
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
 
     def _divide_sum(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
-        """Divide a sum into messages, take memory for them, and keep the result. ``rows``: the host's sends. Local."""
+        """Divide a sum into messages with memory; keep that under ``key``, and return it. Local.
+
+        ``rows`` are the host's sends. A full table is emptied first.
+        """
         # All at once: the order of use would cost every sum, and a full table is rare.
         if len(self._sums) >= _MOST_PREPARED:
             self._sums.clear()
@@ -284,7 +290,9 @@ class HierarchicalTransport:
         return self._sums.setdefault(key, _Sum(receives, tuple(parts), (*own, *incoming)))
 
     def _send_values(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...], ends: bool) -> None:
-        """Send the owners' elements of shared memory, given as bytes, to the other hosts. Collective.
+        """Send owned elements of shared memory to the other hosts, and receive theirs into it. Collective.
+
+        The memory is given as bytes. It waits as :meth:`_messages`.
 
         ``ends``: the ranks of the host then wait for each other.
         """

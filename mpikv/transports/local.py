@@ -32,7 +32,7 @@ class LocalTransport(Unshared):
         return self if self.memory.is_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory; raise MemoryError, as known to all ranks, if there is too little. Local."""
+        """Return zeroed memory; if there is too little, raise MemoryError, marked as known to all ranks. Local."""
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:

@@ -49,7 +49,7 @@ class Tickets:
         return self.meet(number)
 
     def post(self, token: int) -> int:
-        """Start to compare a token with other ranks', without waiting; return its number for :meth:`meet`. Local."""
+        """Start to compare a token over ranks, without waiting; return its number, for :meth:`meet`. Local."""
         self._posted += 1
         # All tokens are equal exactly if the largest is the smallest. One maximum of (token, -token) finds both.
         words = np.array([token, -token] if token != ANY else [-1 << 62, -1 << 62])
@@ -63,7 +63,7 @@ class Tickets:
         return bool(self._sent[number][0].Test())
 
     def meet(self, number: int) -> bool:
-        """Wait until every rank has posted its token of this number; return whether all are equal. In order.
+        """Wait for all ranks' tokens of this number, in order; return whether all are equal, or ANY. Collective.
 
         Raises:
             Stalled: a rank did not come, or has given up.
@@ -116,7 +116,7 @@ class MpiTransport(Unshared):
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return the terms there, any arrays elsewhere. Collective."""
+        """Return, at the root, arrays that add up to the sum of every rank's ``send``, elsewhere any. Collective."""
         if self._gathers or self._exchanges_halves(send):
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
@@ -129,7 +129,7 @@ class MpiTransport(Unshared):
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Sum every rank's ``send``; return the terms of this rank's part. Collective."""
+        """Return arrays that add up to this rank's part of the sum of every rank's ``send``. Collective."""
         if self._gathers or _is_half(send):
             return self.all_to_all(send, counts)
         return self._sum(
@@ -176,7 +176,7 @@ class MpiTransport(Unshared):
         self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
-        """Run a sum in a type that MPI sums exactly, by copies if it is wider; return ``recv`` filled. Collective."""
+        """Run MPI's sum, in a wider dtype where it needs one; return ``recv``, filled, if there is one. Collective."""
         # Open MPI's sums of short integers saturate, and must wrap.
         is_short = send.dtype.kind in "iu" and send.dtype.itemsize < 4
         dtype = np.dtype(f"{send.dtype.kind}4") if is_short else accumulator(send.dtype)

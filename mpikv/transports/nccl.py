@@ -160,7 +160,7 @@ class NcclTransport(Unshared):
         self._join(waiting)
 
     def _join(self, waiting: Waiting) -> None:
-        """Make the communicator in its own thread, as NCCL may never return; raise if it fails. Collective."""
+        """Make the communicator in a thread, and wait for it; if a rank fails, raise on every rank. Collective."""
         trial = self.allocate(_ALIGNMENT)
         identity, errors = self._identity(), list[BaseException]()
 
@@ -201,7 +201,7 @@ class NcclTransport(Unshared):
         log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
-        """Return the id of a new communicator; the first rank makes it, and its error is raised on all. Collective."""
+        """Return a new communicator's id, made by rank 0; if that fails, raise on every rank. Collective."""
         made = ""
         if self.rank == 0:
             try:
@@ -214,7 +214,7 @@ class NcclTransport(Unshared):
         return bytes.fromhex(identity)
 
     def _create(self, identity: bytes, trial: Array) -> None:
-        """Make a communicator and its connections, unless the store has been abandoned meanwhile. Collective."""
+        """Make the communicator, and use each algorithm once, to connect; abort it after a failure. Collective."""
         self._gpu.use()
         comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
@@ -248,12 +248,12 @@ class NcclTransport(Unshared):
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Queue a sum of every rank's ``send`` at the root; return its terms. Collective."""
+        """Queue a sum of every rank's ``send`` at the root; return arrays that add up to it there. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Queue a sum of every rank's array on every rank; ``op`` is NCCL's name of another operation. Collective."""
+        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return arrays that add up to it. Collective."""
         if self._gathers:
             return self._terms(send, None)
 
@@ -267,7 +267,7 @@ class NcclTransport(Unshared):
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Queue a sum of each pair's first array over ranks, into the second; both may be one array. Collective.
+        """Queue one call that sums each pair's first array over ranks, into the second, maybe the same. Collective.
 
         NCCL :meth:`adds` them, of any sizes, all in one call: no filled array may overlap another array.
         """
@@ -281,11 +281,11 @@ class NcclTransport(Unshared):
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Queue a sum of the ranks' arrays; each rank gets its part. ``op`` as in :meth:`allreduce`. Collective."""
+        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective."""
         return self._scatter("reduce_scatter", send, recv, counts, op)
 
     def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Queue a sum of the ranks' arrays; return the terms of this rank's part. Collective."""
+        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective."""
         if self._gathers:
             return self._terms(send, counts)
 
@@ -304,7 +304,7 @@ class NcclTransport(Unshared):
         return self._sum(name, send, recv, start)
 
     def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Queue an exchange; return every rank's elements for this one, widened to the sum's dtype. Collective."""
+        """Queue an exchange; return every rank's elements for this one, in the sum's dtype, to be added. Collective."""
         wide = accumulator(send.dtype)
         if wide != send.dtype:
             narrow, send = send, self._wide[0].view(wide)[: send.size]
@@ -314,7 +314,7 @@ class NcclTransport(Unshared):
     def _sum(
         self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
-        """Queue a sum in a type that NCCL sums exactly, through copies if it is wider; return ``recv``. Collective.
+        """Queue a sum by ``start``, with casts around it where NCCL needs another dtype; return ``recv``. Collective.
 
         ``start`` gets the addresses of arrays of that type, and the size of the first.
         """
@@ -340,7 +340,7 @@ class NcclTransport(Unshared):
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Queue an exchange; return every rank's part for this one, until the next exchange. Collective."""
+        """Queue an exchange; return every rank's part for this one, until the next; may allocate. Collective."""
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         nbytes = elements[self.rank] * send.itemsize
@@ -412,7 +412,7 @@ class NcclTransport(Unshared):
         return agreed
 
     def abandon(self, why: str = "") -> None:
-        """Abort work in flight without the other ranks; with ``why``, tell them. Local, idempotent.
+        """Make the transport unusable, and abort queued work; with ``why``, tell other ranks. Local, idempotent.
 
         It does nothing in a forked child, as neither NCCL nor CUDA survives a fork.
         """
@@ -474,7 +474,7 @@ class NcclTransport(Unshared):
     # --- The door of every call of NCCL
 
     def _queue(self, call: str, run: Callable[[Any], Any]) -> Any:
-        """Run a function that queues work on the communicator; watch the work; any error ends the transport.
+        """Return ``run(communicator)``, which queues work, and have the work watched; an error ends the transport.
 
         It returns the function's result. Work that a graph records is not watched.
         """
@@ -503,7 +503,7 @@ class NcclTransport(Unshared):
 
     @contextmanager
     def _grouped(self) -> Iterator[None]:
-        """Make NCCL take the calls of a block as one. Local."""
+        """In a with block, let NCCL gather the calls, and begin them as one at its end. Local."""
         # A group must be ended whatever happens in it: later calls would be added to it, and never begin.
         self._call(self._nccl.groupStart, on_stream=False)
         try:
@@ -515,7 +515,7 @@ class NcclTransport(Unshared):
         self._call(self._nccl.groupEnd, on_stream=False)
 
     def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
-        """Call NCCL; raise its errors as TransportError."""
+        """Call a function of NCCL, with the stream unless told otherwise; raise its errors as TransportError."""
         try:
             function(*arguments, self._order.lane.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
@@ -528,7 +528,7 @@ class NcclTransport(Unshared):
             raise TransportError(why)
 
     def _check_async(self) -> None:
-        """Raise NCCL's error about work in flight, unless another thread uses or ends the communicator."""
+        """Raise NCCL's error about queued work, if it has one; do nothing while another thread uses it. Local."""
         if not self._queueing.acquire(blocking=False):
             return
         try:
@@ -541,7 +541,7 @@ class NcclTransport(Unshared):
             self._queueing.release()
 
     def _translate(self, error: Exception, doing: str) -> MPIKVError:
-        """Return an error of NCCL as TransportError, or PeerFailed if another rank failed. Local."""
+        """Return a TransportError for an error of NCCL, or PeerFailed if it is another rank's failure. Local."""
         status = _status(error)
         detail = last_error()
         text = (
@@ -562,7 +562,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _status(error: Exception) -> int:
-    """Return NCCL's status from CuPy's error; a KeyError stands for an unknown one. Raises other KeyErrors."""
+    """Return NCCL's status number from CuPy's error; a KeyError stands for an unknown one. Raises other KeyErrors."""
     if isinstance(error, KeyError):
         if not error.args or not isinstance(error.args[0], int):
             raise error
@@ -571,7 +571,7 @@ def _status(error: Exception) -> int:
 
 
 def _failure(error: Exception, call: str) -> MPIKVError:
-    """Return the error for later calls: the same, with the call in flight."""
+    """Return a new error for later calls: the text, with the call in flight; Stalled, PeerFailed or TransportError."""
     about = f", with {call} in flight" if call else ""
     if isinstance(error, Stalled):
         failure: MPIKVError = Stalled(f"{error}{about}", error.missing)
@@ -582,7 +582,7 @@ def _failure(error: Exception, call: str) -> MPIKVError:
 
 
 def _abort(comm: Any, prepare: Callable[[], None]) -> None:
-    """Abort a communicator in a thread of its own, and wait for two seconds at most. Local."""
+    """Run ``prepare`` and abort a communicator, in a thread; wait for it for two seconds at most. Local."""
 
     def abort() -> None:
         prepare()

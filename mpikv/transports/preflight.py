@@ -16,7 +16,7 @@ _SHARING = 23000
 
 
 def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
-    """Compare GPUs, libraries and settings; raise the first problem on every rank. Collective.
+    """Compare GPUs, versions and settings of all ranks; at a problem raise TransportUnavailable on all. Collective.
 
     Raises:
         TransportUnavailable: on every rank, with the first problem of any.
@@ -28,7 +28,7 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
 
 
 def _find_problem(every: Sequence[dict[str, Any]]) -> str:
-    """Return why NCCL would only wait with these ranks' facts; "" if it would not."""
+    """Return the first reason why NCCL would wait for ever with these facts, one dict per rank; "" without one."""
     versions = [rank["version"] for rank in every]
     if other := _first_other(versions):
         root, its = shown(versions[0]), shown(versions[other])
@@ -57,7 +57,7 @@ def _first_other(values: Sequence[Any]) -> int:
 
 
 def shown(version: int) -> str:
-    """Return a version as people write it.
+    """Return a number of a version of NCCL as text, as people write it.
 
     >>> shown(23203)
     '2.32.3'

@@ -26,7 +26,7 @@ _abandoned: list[Any] = []
 def _raising(
     ready: Callable[[], bool], look: Callable[[], Exception | None], every: int = _LOOK_EVERY
 ) -> Callable[[], bool]:
-    """Return a function that asks ``ready``, and every so often raises the exception of ``look``. Local."""
+    """Return a condition that asks ``ready``, and every so often raises the exception that ``look`` returns. Local."""
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
@@ -75,7 +75,7 @@ class Requests:
         self._translated = group.translated("waiting")
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true; if that fails, tell the other ranks that this one has given up.
+        """Wait until ``ready()`` is true; if that fails, or another rank gave up, tell ranks and raise. Local.
 
         The condition need not be one of MPI.
 
@@ -86,7 +86,7 @@ class Requests:
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true; send other ranks a notice if that raises."""
+        """Wait until ``ready()`` is true, and nothing else; if that raises, tell other ranks that this one gave up."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
@@ -95,7 +95,7 @@ class Requests:
             raise
 
     def complete(self, *requests: Any) -> None:
-        """Wait until the operations are complete; if that raises, abandon them and tell the other ranks."""
+        """Wait until operations of MPI are complete; if that raises, keep their memory and tell other ranks."""
         if not requests:
             return
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
@@ -110,7 +110,7 @@ class Requests:
 
     @contextmanager
     def started(self) -> Iterator[list[Any]]:
-        """Yield a list for the operations that a block starts; if it raises, abandon them and tell other ranks."""
+        """In a with block, list the operations that it starts; if it raises, keep their memory and tell other ranks."""
         started: list[Any] = []
         try:
             yield started
@@ -130,14 +130,14 @@ class Requests:
         self._group.send_notice(b"", self._group.others, GONE)
 
     def check(self) -> None:
-        """Raise Stalled or TransportError if another rank has given up or left. Does not wait."""
+        """Raise Stalled or TransportError if another rank has given up or left, as far as known. Does not wait."""
         with self._translated:
             # MPICH's first probe only makes progress; the second sees the message.
             if failure := self._look(tuple) or self._look(tuple):
                 raise failure
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> Exception | None:
-        """Return the failure if another rank has given up; answer other hosts' questions. Does not wait."""
+        """Return an error if another rank has given up or left, else None; first answer other hosts' questions."""
         # One probe in the usual case: there is no message of any kind. A rank that is alone has no communicator.
         if not self._group.others or not self._comm.Iprobe():
             return None

@@ -31,7 +31,7 @@ _NAP = 1e-3
 
 
 def ring_bytes(size: int) -> int:
-    """Return the bytes of each ring among so many ranks.
+    """Return the bytes of each ring if so many ranks have one to each: fewer with more ranks.
 
     >>> [ring_bytes(size) for size in (2, 16, 100)]
     [262144, 65536, 4096]
@@ -46,7 +46,7 @@ class _Ring:
         self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
 
     def write(self, data: Array) -> int:
-        """Write as many bytes as there is room for; return their number. By the sender alone."""
+        """Write as many of the bytes as there is room for; return their number. By the sender alone."""
         size, written = self._bytes.size, self.words[_WRITTEN]
         count = min(data.size, size - (written - self.words[_READ]))
         if count:
@@ -61,7 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Read the bytes there are; return their number, and whether the sender may wait for room. By the receiver."""
+        """Fill an array as far as bytes are there; return their number, and if the sender may wait. By the receiver."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -93,7 +93,10 @@ class Rings:
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
 
     def send(self, to: int, tag: int, data: Array) -> Iterator[None]:
-        """Send a message, yielding until the caller may change the array. To each rank one message at a time."""
+        """Send a message by a generator, which yields where it must wait; one at a time to each rank. Local.
+
+        The caller may change the array when it ends.
+        """
         ring = self._to[to]
         in_place = data.nbytes >= _LARGE and self._reader is not None and self._reader.is_readable(data)
         awaited = ring.words[_TAKEN] + in_place
@@ -107,13 +110,13 @@ class Rings:
             yield
 
     def receive_head(self, source: int) -> Generator[None, None, list[int]]:
-        """Receive the head of a rank's next message: tag, length, address to read it at or 0. Yields until then."""
+        """Receive tag, length, and address or 0 of a rank's next message, by a generator that yields to wait. Local."""
         head = np.empty(3, np.int64)
         yield from self._read(source, head.view(np.uint8))
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the message after the latest head, yielding until it has come; raise if its sender gave up.
+        """Receive the message after the latest head, by a generator that yields to wait; raise if it is lost. Local.
 
         Raises:
             TransportError: it was to be read in place, and its sender has given up.
@@ -132,7 +135,7 @@ class Rings:
         self._ring(source)
 
     def _read(self, source: int, into: Array) -> Iterator[None]:
-        """Fill an array from a rank's ring, yielding while it is empty; ring the sender if it may wait."""
+        """Fill an array from a rank's ring, by a generator that yields while it is empty; wake a waiting sender."""
         while into.size:
             count, was_full = self._from[source].read(into)
             into = into[count:]
@@ -152,7 +155,7 @@ class Rings:
         self._seen = self._bells[self._rank]
 
     def sleep(self) -> None:
-        """Sleep until a ring of the bell since the look, a millisecond at most."""
+        """Sleep until another rank has rung for this one since :meth:`look`, a millisecond at most. Local."""
         here = present()
         if here.world is None:
             sleep_on(self._address + self._rank * _LINE, self._seen, _NAP)

@@ -35,7 +35,9 @@ class Routes(NamedTuple):
 
 
 def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
-    """Return the routes of one rank. Local: every rank computes the same division.
+    """Return the messages between hosts with a rank as a carrier of its host, and those with it as an owner. Local.
+
+    Every rank computes the same division.
 
     ``hosts`` are the ranks of each host. Rank r owns the r-th part, of ``counts[r]`` elements.
 
@@ -59,7 +61,7 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
 def _between(
     carriers: Sequence[int], owners: Sequence[int], first: int, counts: Sequence[int], starts: Sequence[int]
 ) -> Iterator[Route]:
-    """Yield the routes from one host to another: its owners' elements, cut into equal shares of the carriers.
+    """Yield the messages from one host's carriers to another's owners: their elements, in equal shares.
 
     Owners receive in their order. Shares begin with the ``first`` carrier: another one for each host.
     """

@@ -59,7 +59,7 @@ Serve: TypeAlias = "Callable[[Request], bool]"
 
 
 def serve_ready(requests: Sequence[Request], serve: Serve) -> list[Request]:
-    """Serve requests in their order; return those that are too early, to be tried again. Local.
+    """Serve requests in order; return those that are too early, and later ones of their senders. Local.
 
     Requests of one rank keep their order: one that is too early holds back its successors, even if it is ready by the
     time that they are tried.
@@ -149,7 +149,7 @@ class Endpoint:
             self._comm.Free()
 
     def _work(self) -> None:
-        """Answer requests until the end; keep and log an error. The thread's function."""
+        """Answer requests until :meth:`stop`; keep and log an error that ends it. The thread's function."""
         try:
             with self._group.translated("answering other ranks"), _switching_often():
                 self._answer_all()
@@ -187,7 +187,7 @@ class Endpoint:
                 here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
 
     def _wake(self) -> None:
-        """Have the thread look at all messages once more."""
+        """Wake this rank's thread, if it sleeps, to look at all messages once more, or to end. Local."""
         # Counted before the ring: the thread must not take this ring for one of a request.
         with self._waking:
             self._wakes += 1
@@ -202,7 +202,7 @@ _intervals: list[float] = []
 
 @contextmanager
 def _switching_often() -> Iterator[None]:
-    """Shorten Python's switch interval inside a block, in all threads of the process. Local."""
+    """In a with block, shorten Python's switch interval to 0.02 ms, in all threads of the process. Local."""
     with _switching:
         _intervals.append(sys.getswitchinterval())
         if _intervals[-1] > _SWITCH_INTERVAL:
@@ -232,7 +232,10 @@ class _Inbox:
         return () if self._coming is None else (self._coming[1],)
 
     def take(self) -> Request | None:
-        """Return the next message if it is complete; its body is overwritten by the one after it. Does not wait."""
+        """Return a received message, or begin to receive one; None until it is complete. Does not wait.
+
+        The next message overwrites its body.
+        """
         if self._coming is None and not self._begin():
             return None
         assert self._coming is not None

@@ -66,7 +66,7 @@ class Arrivals:
         self._spins = _SPINS if size <= group.host_cores else 0
 
     def _await_peers(self, peer: int, arrivals: int) -> None:
-        """Wait until a peer has arrived, or if it is late, until all have; if some stall, mark this rank as gone."""
+        """Wait until a peer has arrived, or if it is late, until all have; if they stall, note that and raise."""
         flags = self._flags
         for _ in range(self._spins):
             if arrivals <= flags[peer] < GONE:
@@ -195,7 +195,7 @@ class ShmTransport(Arrivals):
         self._send_ready = False
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token; wait for all. Keeps ``send_ready``. Collective."""
+        """Return whether every rank passed the same token; wait for all, and keep ``send_ready`` if so. Collective."""
         # Tokens alternate between two words: a rank already in the next barrier must not overwrite this one's token.
         # Two suffice, since no rank is two barriers ahead. The token is written before the arrival that announces it.
         flags, word = self._flags, 1 + (self._arrivals & 1)
@@ -219,12 +219,12 @@ class ShmTransport(Arrivals):
         self._attached, self._inbox = None, zeros(0)
 
     def _staged_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Exchange through the halves; return every rank's part for this one, or all without ``counts``. Collective."""
+        """Exchange through staging memory; return every rank's part for this one, or all of each. Collective."""
         key = self._meet(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
     def _large_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Exchange large messages, each by a copy or read in place; return this rank's part of each. Collective."""
+        """Exchange large messages, copied or read in place; return every rank's part for this one. Collective."""
         low, high = _part(self.rank, counts, send.size)
         private = send.base is not self._halves.base
         # Chosen even if the message is not private, so that ranks choose equally often and try a way together.
@@ -247,7 +247,7 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Return the addresses of the ranks' large arrays; None if one is small, or cannot be read. Collective."""
+        """Show other ranks an array's address, meet them, and return all addresses; None without one. Collective."""
         if self._attached is None or whole.size < self._large:
             return None
         address = whole.ctypes.data if offers and self._attached.is_readable(whole) else 0
@@ -271,23 +271,23 @@ class ShmTransport(Arrivals):
             self._attached.read(rank, address, part)
 
     def _copy(self, send: Array, low: int, high: int) -> None:
-        """Copy the elements that other ranks read, all but ``[low, high)``, to the send buffer. Local."""
+        """Copy the elements that other ranks read, all but ``[low, high)``, to the send buffer; time it. Local."""
         send_buffer, began = self.send_buffers[self.slot][: send.nbytes].view(send.dtype), perf_counter()
         send_buffer[:low], send_buffer[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
             self._choice.took(_COPY, perf_counter() - began, copied * send.itemsize)
 
     def _read(self, peer: int, address: int, like: Array) -> Array:
-        """Return a copy of this rank's part of another rank's exposed message. Local."""
+        """Return a copy, in the inbox, of this rank's part of another rank's array at an address; time it. Local."""
         copy, began = self._inbox[peer, : like.nbytes].view(like.dtype), perf_counter()
         self._fill(copy, peer, address)
         self._choice.took(_SINGLE_COPY, perf_counter() - began, like.nbytes)
         return copy
 
     def _meet(self, send: Array | None = None) -> int:
-        """Wait until all ranks' messages can be read; return the half of this exchange. Collective.
+        """Copy ``send`` to staging memory if needed, and wait for all ranks; return the half to read. Collective.
 
-        It copies ``send`` to this rank's half first, unless it lies there. None: the message is exposed, or copied.
+        It is not copied if it lies there. None: the message is exposed, or copied already.
         """
         if send is not None and send.base is not self._halves.base:
             np.copyto(self.send_buffers[self.slot][: send.nbytes], send.view(np.uint8))
@@ -299,7 +299,7 @@ class ShmTransport(Arrivals):
         return half
 
     def _view(self, key: _Key, low: int, high: int) -> tuple[Array, ...]:
-        """Return every rank's elements ``[low, high)`` in a half, in rank order, and keep the views. Local."""
+        """Return every rank's elements ``[low, high)`` in a half, in rank order; keep the views for later. Local."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         half, _, dtype = key
@@ -308,7 +308,7 @@ class ShmTransport(Arrivals):
         return terms
 
     def _arrive(self) -> None:
-        """Wait until every rank has arrived as often as this one. Collective.
+        """Count this rank's arrival, and wait until every rank has arrived as often. Collective.
 
         Raises:
             Stalled: a rank did not come, or has given up. It does not go on with this rank, and may change its exposed
@@ -333,7 +333,7 @@ class ShmTransport(Arrivals):
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
-    """Return the elements ``[low, high)`` of a message for a rank."""
+    """Return the range ``[low, high)`` of elements that a rank gets of a message; the whole without ``counts``."""
     if counts is None:
         return 0, size
     low = sum(counts[:rank])

@@ -82,7 +82,7 @@ class Watchdog:
             return not alive
 
     def _watch(self) -> None:
-        """Look at the work until none is left; fail the store if some does not end. The thread's function."""
+        """Look at queued work until none comes; fail the store if some does not end in time. The thread's function."""
         try:
             self._prepare()
             # It ends when nothing has needed it for a while: an idle program has no thread.
@@ -115,7 +115,7 @@ class Watchdog:
             self._works.popleft()
 
     def _oldest_is_done(self) -> bool:
-        """Return whether the oldest work is done."""
+        """Return whether the oldest work is done; if not, call ``check``, which may raise."""
         if self._works[0].done:
             return True
         self._check()
