@@ -80,7 +80,9 @@ class Check(Standing):
     # --- Collective calls
 
     def begin(self, call: Call, problem: Exception | None = None) -> None:
-        """Wait until every rank makes the same call. Collective. Ranks with a ``problem`` raise it.
+        """Compare a call over ranks, after nonblocking ones before it; raise on all if they differ. Collective.
+
+        Ranks with a ``problem`` raise it.
 
         Raises:
             PeerFailed: another rank has a problem.
@@ -106,7 +108,7 @@ class Check(Standing):
             raise
 
     def _resume(self, call: Call) -> None:
-        """Forget a refused call; raise RankMismatch and end the checks, unless this call may be the same one. Local."""
+        """If mpi4py refused the last call, forget that; if this one is another, end the checks and raise. Local."""
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
@@ -114,9 +116,9 @@ class Check(Standing):
             raise error
 
     def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
-        """Start a nonblocking call, and return its request; it is compared later.
+        """Start a nonblocking call, post it to be compared later, and return its request. Local.
 
-        Local, but with 512 not compared it waits for all.
+        But with 512 not compared it waits for all.
         """
         self.check_usable()
         self._thread = get_ident()
@@ -137,7 +139,7 @@ class Check(Standing):
             self._compare_first()
 
     def _compare_first(self) -> None:
-        """Wait for all ranks to make the first call that is not compared, and compare it. Collective."""
+        """Wait for all ranks to make the first nonblocking call not compared yet; raise if they differ. Collective."""
         number, call, place = self._pending[0]
         try:
             equal = self._tickets.meet(number)
@@ -153,8 +155,9 @@ class Check(Standing):
     # --- Messages and requests
 
     def track(self, request: Any, describe: Describe, frame: FrameType, number: int = 0) -> Any:
-        """Remember a request that the program has to wait for, and return it. Local. ``number`` is that of its
-        comparison; a message has none.
+        """Note a request's facts in it, remember it as not waited for, and return it. Local.
+
+        ``number`` is that of its comparison; a message has none.
         """
         request.check, request.describe, request.number = self, describe, number
         request.place = f" at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -166,7 +169,7 @@ class Check(Standing):
         self._dropped[f"{request.describe()[0]}{request.place}"] = None
 
     def complete(self, request: Any, is_done: Callable[[], object]) -> None:
-        """Wait until an operation is done; of a collective call, until the ranks have compared it.
+        """Wait until a request's operation is done; first compare the nonblocking calls up to it over ranks.
 
         Raises:
             RankMismatch: ranks made different calls.
@@ -177,8 +180,9 @@ class Check(Standing):
         self.wait(is_done, request.describe, request)
 
     def wait(self, is_done: Callable[[], Any], describe: Describe, keep: Any = None) -> Any:
-        """Wait for a message, and return what ``is_done`` then returns. ``keep`` is kept alive after a failure: MPI may
-        still read and write its buffer.
+        """Wait until ``is_done()`` is true, and return its value; if it ends in Stalled, end the checks.
+
+        ``keep`` is kept alive after a failure: MPI may still read and write its buffer.
 
         Raises:
             Stalled: the deadline passed.
@@ -215,7 +219,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        """Name the communicator in an error, and end the checks unless all ranks know of it. Local."""
+        """Add the communicator to a RankMismatch; end the checks if not all ranks know of the error. Local."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
@@ -225,7 +229,7 @@ class Check(Standing):
     # --- The end
 
     def close(self) -> None:
-        """Release all. Collective; the ranks have agreed on it."""
+        """Log requests never waited for, leave them to MPI, and free what the checks hold. Collective; agreed on."""
         self._tell_left()
         if self.gpus is not None and self.gpus.mover is not None:
             self.gpus.mover.close()
@@ -236,7 +240,7 @@ class Check(Standing):
         self.group.close()
 
     def _tell_left(self) -> None:
-        """Log the requests that the program has started and not waited for. Local."""
+        """Log each request that the program has started and never waited for. Local."""
         for request in [one for one in self._started.values() if one]:
             self.drop(request)
         for text in self._dropped:
@@ -258,7 +262,7 @@ class Check(Standing):
         self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))
 
     def await_end(self) -> None:
-        """Wait for the other ranks to end. Collective.
+        """Compare calls not compared yet, the end of the program last, without a deadline. Collective.
 
         Raises:
             RankMismatch: a rank makes another call.
@@ -278,8 +282,9 @@ def _heeding(group: ProcessGroup, waiting: Waiting) -> Requests:
 
 
 def end_checks() -> None:
-    """Compare the end of the program with the other ranks' calls, and tell what was left. Collective: at the end of the
-    program, or before the program ends MPI.
+    """Compare the end of the program with other ranks' calls; log or print a failure, and what was left. Collective.
+
+    It is called at the end of the program, or before the program ends MPI. A mismatch makes the status 1.
     """
     checks = [check for check in owned("checks") if check.is_open and not check.group.mpi.Is_finalized()]
     owned("checks").clear()

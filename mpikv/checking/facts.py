@@ -43,7 +43,7 @@ class Unknown(TypeError):
 
 
 def describe_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], named: Mapping[str, Any]) -> Call:
-    """Return a call with these arguments, the first of which is its communicator. Local."""
+    """Return a :class:`Call` with the facts of these arguments, the first of which is its communicator. Local."""
     try:
         return call_of(verb, facts(*given, **named))
     except Unknown:
@@ -51,7 +51,7 @@ def describe_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], 
 
 
 def key_of(verb: str, values: Iterable[Any]) -> tuple[Any, ...] | None:
-    """Return what the facts of a call follow from on its communicator; None unless its buffers are numpy's. Local."""
+    """Return a key to cache a call's facts by, on one communicator; None if an argument is of a type not known here."""
     key: list[Any] = [verb]
     try:
         for value in values:
@@ -83,7 +83,7 @@ def text_of(fact: Fact) -> str:
 
 
 def _block(message: Any, blocks: int = 1) -> Fact:
-    """Return kind and number of the elements of a block of a message, in one of mpi4py's forms for buffers."""
+    """Return dtype and count of one of ``blocks`` equal blocks of a message; None if that is None or IN_PLACE."""
     if message is None or message is MPI.IN_PLACE:
         return None
     kind, named, _, whole = unpack(message, vector=False)
@@ -98,7 +98,7 @@ def _kind(message: Any) -> Fact:
 
 
 def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
-    """Return kind and counts of the elements of a message with a count for each rank; Unknown if it cannot tell."""
+    """Return dtype, and a count for each rank, of a message; raise Unknown if this rank cannot tell."""
     kind, counts, _, whole = unpack(message, vector=True)
     if counts is None:
         counts = [whole // size + (rank < whole % size) for rank in range(size)]
@@ -106,7 +106,7 @@ def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
 
 
 def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
-    """Return kind, counts and displacements named by a message, else None, and its elements; Unknown if it cannot tell.
+    """Return a message's dtype, named counts and displacements or None, and its elements; Unknown if it cannot tell.
 
     The elements are those of the whole buffer.
     """
@@ -158,7 +158,7 @@ def op_of(op: Any) -> str:
 
 
 def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
-    """Return the facts of a gather or scatter; ``counted``: all blocks have one count.
+    """Return a function that returns the facts of a gather or scatter; ``counted``: all blocks have one count.
 
     Each rank has one block, the root also a message of all; no other rank looks at that.
     """
@@ -189,7 +189,7 @@ def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.S
 
 
 def on_gpus(messages: Sequence[Any]) -> list[Any]:
-    """Return the arrays of messages that lie on a GPU, where MPI cannot read them."""
+    """Return the buffers of messages that lie on a GPU; none if the MPI library can read them there."""
     if HOST.issuperset(map(type, messages)):
         return []
     first = [one for each in messages for one in (each[:1] if isinstance(each, (list, tuple)) else (each,))]

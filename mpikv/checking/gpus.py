@@ -44,7 +44,7 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return flat views of as many parts of a message, of the counts that it names. Local.
+        """Return ``blocks`` flat views of a message's array, of the counts that it names or of one size. Local.
 
         A mistake raises TypeError or ValueError.
         """
@@ -67,7 +67,7 @@ class Gpus:
     # --- How a call becomes a step. Local; the names of arguments are mpi4py's
 
     def reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: Any = None, scatters: bool = False) -> Step:
-        """Return the step of a reduction to all ranks, to one, or of a block for each.
+        """Return a function that moves, by a transport, a reduction to all ranks, to ``root`` or in blocks. Local.
 
         Raises:
             Unsupported: NCCL has none of this kind.
@@ -87,12 +87,12 @@ class Gpus:
         return lambda mover: mover.reduce_scatter(send.copy() if copies else send, part, counts, operation)
 
     def broadcast(self, buf: Any, root: int = 0) -> Step:
-        """Return the step of a broadcast."""
+        """Return a function that moves, by a transport, a broadcast. Local."""
         [array] = (self._read if self._rank == root else self._fill)(buf)
         return lambda mover: mover.broadcast(array, root)
 
     def gather(self, sendbuf: Any, recvbuf: Any, root: Any = 0, vector: bool = False, back: bool = False) -> Step:
-        """Return the step of a gather, or ``back`` of a scatter.
+        """Return a function that moves a gather, or ``back`` a scatter; with root None an allgather. Local.
 
         Each rank has one block; the root, or each rank if the root is None, has those of all.
         """
@@ -106,14 +106,17 @@ class Gpus:
         return partial(self._exchange, *(sides[::-1] if back else sides))
 
     def swap(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Step:
-        """Return the step of a block from each rank to each."""
+        """Return a function that moves, by a transport, a block from each rank to each. Local."""
         in_place, parts = sendbuf is None or sendbuf is MPI.IN_PLACE, self._fill(recvbuf, self._size, vector)
         return partial(self._exchange, None if in_place else self._read(sendbuf, self._size, vector), parts)
 
     # --- Collective
 
     def _exchange(self, sends: Sequence[Array] | None, receives: Sequence[Array], mover: Any) -> None:
-        """Compare all sizes, then send each rank an array and receive one from each; no sends: in place. Collective."""
+        """Send each rank an array and receive one from each; ValueMismatch on all if sizes differ. Collective.
+
+        Without ``sends`` it sends copies of ``receives``.
+        """
         sends = sends or [part.copy() for part in receives]
         table = np.array([[[part.nbytes for part in parts] for parts in (sends, receives)]] * self._size)
         # Of other sizes NCCL would wait for ever, or write beyond an array.
@@ -122,7 +125,9 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run a step after the work on the current stream, and wait for its end; a failure ends the checks. Collective.
+        """Run a step on the GPU, after the work on the current stream, and wait; a failure ends the checks. Collective.
+
+        Ranks have agreed on it. The first one connects the GPUs.
 
         Ranks have agreed on it.
         """
@@ -155,7 +160,7 @@ for _v in ("", "v"):
 
 
 def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
-    """Make a call of a checked communicator, one of whose arrays lies on a GPU. Collective, if the call is."""
+    """Make a call of a checked communicator, on arrays of GPUs, by NCCL, if that has it. Collective, if the call is."""
     check = comm.check
     try:
         if verb not in _STEPS:
@@ -164,7 +169,7 @@ def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
         gpus = check.gpus = check.gpus or Gpus(check, on_gpus((*given, *named.values()))[0])
         gpus.order.begin()
         step = _STEPS[verb](gpus, *given, **named)
-        made = describe_call(verb, partial(_find, verb), (comm, *given), named)
+        made = describe_call(verb, partial(_facts_of, verb), (comm, *given), named)
     except Exception as problem:
         if verb in BUFFERS:
             check.begin(call_of(verb, None), problem)
@@ -176,8 +181,8 @@ def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
         check.leave()
 
 
-def _find(verb: str, comm: Any, *given: Any, **named: Any) -> Facts:
-    """Return the facts of a call. Raise ValueError at a mistake that all ranks may make."""
+def _facts_of(verb: str, comm: Any, *given: Any, **named: Any) -> Facts:
+    """Return the facts of a call on GPUs; ValueError if a send fits no receive, or a root is no rank. Local."""
     facts = *BUFFERS[verb](comm, *given, **named), "on GPUs"
     for fact in facts:
         if str(fact).startswith("sends ") or (isinstance(fact, int) and not 0 <= fact < comm.size):

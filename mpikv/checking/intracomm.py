@@ -72,14 +72,14 @@ def _with_checks(requests: Iterable[Any]) -> list[Any]:
     return [request for request in requests if getattr(request, "check", None) and request]
 
 
-def _settle_all(requests: Iterable[Any]) -> None:
-    """Wait until requests are complete, and compared if they are of collective calls."""
+def _wait_for_all(requests: Iterable[Any]) -> None:
+    """Wait until requests are complete, and compared if they are of collective calls; skip those without checks."""
     for request in _with_checks(requests):
         request.check.complete(request, partial(_Request.Get_status, request))
 
 
-def _settle_any(requests: Sequence[Any]) -> None:
-    """Wait until one of several requests is complete; if some have no checks, return at once: MPI waits."""
+def _wait_for_any(requests: Sequence[Any]) -> None:
+    """Wait until one of several requests is complete, if all have checks; else return at once, as MPI waits."""
     checked = _with_checks(requests)
 
     def describe() -> tuple[str, Sequence[int]]:
@@ -98,7 +98,7 @@ def _look_at(requests: Iterable[Any]) -> None:
 
 
 def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
-    """Have methods of requests do something with their requests before MPI's part."""
+    """Replace these methods of requests: they call ``first`` with their request, or requests, before MPI's part."""
     for name in names.split():
         raw: Any = getattr(_Request, name)
 
@@ -111,10 +111,10 @@ def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
         setattr(CheckedRequest, name, classmethod(preceded) if many else preceded)
 
 
-_precede("Wait wait", _settle_all, many=False)
+_precede("Wait wait", _wait_for_all, many=False)
 _precede("Test test", _look_at, many=False)
-_precede("Waitall waitall", _settle_all, many=True)
-_precede("Waitany waitany Waitsome waitsome", _settle_any, many=True)
+_precede("Waitall waitall", _wait_for_all, many=True)
+_precede("Waitany waitany Waitsome waitsome", _wait_for_any, many=True)
 _precede("Testall testall Testany testany Testsome testsome", _look_at, many=True)
 
 
@@ -138,7 +138,7 @@ def _add(names: str, make: Callable[[str, Any], _Run]) -> None:
 
 
 def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
-    """Have ``run`` make calls where there are checks, else MPI's method. It is given a name, and that method."""
+    """Return a function of a name and MPI's method that makes a method: ``run`` with checks, else MPI's."""
 
     def make(name: str, plain: Any) -> _Run:
         def method(self: Any, *given: Any, **named: Any) -> Any:
@@ -168,7 +168,7 @@ _start_of = cache(lambda name: getattr(_Comm, _nonblocking(name)))
 
 
 def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, posts: bool = False) -> _Run:
-    """Return a method that compares a collective call over ranks, and then makes it.
+    """Return a method that compares a collective call over ranks, and then makes it, by NCCL for arrays of GPUs.
 
     ``posts``: a nonblocking one, compared later.
     """
@@ -262,7 +262,7 @@ def _probe(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
 
 @_unless_free
 def _receive_object(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Wait for a message with the deadline, then receive its object."""
+    """Wait for a message with the deadline, then receive it, and return its object."""
     way = _bind(name, given, named)
     buf, source, tag, status = (way[key] for key in ("buf", "source", "tag", "status"))
     # Not irecv: without a buffer it takes messages up to 32 KiB only.
@@ -273,7 +273,7 @@ def _receive_object(name: str, plain: Any, self: Any, *given: Any, **named: Any)
 
 @_unless_free
 def _exchange_objects(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Send an object and receive one, both with the deadline."""
+    """Send an object and receive one, both with the deadline; return the received one."""
     way = _bind(name, given, named)
     send = _Comm.isend(self, way["sendobj"], way["dest"], way["sendtag"])
     received = self.recv(way["recvbuf"], way["source"], way["recvtag"], way["status"])
@@ -292,7 +292,7 @@ def _start_message(name: str, plain: Any, self: Any, *given: Any, **named: Any) 
 
 @_unless_free
 def _make_communicator(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Make a communicator of this one, with checks. Collective over both; Create_group over the new one alone."""
+    """Compare the call, and return a new communicator with checks. Collective; Create_group is over the new one."""
     if name != "Create_group":  # other ranks do not call it
         self.check.begin(call_of(name, ()))
     made = plain(self, *given, **named)
@@ -353,7 +353,10 @@ _CLASSES[_Comm] = CheckedComm
 
 
 def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_after: float | None = None) -> Any:
-    """Begin the checks of a communicator that is no result of a checked one. Collective."""
+    """Begin the checks of a communicator, and return it; they end at exit at the latest. Collective.
+
+    It is no result of a checked one.
+    """
     # Sums on GPUs are as MPI's: in any order, and of half precision rounded at each addition.
     config = Config.read(timeout=timeout, warn_after=warn_after, deterministic=False, native_halves=True)
     group = connect(_Comm(comm), config)

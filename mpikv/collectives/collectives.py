@@ -30,7 +30,7 @@ Pair: TypeAlias = tuple[Array, Array]
 
 
 def check_sizes(sent: Array, expected: Array) -> None:
-    """Raise ValueMismatch, on every rank alike, unless ranks expect the bytes that they are sent. Local.
+    """Raise ValueMismatch unless each rank expects as many bytes as each sends it; tables of all ranks. Local.
 
     The tables have the bytes from each rank to each, and are the same on every rank.
     """
@@ -64,7 +64,7 @@ class Collectives:
         self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
-        """Copy a message's parts to the send buffer, if it is small and of one dtype; return whether it is. Local.
+        """Copy a small message of one dtype to the send buffer, if ranks share memory; return whether it was. Local.
 
         It is not put there where that saves no barrier. Only its bytes and dtypes decide. So they must be the same on
         all ranks that then agree.
@@ -167,7 +167,7 @@ class Collectives:
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
     def _reduce_in_place(self, send: Array, out: Array, op: Op) -> bool:
-        """Reduce a large array that other ranks may read where it lies; return whether it is one. Collective."""
+        """Reduce a large array, read where it lies, to all ranks' ``out``; False: small or unreadable. Collective."""
         if send.nbytes > self._small and isinstance(self._transport, ReadsInPlace):
             counts = self._divide(send)
             if (pieces := self._transport.read_terms(send, counts)) is not None:
@@ -176,7 +176,7 @@ class Collectives:
         return False
 
     def _reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
-        """Reduce a message at a time: small arrays together, or a part of a large one. Collective."""
+        """Reduce arrays on every rank, in messages: small arrays together, or a part of a large one. Collective."""
         for message in self._cut_messages(pairs):
             sends, outs = zip(*message, strict=True)
             send, counts = sends[0], None
@@ -195,7 +195,7 @@ class Collectives:
         return [array.size * (rank + 1) // self._size - array.size * rank // self._size for rank in range(self._size)]
 
     def _reduce_parts(self, pieces: Iterable[Sequence[Array]], out: Array, counts: Sequence[int], op: Op) -> None:
-        """Reduce this rank's part of an array, from the terms of each piece of it, and copy the others'. Collective."""
+        """Reduce this rank's part from the terms of its pieces, and fill ``out`` with all ranks' parts. Collective."""
         begin = sum(counts[: self._rank])
         for terms in pieces:
             end = begin + terms[0].size
@@ -230,7 +230,7 @@ class Collectives:
             yield together
 
     def _unpack(self, terms: Sequence[Array], outs: Sequence[Array], op: Op) -> None:
-        """Reduce terms into arrays that lie in them one after the other. Local."""
+        """Reduce the terms of a message that holds several arrays, and copy to each array its part. Local."""
         whole = outs[0] if len(outs) == 1 else self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
         self._combine(terms, whole, op)
         if len(outs) > 1:
@@ -257,7 +257,7 @@ class Collectives:
                 self.memory.copy((out[low : low + step],), (total,))
 
     def _make_terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:
-        """Return terms whose reduction is this rank's part, or without ``counts`` the whole. Collective."""
+        """Return arrays that ``op`` reduces to this rank's part, or without ``counts`` to the whole. Collective."""
         if not op.adds:
             return self._exchange(send, counts)
         recv = self._recv(send)

@@ -44,7 +44,10 @@ class Standing:
         self._group.announce_end(text_of(error))
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Let no call in any more after a failure unknown to other ranks; tell them, unless it is a deadline. Local."""
+        """Unless all ranks know of an error: let no later call in, and tell others, except of a deadline. Local.
+
+        It completes the text of an error that it tells, and cuts this package's frames out of each.
+        """
         if not is_settled(error):
             self._agreement.complete_text(verb, error)
             ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
@@ -62,7 +65,7 @@ class Communicator(Standing):
         self.collectives, self._quietly = collectives, quiet()
 
     def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
-        """Agree on a call with all ranks, and return what its ``run(staged)`` returns. Collective.
+        """Agree on a call over ranks, and return ``run(staged)``; a failure here alone ends later calls. Collective.
 
         Args:
             call: ranks compare its token. The bytes of the message, and all that ``run`` does, follow from it.

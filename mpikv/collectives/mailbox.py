@@ -143,14 +143,14 @@ class Mailbox:
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
-        """Fill a contiguous array from a rank, or from any; returns at once, and ``end`` learns when it is done.
+        """Begin to fill a contiguous array from a rank, or from any; ``end`` is called when it is done or failed.
 
         A message of another length is lost; the error is ValueMismatch.
         """
         return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
 
     def wait(self, message: Message, timeout: float, seconds: float = math.inf) -> None:
-        """Move messages until a call has ended, or some seconds are over; a missed deadline ends all calls.
+        """Move messages until a call has ended, or ``seconds`` are over; if its deadline passes, end all calls.
 
         The deadline of a call is ``timeout`` after the first wait for it; then it ends with Stalled.
         """
@@ -180,7 +180,7 @@ class Mailbox:
         self._carrier.close()
 
     def _call(self, message: Message) -> Message:
-        """Begin a call, move what can be moved, and start the thread for the rest. Does not wait."""
+        """Begin a call, move what can be moved, start the thread for the rest, and return the call. Does not wait."""
         self._move(message)
         with self._lock:
             if self._pending and not self._has_thread:
@@ -214,7 +214,7 @@ class Mailbox:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
-        """Begin a new call, and move what can be moved; an error ends all calls. Takes the lock."""
+        """Begin a call, move what can move, and note ended calls for _tell; an error ends all calls. Takes the lock."""
         with self._lock:
             try:
                 if new is not None:
@@ -231,7 +231,7 @@ class Mailbox:
                     raise
 
     def _begin(self, new: Message) -> None:
-        """Note a call and begin it; its own error ends it alone. The lock is held."""
+        """Note a call and begin it; its own error ends it alone, or an earlier failure ends it. The lock is held."""
         self._pending.append(new)
         if self._failure is not None:
             self._break(self._failure)
@@ -250,7 +250,7 @@ class Mailbox:
         self._ended.append((message, error))
 
     def _check(self, now: float) -> None:
-        """Raise if a call has waited for too long, or for a rank that is lost. The lock is held."""
+        """Every 0.25 s raise Stalled if a call is late, TransportError if its rank is lost. The lock is held."""
         if now < self._looked + _PATIENCE:
             return
         before, self._lost, self._looked = self._lost, self._carrier.find_lost(), now
@@ -266,7 +266,7 @@ class Mailbox:
                 raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
     def _break(self, error: Exception) -> None:
-        """End all calls, present and later ones, with an error, and mark own messages as lost. The lock is held."""
+        """End present and later calls by this error, or an earlier one; mark own sends as lost. The lock is held."""
         self._failure = self._failure or error
         self._carrier.give_up()
         _abandoned.extend(self._pending)
@@ -274,7 +274,7 @@ class Mailbox:
         self._pending.clear()
 
     def _tell(self) -> None:
-        """Tell callers of the ends of their calls. Without the lock, since they may call again, and wait for others."""
+        """Call ``end`` of each call that has ended. Without the lock, since it may make calls, and wait for others."""
         while self._ended:
             with self._lock:
                 if not self._ended:
@@ -312,7 +312,7 @@ class _Streams:
         self.give_up, self.close = rings.give_up, self._streams.clear
 
     def begin(self, message: Message) -> None:
-        """Begin a call; a receive ends at once if its message is kept."""
+        """Queue a send or a receive; a receive ends at once if its message has come already."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
         elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
@@ -335,7 +335,7 @@ class _Streams:
                 yield self._ended.popleft()
 
     def _send_to(self, rank: int) -> Iterator[None]:
-        """Send the messages to a rank; yield where nothing can be sent now."""
+        """Send the messages queued for a rank, by an endless generator that yields where it must wait."""
         while True:
             while sends := self._sends[rank]:
                 yield from self._rings.send(rank, sends[0].tag, sends[0].bytes)
@@ -343,7 +343,7 @@ class _Streams:
             yield
 
     def _receive_from(self, source: int) -> Iterator[None]:
-        """Receive the messages of a rank, as long as a call may want one; yield where nothing can be received now."""
+        """Receive a rank's messages while a call may want one, by an endless generator that yields to wait."""
         while True:
             while any(call.peer in (None, source) for call in self._receives):
                 tag, nbytes, address = yield from self._rings.receive_head(source)
@@ -367,7 +367,7 @@ class _Streams:
         return receive
 
     def _deliver(self, receive: Message, arrived: Message) -> None:
-        """End a receive by a whole message: copy its bytes, or note that it does not fit."""
+        """Note a receive as ended by a whole message: copy its bytes, or note that its length differs."""
         receive.source, fits = arrived.source, receive.bytes.size == arrived.bytes.size
         if fits and arrived.bytes is not receive.bytes:
             receive.bytes[:] = arrived.bytes

@@ -56,7 +56,7 @@ def check(op: Op, dtype: np.dtype[Any]) -> None:
 
 
 def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
-    """Write the reduction of terms, of ``size`` ranks in all, to ``out``; half precision is reduced in float32.
+    """Write the reduction of terms to ``out``, half precision by float32; a mean is their sum over ``size``.
 
     It is rounded once. Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or
     all are. Sums go from the first term to the last, or ``in_pairs``.
@@ -77,7 +77,7 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
 
 
 def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool) -> None:
-    """Write the reduction of terms to ``out``, in its dtype."""
+    """Write the reduction of terms to ``out``, in its dtype; a mean is their sum over ``size``."""
     if op.adds:
         (add_in_pairs if in_pairs else add)(terms, 0, out.size, out)
         if op is Op.MEAN:
