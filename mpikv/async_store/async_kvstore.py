@@ -103,7 +103,7 @@ class AsyncKVStore(KVStore):
         self._clock = 0
         self._pushes: dict[Key, int] = {}
         self._client = AsyncClient(group.rank, self._endpoint, self._act_here, self._waiting)
-        self._freeze()
+        self._freeze_updater()
         self._begin()
         if self._endpoint is not None:
             self._endpoint.start()
@@ -240,7 +240,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
-        """Send values to owners after earlier pushes of the keys; may wait for ranks or ``filled``. Not collective."""
+        """Send values to owners after earlier pushes of the keys; may wait for updates, ``filled``. Not collective."""
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -311,7 +311,7 @@ class AsyncKVStore(KVStore):
             super()._collective(verb, self._prepare_drained, verb, failure)
             result = super()._collective(verb, prepare, *arguments)
             if self._door.state is not State.ENDED:
-                self._freeze()  # the settings of this call, the same on all ranks
+                self._freeze_updater()  # the settings of this call, the same on all ranks
             return result
         finally:
             if self._door.state is not State.ENDED:
@@ -330,10 +330,10 @@ class AsyncKVStore(KVStore):
 
     def _gather_counts(self) -> None:
         self._exchange.values.gather_counts()
-        self._freeze()
+        self._freeze_updater()
 
-    def _freeze(self) -> None:
-        """Copy the updater with its settings; this rank applies pushes by it until the next collective call. Local."""
+    def _freeze_updater(self) -> None:
+        """Copy the updater if it has changed; pushes are applied by the copy until the next collective call. Local."""
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
@@ -343,7 +343,7 @@ class AsyncKVStore(KVStore):
             self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """Wait for own answers, and free ranks that wait for own pushes; return a failure to raise on all ranks."""
+        """Wait for own answers, and let ranks go on that wait for own pushes; return an error to raise, or None."""
 
         def run() -> None:
             with self._asking():
@@ -370,7 +370,7 @@ class AsyncKVStore(KVStore):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Ask other ranks inside of the block; then hand sends under way to the endpoint's thread. Local."""
+        """In a with block, ask other ranks; at its end leave unsent messages to the endpoint's thread. Local."""
         if self._endpoint is None:
             yield
             return
@@ -386,7 +386,7 @@ class AsyncKVStore(KVStore):
     # --- What this rank does as an owner
 
     def _begin(self) -> None:
-        """Accept requests from after this collective call: new tickets, clocks and key table. Local."""
+        """After a collective call: set clocks to 0, forget pushes, take the key table, accept requests. Local."""
         self._client.begin(self._agreement.calls)
         with self._held(self._config.timeout):
             # First the epoch: the thread may serve early requests as soon as the lock is free.
@@ -398,7 +398,7 @@ class AsyncKVStore(KVStore):
         self._pushes.clear()
 
     def _serve(self, request: Request) -> bool:
-        """Run a request of another rank and answer it; False if a collective call must come first. Local."""
+        """Run another rank's request, and answer it; return False if a collective call must come first. Local."""
         kind, epoch, ticket, number = request.head[:4]
         with self._held():
             # The sender has left a collective call that this rank is still in: serve it after that call.
@@ -414,7 +414,10 @@ class AsyncKVStore(KVStore):
 
     @contextmanager
     def _held(self, timeout: float = -1) -> Iterator[None]:
-        """Hold the lock of owner and clocks in the block; raise Stalled after ``timeout`` seconds. Local."""
+        """In a with block, hold the lock of owner and clocks; Stalled after ``timeout`` seconds. Local.
+
+        A timeout below 0 is none.
+        """
         if not self._lock.acquire(timeout=timeout):
             raise Stalled(f"waited {timeout:.1f} s for an update of this rank", [self.rank])
         self._holder = threading.get_ident()
@@ -468,7 +471,7 @@ class AsyncKVStore(KVStore):
         return left
 
     def _parting(self) -> Callable[[], list[int]]:
-        """Return a function that announces the shutdown, once own messages arrived; it lists missing ranks. Local."""
+        """Return a function that lists missing ranks, and announces the shutdown once own messages arrived. Local."""
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
             return super()._parting()

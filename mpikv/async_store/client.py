@@ -79,7 +79,10 @@ class AsyncClient:
         """The clock of the slowest active rank in the last answer about it."""
 
     def begin(self, epoch: int) -> None:
-        """Start anew after a collective call, with no request outstanding. Requests carry this number from now on."""
+        """Start anew after a collective call: forget versions and clocks; number later requests ``epoch``. Local.
+
+        No request is outstanding.
+        """
         self._epoch, self.slowest = epoch, 0
         self.seen.clear()
 
@@ -92,7 +95,7 @@ class AsyncClient:
         take: Callable[[Array], None] = lambda array: None,
         number: int = 0,
     ) -> int:
-        """Send a request without waiting; return the ticket of its answer. One to this rank itself runs now."""
+        """Send a request without waiting, one to this rank itself by a call now; return the ticket of its answer."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
@@ -128,7 +131,7 @@ class AsyncClient:
         return not any(ticket in self._outstanding for ticket in tickets)
 
     def receive(self) -> None:
-        """Take the answers that have arrived, without waiting; raise if the endpoint has failed."""
+        """Take the answers that have arrived, without waiting; TransportError if the endpoint or a reply failed."""
         # A rank that owns all keys has no messages, only calls.
         if self._endpoint is None:
             return
@@ -152,7 +155,7 @@ class AsyncClient:
             self.take(ticket, version, error)
 
     def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """End a request: fill its array or keep its exception, and note its version or clock. From any one thread."""
+        """Fill a request's array or keep its exception; note its version or clock, and end it. From any one thread."""
         outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
             assert outstanding.key is not None
@@ -167,7 +170,7 @@ class AsyncClient:
         del self._outstanding[ticket]
 
     def raise_failures(self, keys: Iterable[Key] | None = None) -> None:
-        """Raise the failures of pushes of these keys, or of any, once: the first, with a note of the others."""
+        """Raise once the failures of pushes of these keys, or of any: the first, with the number of the others."""
         names = [key for key in list(self._failures if keys is None else keys) if key in self._failures]
         failures = [self._failures.pop(name) for name in names]
         if len(failures) > 1:

@@ -34,7 +34,7 @@ class KeyOwner:
         """Number of updates made."""
 
     def begin(self, table: KeyTable, updater: Updater) -> None:
-        """Start anew after a collective call.
+        """Use this table of keys and this updater from now on, after a collective call. Local.
 
         Args:
             table: the keys and their update counts; the owner counts its updates there.

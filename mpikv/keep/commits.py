@@ -115,9 +115,7 @@ class Commits:
             self._slots.release()
 
     def run(self, step: int, total: int) -> Iterator[int]:
-        """Yield the steps from ``step`` on; where ranks meet, commit and save, and after SIGTERM raise SystemExit.
-        Collective there.
-        """
+        """Yield steps; between some, ranks commit and save, and after SIGTERM raise SystemExit. Collective there."""
         note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
         began = self._began = self._saved = present().now()
         apart, since = 1, 0
@@ -149,7 +147,7 @@ class Commits:
 
     @contextmanager
     def _heed_sigterm(self) -> Iterator[None]:
-        """Let SIGTERM end the loop where ranks meet, if its state outlives the job and the program has no other use."""
+        """In a with block, let SIGTERM end the loop at a meeting, if state is kept and nothing handles it. Local."""
         heeds = self._stays and threading.current_thread() is threading.main_thread()
         if not (heeds and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
             yield
@@ -163,9 +161,7 @@ class Commits:
     # --- Restore
 
     def restore(self, total: int) -> Restored | None:
-        """Put back the newest state that all ranks have, in memory or on disk. Return how; None on a first start.
-        Collective.
-        """
+        """Put back all ranks' newest state, of a commit or the disk; return how, None at a first start. Collective."""
         restored: Restored | None
         restored, from_disk = self._collective("steps", self._prepare_restore, total)
         if (disk := self._disk) and from_disk:
@@ -186,9 +182,7 @@ class Commits:
         return call, partial(self._restore, call)
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Put back the newest commit that all ranks have; return how, and whether the file on disk is newer.
-        Collective.
-        """
+        """Put back all ranks' newest commit, unless the file on disk is newer; return how, and if it is. Collective."""
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
@@ -210,9 +204,7 @@ class Commits:
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
     def _open_files(self) -> tuple[Briefing, int]:
-        """Record the layout, lock this rank's files after a wait, and reserve them; return its start, and the step on
-        disk. Local.
-        """
+        """Lock this rank's files, record the layout, reserve room; return its briefing, and the step on disk. Local."""
         self._contents.check_owners({state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
@@ -237,7 +229,7 @@ class Commits:
         return briefing, step
 
     def _check_epochs(self, folder: Path, epochs: Array) -> None:
-        """Raise ConfigError if the commits of some ranks are missing, and others have several."""
+        """Raise ConfigError if the commits of some ranks are missing, and another has more than one. Local."""
         # No rank begins its second commit before all have the first.
         if not epochs.min() and epochs.max() > 1:
             raise ConfigError(
@@ -246,7 +238,7 @@ class Commits:
             )
 
     def _check_other(self, briefing: Briefing, step: int) -> None:
-        """Raise ConfigError if a newer commit is of another number of ranks."""
+        """Raise ConfigError if a commit newer than ``step`` is of another number of ranks. Local."""
         if briefing.other_step > step:
             raise ConfigError(
                 f"the newest commit, of step {briefing.other_step}, is in {briefing.other_folder}, and fits only as "
@@ -254,9 +246,7 @@ class Commits:
             )
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the store and of the program in this rank's commit; ConfigError if they do not fit.
-        Local.
-        """
+        """Return the states of store and kept objects in this rank's commit; ConfigError if they do not fit. Local."""
         text, take = slots.read(slots.newest())
         layout, tree = map(json.loads, text.split(b"\n"))
         there, here = (
@@ -283,9 +273,7 @@ class Commits:
         return call, partial(self._agreement.run_together, call, self._take_objects, path, saved)
 
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
-        """Give the kept objects their state from a checkpoint; ConfigError if one that is no generator has
-        none. Local.
-        """
+        """Give kept objects their state from a checkpoint; ConfigError if it lacks one that is no generator. Local."""
         for name, state in self._states.items():
             if (key := _OBJECT + name) in saved:
                 state.set(saved[key])
@@ -306,9 +294,7 @@ class Commits:
         return call, partial(self._meet, call, step, pace, is_last)
 
     def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
-        """Commit if it is time. Return how many steps are left to the next meeting, and whether to save and to end.
-        Collective.
-        """
+        """Commit if it is time; return the steps to the next meeting, and whether to save and to end. Collective."""
         now = present().now()
         mine = [pace, now - self._began, now - self._saved, self._cost, self._seconds, self._asked]
         slowest, elapsed, unsaved, cost, seconds, asked = gather(self._control, np.array(mine)).max(axis=0).tolist()
@@ -323,7 +309,7 @@ class Commits:
         return max(math.ceil(self._apart / slowest), 1) if slowest else 1, saves, bool(asked)
 
     def _commit(self, call: Call, slots: Slots, step: int) -> None:
-        """Write a commit of this step on all ranks, and note the time that it took. Collective."""
+        """Write a commit of this step on all ranks, count it, and note the time that it took. Collective."""
         began = present().now()
         self._agreement.run_together(call, self._write, slots, self._epoch + 1, step)
         # Each rank confirms after its header is written: from here on all have this commit, and it counts.

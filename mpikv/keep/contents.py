@@ -31,7 +31,7 @@ class Contents:
         self._rows: list[int] = []
 
     def check_owners(self, known: Set[object]) -> None:
-        """Raise Unsupported if the store has sums of gradients, and the program does not keep their owner."""
+        """Raise Unsupported if the store has sums of gradients whose owner is not among those ``known``. Local."""
         for key, owner in self._exchange.values.table.summed.items():
             if owner not in known:
                 raise Unsupported(
@@ -40,9 +40,7 @@ class Contents:
                 )
 
     def record_layout(self) -> None:
-        """Record the layout for check_layout, and what collect and put_back take. Raises Unsupported for values on a
-        GPU.
-        """
+        """Record the layout, and the memory that commits take; Unsupported for values on a GPU. Local."""
         if not self._exchange.transport.memory.is_host:
             raise Unsupported("commits hold no GPU's values; start without --restarts and --keep, and save checkpoints")
         values = self._exchange.values
@@ -58,7 +56,7 @@ class Contents:
         return [entry for entry in table.entries() if entry.key not in table.summed]
 
     def _describe(self) -> list[str]:
-        """Return the texts of the present layout of the store."""
+        """Return texts that describe all that a commit must fit: ranks, settings, and places of keys and blocks."""
         exchange = self._exchange
         updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
         # Not its options, which a program may change in the loop.
@@ -96,7 +94,7 @@ class Contents:
         return self._exchange.values.planner, *self._list_kept()
 
     def collect(self) -> dict[str, Any]:
-        """Return a tree of the memory itself; texts and numbers in it are copies."""
+        """Return a dict of the store's parts for a commit: its arrays, not copied, counts, texts and numbers."""
         values = self._exchange.values
         return {
             "updater": describe_updater(self._exchange.updater),
@@ -115,7 +113,7 @@ class Contents:
                 yield from block.state_of(low, high).values()
 
     def put_back(self, kept: dict[str, Any]) -> None:
-        """Overwrite this rank's part of the store. :meth:`publish` comes next.
+        """Overwrite this rank's part of the store by a commit's; other ranks get it by :meth:`publish`. Local.
 
         Raises:
             MemoryError: there is none for residuals; nothing was overwritten.
@@ -147,8 +145,9 @@ class Contents:
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first text that only ``before`` has, and the first that only ``after`` has; None if neither. Order is
-    ignored.
+    """Return the first text that only ``before`` has, and the first that only ``after`` has; None if there is none.
+
+    Order is ignored. "nothing" stands in for one that is missing.
 
     >>> find_difference(["a", "b"], ["b"])
     ('a', 'nothing')

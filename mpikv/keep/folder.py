@@ -49,7 +49,7 @@ def read_note(file: int) -> tuple[int, int]:
 
 
 def newest_step(folder: Path) -> tuple[int, int]:
-    """Return how many commits all ranks of the loops in a folder have, and the step after the newest one."""
+    """Return how many commits all ranks have, over a folder's loops, and the step after the last one, or 0."""
     newest: dict[int, dict[int, Commit]] = {}
     for path in folder.iterdir():
         if found := _NAME.fullmatch(path.name):

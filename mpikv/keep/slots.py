@@ -41,8 +41,7 @@ class Slots:
         self._files: list[int] = []
 
     def open(self, seconds: float) -> None:
-        """Make or open the files, and wait for the lock that a process of an earlier start may have; ConfigError if it
-        keeps it.
+        """Make or open the files, and lock them within ``seconds``; ConfigError if another process keeps the lock.
 
         Raises:
             ConfigError: one still has them after so many seconds.
@@ -78,7 +77,7 @@ class Slots:
         return True
 
     def release(self) -> None:
-        """Close the files, and let others lock them."""
+        """Unlock the files for others, and close them."""
         if self._files:
             # The map of the note has them open, too.
             fcntl.flock(self._files[0], fcntl.LOCK_UN)
@@ -102,7 +101,7 @@ class Slots:
                 _void(file)
 
     def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
-        """Take room for such a commit in both files; return where its arrays begin.
+        """Enlarge both files, if they are too small for such a commit; return where its arrays begin.
 
         Raises:
             MemoryError: there is too little; the files keep their commits.
@@ -126,7 +125,7 @@ class Slots:
         return begins
 
     def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
-        """Write a commit over the one before the newest, and flush it if commits shall outlive the host."""
+        """Overwrite the commit before the newest by a new one, and flush it if commits shall outlive the host."""
         # The text may have grown: room is taken before the commit there is voided.
         begins, file = self.reserve(text, arrays), self._files[epoch % 2]
         _void(file)
@@ -162,8 +161,9 @@ class Slots:
         return read_note(self._files[0])
 
     def map_note(self) -> memoryview:
-        """Write this process into the note, and return it in shared memory: a call of the system in each step would
-        take longer.
+        """Write this process into the note, and return the note, mapped: steps begun, and process. Local.
+
+        A call of the system in each step would take longer.
         """
         note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[NOTE_AT:].cast("q")
         note[1] = present().process
@@ -175,7 +175,7 @@ def _align(place: int) -> int:
 
 
 def _write(file: int, content: Any, offset: int) -> None:
-    """Write all of the content at an offset."""
+    """Write all of the content to a file at an offset."""
     rest = memoryview(content)
     while rest:
         # The system may write less than asked, e.g. at a signal.

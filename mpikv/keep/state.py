@@ -28,7 +28,7 @@ class ObjectState(NamedTuple):
 
 
 def find_state(name: str, kept: Any) -> ObjectState:
-    """Return the functions that get and set the state of a kept object; TypeError if it has none. Local.
+    """Return how to get and set the state of an object, array, dict or list; TypeError if it has none. Local.
 
     >>> numbers = [1, 2]
     >>> find_state("numbers", numbers).set([3])
@@ -56,7 +56,7 @@ def find_state(name: str, kept: Any) -> ObjectState:
 
 
 def _refill(target: Any, state: Any) -> None:
-    """Give an array, a tensor, a dict or a list its state back, in the arrays, tensors, dicts and lists in it."""
+    """Give an array, tensor, dict or list its state back in place; ValueMismatch if an array has another form."""
     if _is_array(target):
         if not _are_alike(target, state):
             raise ValueMismatch(f"the array was {_show(state)} in the commit, and is {_show(target)} now")
