@@ -110,7 +110,7 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Raise on every rank if one or more pass an error, there that error, elsewhere PeerFailed. Collective."""
+        """Return if no rank passes an error; else raise, there that error, elsewhere PeerFailed. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
                 self.compare_reports(call)  # raises: some rank has reported an error
@@ -133,7 +133,7 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """Count and meet the others' next call, from a rank in join; return its report, None once all are. Collective.
+        """From join, count and meet the others' next call; return its report, None if all are in join. Collective.
 
         :meth:`confirm` must follow a report.
         """
@@ -165,7 +165,7 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Raise unless ranks with work make one call; return it, and whether some ranks are in join. Collective.
+        """Exchange reports; raise unless working ranks make one call; return it, and if others are in join. Collective.
 
         ``number`` and ``place`` are those of a call that is not the last one.
         """
@@ -225,7 +225,10 @@ class Agreement:
         return settled(error)
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Add to a Stalled, in place, who is late and where, by asking them; to a TransportError this rank. Local."""
+        """Complete a Stalled in place: ask who is late, give up on the board; a TransportError gets this rank. Local.
+
+        It leaves other errors as they are.
+        """
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
             mark_stalled(error, self._group.rank)

@@ -218,7 +218,7 @@ class Pending:
         return noted(error, f"in {unseen[0]._text()}, for which nobody has waited{more}")
 
     def saw(self, work: Work) -> None:
-        """Note that somebody has seen a call's error."""
+        """Count a call's error as seen, so that no later call raises it. Local."""
         with self._changed:
             if work in self._unseen:
                 self._unseen.remove(work)

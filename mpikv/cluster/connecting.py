@@ -97,7 +97,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
 
 
 def set_rank_variables_of_mpiexec() -> None:
-    """Under a bare mpiexec with several ranks start MPI and set PyTorch's rank variables. Collective.
+    """If mpiexec alone started several ranks, start MPI and set PyTorch's rank variables; else nothing. Collective.
 
     The first rank tells the others its address. Elsewhere, as under ``mpikv run``, it does nothing.
 
@@ -136,7 +136,7 @@ def _describe_crowd(group: ProcessGroup) -> str:
 
 
 def _find_simulated(comm: Any) -> Any:
-    """Return ``comm`` if it is of this simulated rank, or without one all ranks' communicator. Local.
+    """Return ``comm`` if it is of this simulated rank, all ranks' communicator if it is None, else raise. Local.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
@@ -164,7 +164,7 @@ def _check_communicator(comm: Any) -> None:
 
 
 def _check_container() -> None:
-    """If MPICH may not read other processes turn that off, or warn; raise if it lacks shared memory. Local."""
+    """If MPICH is denied single copies turn them off, or warn; TransportUnavailable if /dev/shm is short. Local."""
     mpi = load_mpi(start=False)
     library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
     if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):

@@ -150,7 +150,7 @@ def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Unless MPI has started set MPICH's variable against single copies, if missing; return whether it is set.
+    """Unless MPI has started set MPICH's variable against single copies, if missing; return whether they are off.
 
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)

@@ -110,7 +110,7 @@ class Recorder:
         self._ring, self._labels = (memoryview(bytearray(n)) for n in (RING * RECORD.itemsize, LABELS * NOTE_BYTES))
 
     def _sample(self, now: int, length: int) -> int:
-        """Return the main thread's time on a core in the last ``length``, to ``now``; may renew signs. Local."""
+        """Return the main thread's time on a core in the last ``length`` to ``now``; may write signs to the board."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now

@@ -82,7 +82,7 @@ class ProcessGroup:
             self.host_cores = len(os.sched_getaffinity(0))
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
-        """Find the hosts of the ranks; set ``hosts`` and its like, and make two communicators. Collective."""
+        """Set this group's hosts and local ranks, and make the host's and another communicator. Collective."""
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
         # the next collective.
         self._control = self.comm.Dup()

@@ -148,7 +148,7 @@ os.register_at_fork(after_in_child=_main_clock.cache_clear)
 
 @cache
 def _watch_collector() -> list[int]:
-    """From the first call on, count the nanoseconds of Python's garbage collector; return a list of them. Local."""
+    """From the first call on, count the garbage collector's nanoseconds, first in the returned list. Local."""
     spent = [0, 0]
 
     def note(phase: str, _: object) -> None:

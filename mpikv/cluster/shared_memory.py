@@ -148,7 +148,7 @@ def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | 
 
 
 def find_membarrier(machine: str) -> Callable[[], object]:
-    """Return a function that orders this thread's memory accesses, by the system call membarrier. Local.
+    """Return a function that orders this thread's memory accesses, by membarrier(2); TransportError without it. Local.
 
     Raises:
         TransportError: the call is unknown for this processor, or fails.

@@ -293,7 +293,7 @@ def _pid_space() -> int:
 
 
 def _state(slot: Any) -> str:
-    """Return whether a rank's process is ``running``, ``stopped``, ``dead`` or ``gone``. Local."""
+    """Return whether a process is ``running``, as one not seen from here, ``stopped``, ``dead`` or ``gone``. Local."""
     pid = int(slot["pid"])
     if (peer := present().peer(pid)) is not None:
         return peer.state()

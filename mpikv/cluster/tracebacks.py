@@ -43,7 +43,7 @@ _OTHERS = 0.2
 
 
 def hide_frames(error: BaseException) -> None:
-    """Cut mpikv's frames out of the tracebacks of an error and its causes, unless it is a bug here. Local.
+    """Cut mpikv's frames out of the tracebacks of an error and its causes, unless it is a bug or they are kept. Local.
 
     From Python 3.11 on, a bare ``raise`` afterwards adds no frame of its own.
     """
@@ -78,7 +78,7 @@ def hidden_from_pytest(raised: Any) -> bool:
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank, and sleep, so that another rank can print or end the job first. Local.
+    """Print the error that ends a rank; if another rank prints it, first a line, and all after some seconds. Local.
 
     If another rank has raised it too, print one line first. Print the rest if the job has not ended when this rank's
     turn comes.

@@ -167,7 +167,7 @@ class Collectives:
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
     def _reduce_in_place(self, send: Array, out: Array, op: Op) -> bool:
-        """Reduce a large array, read where it lies, to all ranks' ``out``; False: small or unreadable. Collective."""
+        """Reduce a large array, read where it lies, to every rank's ``out``; return whether it could. Collective."""
         if send.nbytes > self._small and isinstance(self._transport, ReadsInPlace):
             counts = self._divide(send)
             if (pieces := self._transport.read_terms(send, counts)) is not None:

@@ -207,14 +207,14 @@ class Mailbox:
                         present().thread(self._tell, "mpikv mailbox ends").start()
 
     def _move(self, new: Message | None = None) -> None:
-        """Begin a new call, move what can be moved, and tell the callers whose calls have ended. Does not wait."""
+        """Begin a call if given one, move what can move, and call ``end`` of calls that have ended. Does not wait."""
         try:
             self._step(new)
         finally:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
-        """Begin a call, move what can move, and note ended calls for _tell; an error ends all calls. Takes the lock."""
+        """Begin a call if given one, move what can move, and note ended calls; an error ends all. Takes the lock."""
         with self._lock:
             try:
                 if new is not None:
@@ -322,7 +322,7 @@ class _Streams:
             self._receives.append(message)
 
     def step(self) -> Iterator[tuple[Message, str]]:
-        """Move what can be moved; yield complete calls, each with "" or the length of a message that did not fit.
+        """Move what can move; yield complete calls, each with "" or the length of a message that did not fit.
 
         After a failure, too: those before it are complete.
         """
@@ -404,7 +404,7 @@ class _Messages:
             message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
 
     def step(self) -> Iterator[tuple[Message, str]]:
-        """Test the pending calls without waiting; yield those that are complete, with the length of a misfit."""
+        """Test the pending calls without waiting; yield complete ones, each with "" or the length that did not fit."""
         for message in tuple(self._pending):
             status, sent = self._mpi.Status(), ""
             with self._group.translated(message.verb):

@@ -127,7 +127,7 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return, at the root, arrays that add up to the sum of every rank's ``send``. Collective."""
+        """Return, at the root, arrays that add up to the sum of every rank's ``send``, elsewhere any. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
