@@ -318,7 +318,7 @@ class AsyncKVStore(KVStore):
                 self._begin()
 
     def _prepare_drained(self, verb: str, failure: BaseException | None) -> PreparedCall:
-        """Prepare to adopt the optimizer's settings; raise a failed request. Local; its run is collective."""
+        """Prepare to adopt the optimizer's settings; raise ``failure`` if given. Local; its run is collective."""
         if failure is not None:
             raise failure
         updater = self._exchange.updater

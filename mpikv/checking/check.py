@@ -139,7 +139,7 @@ class Check(Standing):
             self._compare_first()
 
     def _compare_first(self) -> None:
-        """Wait for all ranks to make the first nonblocking call not compared yet; raise if they differ. Collective."""
+        """Wait for all ranks' first nonblocking call not compared yet; end the checks if they differ. Collective."""
         number, call, place = self._pending[0]
         try:
             equal = self._tickets.meet(number)
@@ -180,7 +180,7 @@ class Check(Standing):
         self.wait(is_done, request.describe, request)
 
     def wait(self, is_done: Callable[[], Any], describe: Describe, keep: Any = None) -> Any:
-        """Wait until ``is_done()`` is true, and return its value; if it ends in Stalled, end the checks.
+        """Wait, as the status board shows, until ``is_done()`` is true, and return its value; Stalled ends the checks.
 
         ``keep`` is kept alive after a failure: MPI may still read and write its buffer.
 
@@ -247,7 +247,7 @@ class Check(Standing):
             log("rank %d never waited for %s", self.group.rank, text)
 
     def announce_end(self) -> None:
-        """Make the end of the program this rank's next call, and log what was left. May end the job. Local."""
+        """Post the end of the program as the next call, and log requests never waited for; may end the job. Local."""
         if self._about and self.group.rank == 0:
             log("%s was never freed", self._about.removeprefix(" on "))
         self._tell_left()

@@ -42,8 +42,8 @@ class Unknown(TypeError):
     """This rank cannot tell a fact: its message is of a derived datatype, empty where counts differ, or a mistake."""
 
 
-def describe_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], named: Mapping[str, Any]) -> Call:
-    """Return a :class:`Call` with the facts of these arguments, the first of which is its communicator. Local."""
+def make_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], named: Mapping[str, Any]) -> Call:
+    """Return a :class:`Call` that ranks compare by the facts in these arguments, the first its communicator. Local."""
     try:
         return call_of(verb, facts(*given, **named))
     except Unknown:
@@ -63,7 +63,7 @@ def key_of(verb: str, values: Iterable[Any]) -> tuple[Any, ...] | None:
 
 @lru_cache(4096)
 def call_of(verb: str, facts: Facts | None) -> Call:
-    """Return the call with these facts; None: it meets any call, since this rank cannot tell them."""
+    """Return a :class:`Call` that ranks compare by its verb and these facts; with None it matches any call. Cached."""
     if facts is None:
         return Call(verb, ANY, "?")
     # None by identity: numpy's float64 == None.
@@ -73,7 +73,7 @@ def call_of(verb: str, facts: Facts | None) -> Call:
 
 
 def text_of(fact: Fact) -> str:
-    """Return a fact in words."""
+    """Return a fact in words, as "root 0" or "float64[3]"."""
     if isinstance(fact, tuple):
         kind, count = fact
         return f"{name_of(kind)}[{count}]"
@@ -158,7 +158,7 @@ def op_of(op: Any) -> str:
 
 
 def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
-    """Return a function that returns the facts of a gather or scatter; ``counted``: all blocks have one count.
+    """Return a function that finds the facts of a gather or scatter; ``counted``: all blocks have one count.
 
     Each rank has one block, the root also a message of all; no other rank looks at that.
     """

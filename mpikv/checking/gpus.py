@@ -21,7 +21,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array
 from ..transports.nccl import ALL_WIRES
 from .check import Check
-from .facts import BUFFERS, MPI, Facts, call_of, counts_of, describe_call, on_gpus, op_of, text_of, unpack
+from .facts import BUFFERS, MPI, Facts, call_of, counts_of, make_call, on_gpus, op_of, text_of, unpack
 
 _OPS = ("sum", "prod", "min", "max")
 _ADVICE = "copy the array to the host, as by cupy.asnumpy"
@@ -67,7 +67,7 @@ class Gpus:
     # --- How a call becomes a step. Local; the names of arguments are mpi4py's
 
     def reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: Any = None, scatters: bool = False) -> Step:
-        """Return a function that moves, by a transport, a reduction to all ranks, to ``root`` or in blocks. Local.
+        """Return a function that makes a reduction by a transport: to all ranks, to ``root`` or in blocks. Local.
 
         Raises:
             Unsupported: NCCL has none of this kind.
@@ -87,12 +87,12 @@ class Gpus:
         return lambda mover: mover.reduce_scatter(send.copy() if copies else send, part, counts, operation)
 
     def broadcast(self, buf: Any, root: int = 0) -> Step:
-        """Return a function that moves, by a transport, a broadcast. Local."""
+        """Return a function that makes a broadcast by a transport. Local."""
         [array] = (self._read if self._rank == root else self._fill)(buf)
         return lambda mover: mover.broadcast(array, root)
 
     def gather(self, sendbuf: Any, recvbuf: Any, root: Any = 0, vector: bool = False, back: bool = False) -> Step:
-        """Return a function that moves a gather, or ``back`` a scatter; with root None an allgather. Local.
+        """Return a function that makes a gather by a transport, or ``back`` a scatter; root None: an allgather. Local.
 
         Each rank has one block; the root, or each rank if the root is None, has those of all.
         """
@@ -106,7 +106,7 @@ class Gpus:
         return partial(self._exchange, *(sides[::-1] if back else sides))
 
     def swap(self, sendbuf: Any, recvbuf: Any, vector: bool = False) -> Step:
-        """Return a function that moves, by a transport, a block from each rank to each. Local."""
+        """Return a function that sends a block from each rank to each, by a transport. Local."""
         in_place, parts = sendbuf is None or sendbuf is MPI.IN_PLACE, self._fill(recvbuf, self._size, vector)
         return partial(self._exchange, None if in_place else self._read(sendbuf, self._size, vector), parts)
 
@@ -125,11 +125,9 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run a step on the GPU, after the work on the current stream, and wait; a failure ends the checks. Collective.
+        """Run ``step`` with a GPU transport, after the current stream, and wait; an error ends the checks. Collective.
 
         Ranks have agreed on it. The first one connects the GPUs.
-
-        Ranks have agreed on it.
         """
         try:
             self.mover = self.mover or self._check.join_gpus(self._memory, self._nccl)
@@ -169,7 +167,7 @@ def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
         gpus = check.gpus = check.gpus or Gpus(check, on_gpus((*given, *named.values()))[0])
         gpus.order.begin()
         step = _STEPS[verb](gpus, *given, **named)
-        made = describe_call(verb, partial(_facts_of, verb), (comm, *given), named)
+        made = make_call(verb, partial(_facts_of, verb), (comm, *given), named)
     except Exception as problem:
         if verb in BUFFERS:
             check.begin(call_of(verb, None), problem)

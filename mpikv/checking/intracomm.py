@@ -22,7 +22,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.tracebacks import place_here
 from ..config import Config
 from .check import Check, Describe, end_checks
-from .facts import BUFFERS, OBJECTS, Facts, call_of, describe_call, key_of, nothing, on_gpus
+from .facts import BUFFERS, OBJECTS, Facts, call_of, key_of, make_call, nothing, on_gpus
 
 MPI: Any = load_mpi()
 _Comm: Any = MPI.Intracomm
@@ -186,7 +186,7 @@ def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, po
         if (call := check.calls.get(key)) is None:
             if of_buffers and on_gpus((*given[1:], *named.values())):
                 return _run_on_gpus(verb, *given, **named)
-            call = describe_call(verb, facts, given, named)
+            call = make_call(verb, facts, given, named)
             if key:
                 if len(check.calls) >= _MOST_CALLS:
                     check.calls.clear()
@@ -240,7 +240,7 @@ def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
 
 @_unless_free
 def _call_and_wait(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Make a blocking call by its nonblocking form, and wait for it with the deadline."""
+    """Make a blocking send or receive by its nonblocking form, and wait for it with the deadline."""
     # The place of the status, which the nonblocking call lacks.
     options, at = dict(named), len(_signature(_nonblocking(name)).parameters) - 1
     status = given[at] if len(given) > at else options.pop("status", None)
