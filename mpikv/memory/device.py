@@ -23,7 +23,7 @@ _GPUS: WeakSet[Gpu] = WeakSet()
 
 
 def locate(value: Any) -> tuple[Array, Gpu | None]:
-    """Return ``value`` as an array, without a copy, and its GPU, or None if it is on the host. Local.
+    """Return ``value`` as an array, uncopied, and its GPU (None: host); Unsupported without a store on that GPU. Local.
 
     Raises:
         TypeError: not an array.

@@ -95,8 +95,6 @@ class Transport(Protocol):
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Send the r-th part of ``send`` to rank r, or all of it to every rank; return each rank's bytes. Collective.
 
-        With ``counts`` None it sends all.
-
         ``send`` is uint8, equally long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank
         receives all bytes of every rank.
 
