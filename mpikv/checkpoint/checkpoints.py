@@ -91,7 +91,7 @@ class Checkpoints:
         return call, lambda: self._save(call, Draft(path), header, residuals, wait, packed)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
-        """Return the keys, the distinct kinds of keys, and the position of each key's kind. Local."""
+        """Return the keys, their distinct descriptions, and the position of each key's description. Local."""
         table, slots = self._exchange.values.table, self._exchange.updater.slots
         # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
         counts, earlier = table.counts.tolist(), table.earlier.tolist()

@@ -171,7 +171,7 @@ def check_dumpable(optimizer: Optimizer) -> None:
 
 
 def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
-    """Return a checkpoint's updater, a new object or the present one; CheckpointError if neither fits. Local.
+    """Return a file's updater, new or the present one if that fits; CheckpointError if neither does. Local.
 
     Raises:
         CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.

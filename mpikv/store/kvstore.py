@@ -471,7 +471,7 @@ class KVStore(RankedStore):
         return (self._collective if self._waits(verb, wait) else self._issue)(verb, prepare, *arguments)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
-        """Read some rows of the value of a key, or of each key of a list; only they travel. Collective.
+        """Fill ``out``, or return new ones, with the rows ``row_ids`` of a key, or of each key of a list. Collective.
 
         ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension at least.
 

@@ -102,7 +102,7 @@ class Bucket:
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
-    """Return the gradients in groups, in order; a group ends when it has ``most`` bytes or more. Local.
+    """Return the gradients in order, in groups of ``most`` bytes or just above, the first of ``first``. Local.
 
     The first one ends at ``first`` bytes, so that its exchange begins early.
     """

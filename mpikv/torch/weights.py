@@ -111,7 +111,7 @@ class Weights:
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """At the end of a pass: compare weights if changes are due, or if ``number`` is a power of two. Collective.
+        """At a pass's end: compare weights if a change is due or ``number`` a power of two; accept changes. Collective.
 
         ``changed`` says whether weights of a rank had changed before the pass ended.
 

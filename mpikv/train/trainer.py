@@ -716,7 +716,7 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update weights by sums here unless a gradient overflows; after a failure the Trainer is unusable.
+        """Update weights on this rank and count it, unless a gradient overflows; a failure makes the Trainer unusable.
 
         Collective with a loss scaler.
         """

@@ -57,7 +57,7 @@ class Work(dist.Work):  # type: ignore[misc]
         return self._describe()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Complete the call, well or with an error. Runs the functions that were given to the future. Local."""
+        """Complete the call, well or with an error, and run the functions that were given to its future. Local."""
         if error is not None:
             hide_frames(error)
             self._trace = error.__traceback__
@@ -76,7 +76,7 @@ class Work(dist.Work):  # type: ignore[misc]
         self.finish(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call has completed, and raise what it raised. Local.
+        """Wait until the call has ended; return True, or raise its error, which counts as seen then. Local.
 
         Raises:
             TimeoutError: it has not completed within ``timeout``, if that is above 0; the call goes on.
