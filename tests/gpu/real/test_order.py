@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpikv
+from mpikv import RowSparse
+from mpikv.compute.cuda.gpu import CupyGpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
 
@@ -166,6 +171,192 @@ def test_their_new_arrays(kv, cupy, late, stream):
         late(before, np.nan)
         del before
         assert (work.wait().get() == 3).all()
+
+
+def held(kv: Any) -> threading.Event:
+    """Hold the thread of a store before its next call until the event is set."""
+    released, least = threading.Event(), kv._pending._least
+
+    def wait(queued: int) -> int:
+        assert released.wait(20)
+        return least(queued)
+
+    kv._pending._least = wait
+    return released
+
+
+def test_new_arrays_that_are_made_late(kv, cupy, late):
+    """In memory that their stream has had meanwhile, and may still use; whoever takes them gives it back there."""
+    kv.init("w", cupy.full(SIZE, 3, np.float32))
+    with cupy.cuda.Stream(non_blocking=True) as caller:
+        released = held(kv)
+        work = kv.pull("w", wait=False)
+        before = cupy.empty(SIZE, np.float32)
+        late(before, np.nan)
+        place = before.data.ptr
+        del before
+        released.set()
+        with cupy.cuda.Stream(non_blocking=True):
+            kv.pull("w").get()  # for which the store's stream has to make the first pull, too
+        out = work.wait()
+        assert out.data.ptr == place, "it is no memory of the caller's stream"
+        assert (out.get() == 3).all()
+        late(out, 7)
+        del out, work
+        again = cupy.ones(SIZE, np.float32)
+        assert (again.get() == 1).all()
+        caller.synchronize()
+
+
+def test_memory_of_a_call_that_is_refused_is_not_taken_too_early(kv, cupy, late):
+    """Rows in a list are summed before the ranks agree."""
+    kv.init("rows", RowSparse([0], cupy.zeros((1, SIZE), np.float32), (3, SIZE)))
+    with cupy.cuda.Stream(non_blocking=True):
+        for _ in range(10):
+            rows = cupy.ones((2, SIZE), np.float32)
+            late(rows, 1)
+            given = [RowSparse([1], each[None], (3, SIZE)) for each in rows]
+            work = kv.push("rows", given, priority="high", wait=False)
+            del rows, given
+            while not work.done:
+                time.sleep(1e-3)
+            others = [cupy.full((2, SIZE), 5, np.float32) for _ in range(3)]
+            with pytest.raises(mpikv.ValueMismatch, match="priority"):
+                work.wait()
+            assert all((other.get() == 5).all() for other in others)
+
+
+def test_wait_orders_the_stream_of_whoever_waits(kv, cupy, late):
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    issuing, *others = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
+    found = []
+
+    def wait(stream):
+        cupy.cuda.Device(work.wait().device.id).use()
+        with stream:
+            found.append(work.wait().get())
+
+    with issuing:
+        gradient = cupy.empty(SIZE, np.float32)
+        late(gradient, 2)
+        work = kv.pushpull("w", gradient, wait=False)
+    thread = threading.Thread(target=wait, args=(others[0],))
+    thread.start()
+    thread.join(20)
+    wait(others[1])
+    assert len(found) == 2
+    assert all((each == 2 * kv.size).all() for each in found)
+
+
+def left(kv):
+    with kv.join():
+        pass
+
+
+def test_any_other_call_orders_all_that_were_not_waited_for(kv, cupy, late):
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    view = kv.view("w")
+    for number, other in enumerate([kv.barrier, lambda: kv.view("w"), lambda: left(kv), lambda: kv.pull("w")], 1):
+        with cupy.cuda.Stream(non_blocking=True):
+            gradient, out = cupy.empty(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+            late(gradient, number)
+            works = [kv.pushpull("w", gradient, out, wait=False) for _ in range(2)]
+            other()
+            assert works[1].done
+            out += 1
+            assert (out.get() == number * kv.size + 1).all()
+            assert (view.get() == number * kv.size).all()
+
+
+def test_a_store_comes_after_what_another_has_pending(kv, cupy):
+    """NCCL wants one order of all calls of a process, and each store has a thread of its own."""
+    ones = cupy.ones(9, np.float32)
+    kv.init("w", ones)
+    with mpikv.create("nccl", timeout=20) as other:
+        other.init("w", ones)
+        for verb, wait in (("push", True), ("push", False), ("pull", True), ("pull", False)):
+            released = held(kv)
+            works = [kv.push("w", ones, wait=False) for _ in range(3)]
+            opening = threading.Timer(0.05, released.set)
+            opening.start()
+            made = getattr(other, verb)(*(("w",) if verb == "pull" else ("w", ones)), wait=wait)
+            assert all(work.done for work in works), f"{verb} with wait={wait} came first"
+            if not wait:
+                made.wait()
+            opening.join()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_arrays_are_let_go_of_without_another_call(kv, cupy, stream, wait):
+    kv.init("w", cupy.zeros(3, np.float32))
+    given, out = cupy.ones(3, np.float32), cupy.ones(3, np.float32)
+    lives = [weakref.ref(array) for array in (given, out)]
+    work = kv.pushpull("w", given, out, wait=wait)
+    if not wait:
+        work.wait()
+    del given, out, work
+    for _ in range(1000):
+        gc.collect()
+        if all(life() is None for life in lives):
+            return
+        time.sleep(1e-2)
+    pytest.fail("they are kept")
+
+
+def test_arrays_of_other_libraries_are_in_order_already(kv, cupy, monkeypatch):
+    """Those of calls that nobody waits for: what their library has to do by then came after the call."""
+    adopted, adopt = [], CupyGpu.adopt
+
+    def noted(gpu, value, ordered=False):
+        adopted.append(ordered)
+        return adopt(gpu, value, ordered)
+
+    class Lent:
+        def __init__(self, array):
+            self.shape, self.__dlpack__ = array.shape, array.__dlpack__
+            self.__dlpack_device__ = array.__dlpack_device__
+
+    monkeypatch.setattr(CupyGpu, "adopt", noted)
+    out = cupy.zeros(3)
+    kv.init("w", cupy.zeros(3))
+    for wait in (True, False):
+        adopted.clear()
+        made = kv.pushpull("w", Lent(cupy.ones(3)), lent := Lent(out), wait=wait)
+        assert (made if wait else made.wait()) is lent
+        assert set(adopted) == {not wait}
+    assert (out.get() == kv.size).all()
+
+
+def test_a_store_that_is_left_by_an_error_with_calls_pending(cupy):
+    kv = mpikv.create("nccl", timeout=2)
+    kv.init("w", np.zeros(3))
+    released = held(kv)
+    work = kv.push("w", np.ones(3), wait=False)
+    with pytest.raises(ZeroDivisionError), kv:
+        _ = 1 / 0
+    released.set()
+    with pytest.raises(mpikv.MPIKVError):
+        work.wait(20)
+    with pytest.raises(mpikv.Closed, match="ZeroDivisionError"):
+        kv.pull("w")
+
+
+@pytest.mark.ranks(1)
+def test_a_failure_that_the_watchdog_finds_ends_the_store(cupy, monkeypatch):
+    def watch(gpu):
+        raise mpikv.TransportError("an illegal address")
+
+    def use_until_it_fails():
+        for _ in range(10_000):
+            kv.push("w", cupy.ones(3))
+
+    monkeypatch.setattr(CupyGpu, "watch", watch)
+    kv = mpikv.create("nccl", timeout=20)
+    kv.init("w", cupy.zeros(3))
+    with pytest.raises(mpikv.TransportError, match="an illegal address"):
+        use_until_it_fails()
+    with pytest.raises(mpikv.Closed, match="an illegal address"):
+        kv.push("w", cupy.ones(3))
 
 
 def test_arrays_of_the_host(kv, cupy):
