@@ -53,7 +53,7 @@ def stream(request: pytest.FixtureRequest, cupy: Any) -> Any:
 
 @pytest.fixture
 def kv() -> Any:
-    with mpikv.create("nccl") as store:
+    with mpikv.create("nccl", bucket_bytes=4 * SIZE) as store:
         yield store
 
 
@@ -212,7 +212,7 @@ def test_memory_of_a_call_that_is_refused_is_not_taken_too_early(kv, cupy, late)
     """Rows in a list are summed before the ranks agree."""
     kv.init("rows", RowSparse([0], cupy.zeros((1, SIZE), np.float32), (3, SIZE)))
     with cupy.cuda.Stream(non_blocking=True):
-        for _ in range(10):
+        for _ in range(3):
             rows = cupy.ones((2, SIZE), np.float32)
             late(rows, 1)
             given = [RowSparse([1], each[None], (3, SIZE)) for each in rows]
@@ -272,7 +272,7 @@ def test_a_store_comes_after_what_another_has_pending(kv, cupy):
     """NCCL wants one order of all calls of a process, and each store has a thread of its own."""
     ones = cupy.ones(9, np.float32)
     kv.init("w", ones)
-    with mpikv.create("nccl", timeout=20) as other:
+    with mpikv.create("nccl", timeout=20, bucket_bytes=1 << 14) as other:
         other.init("w", ones)
         for verb, wait in (("push", True), ("push", False), ("pull", True), ("pull", False)):
             released = held(kv)
@@ -328,7 +328,7 @@ def test_arrays_of_other_libraries_are_in_order_already(kv, cupy, monkeypatch):
 
 
 def test_a_store_that_is_left_by_an_error_with_calls_pending(cupy):
-    kv = mpikv.create("nccl", timeout=2)
+    kv = mpikv.create("nccl", timeout=2, bucket_bytes=1 << 14)
     kv.init("w", np.zeros(3))
     released = held(kv)
     work = kv.push("w", np.ones(3), wait=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 from itertools import permutations
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,10 +34,25 @@ PLACEMENTS = ("root", "sharded", "replicated")
 # each step of a sum: so what all stores have in common is tried on two ranks at most.
 @pytest.mark.ranks(1, 2)
 class TestStore(StoreContract):
+    options: Mapping[str, Any] = MappingProxyType({})
+
     def create(self, **options: Any) -> mpikv.KVStore:
-        store = mpikv.create("nccl", **options)
+        store = mpikv.create("nccl", **{"bucket_bytes": 1 << 14, **self.options, **options})
         assert store.is_capable("gpu")
         return store
+
+
+class TestInAFixedOrder(TestStore):
+    options = MappingProxyType({"deterministic": True})
+
+
+class TestReplicas(TestStore):
+    options = MappingProxyType({"placement": "replicated"})
+    callables = False
+
+
+class TestAtTheRoot(TestStore):
+    options = MappingProxyType({"placement": "root"})
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpikv
-from mpikv.errors import PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.compute.cuda.gpu import CupyGpu
+from mpikv.errors import (
+    Closed,
+    PeerFailed,
+    RankMismatch,
+    TransportError,
+    TransportUnavailable,
+    Unsupported,
+    ValueMismatch,
+)
+from mpikv.transports.nccl import NcclTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(120)]
 SEVERAL = pytest.mark.ranks(2, 3)
@@ -17,7 +29,7 @@ SEVERAL = pytest.mark.ranks(2, 3)
 
 @pytest.fixture
 def kv(cupy: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    with mpikv.create("horovod", **getattr(request, "param", {})) as store:
+    with mpikv.create("horovod", **{"bucket_bytes": 1 << 20, **getattr(request, "param", {})}) as store:
         cupy.cuda.Device(store.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         yield store
 
@@ -132,3 +144,84 @@ def test_a_stream_that_is_captured_on_one_rank(cupy: Any, kv: Any) -> None:
         if kv.rank == 0:
             stream.end_capture()
     kv.pushpull("g", array)
+
+
+def test_sums_are_made_where_arrays_lie(cupy: Any, kv: Any, scarce: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied, and no memory is taken."""
+    arrays, copied = [cupy.full(size, kv.rank + 1, "f4") for size in (5, 3000, 40000)], list[Any]()
+    outs, names = [cupy.empty_like(array) for array in arrays], list("abc")
+    kv.pushpull(names, arrays, out=outs)
+    taken = scarce.taken
+    if kv.size > 1:
+        monkeypatch.setattr(CupyGpu, "copy", lambda *given: copied.append(given))
+    kv.pushpull(names, arrays, out=outs)
+    kv.pushpull(names, arrays)
+    assert (scarce.taken, copied) == (taken, [])
+    for array in (*arrays, *outs):
+        assert (array.get() == sum(range(1, kv.size + 1))).all()
+
+
+# --- Where NCCL cannot be had, fails, and ends
+
+
+@SEVERAL
+def test_without_nccl_arrays_are_copied(
+    cupy: Any, kv: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all ranks, though one may lack it; and nobody asks again."""
+    asked = list[int]()
+
+    def find() -> None:
+        asked.append(1)
+        raise TransportUnavailable("no library")
+
+    if kv.rank == kv.size - 1:
+        monkeypatch.setattr("mpikv.creation.find_nccl", find)
+    with caplog.at_level(logging.WARNING, "mpikv"):
+        for name in ("a", "b", "a"):
+            assert (kv.pushpull(name, cupy.ones(3)).get() == kv.size).all()
+    said = [text for text in caplog.messages if "because a rank reports: no library" in text]
+    assert (len(said), len(asked)) == (kv.rank == 0, kv.rank == kv.size - 1)
+
+
+@SEVERAL
+@pytest.mark.parametrize(("transport", "status"), [("shm", 1), ("mpi", 1), ("shm", None)])
+def test_a_sum_that_fails_or_never_ends_on_one_rank_is_over_everywhere(
+    cupy: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch, transport: str, status: int | None
+) -> None:
+    kv = mpikv.create("horovod", timeout=20 if status else 2.0, transport=transport)
+    array, call = cupy.ones(3), NcclTransport._call
+    kv.pushpull("g", array)
+
+    def fail(mover: Any, function: Any, *arguments: int, on_stream: bool = True) -> None:
+        def allreduce(*_: int) -> None:
+            raise mover._nccl.NcclError(status)
+
+        call(mover, allreduce if on_stream else function, *arguments, on_stream=on_stream)
+
+    if kv.rank == 0 and status:
+        monkeypatch.setattr(NcclTransport, "_call", fail)
+    elif kv.rank == 0:
+        monkeypatch.setattr(NcclTransport, "allreduce_each", lambda *_: None)
+    with pytest.raises((TransportError, Closed), match="a CUDA call failed" if status else None):
+        again(lambda: kv.pushpull("g", array), *[] if status else [array.get, kv.barrier])
+    with pytest.raises((Closed, TransportError)):
+        kv.pushpull("g", np.ones(3))
+
+
+def again(*calls: Callable[[], Any]) -> None:
+    """Make calls until one fails."""
+    for _ in range(1000):
+        for each in calls:
+            each()
+
+
+@SEVERAL
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_the_end_of_a_store_ends_its_sums(cupy: Any, gpu: Any, error: type[Exception] | None) -> None:
+    with pytest.raises(error) if error else nullcontext(), mpikv.create("horovod", timeout=20) as kv:
+        kv.pushpull("g", cupy.ones(3))
+        if error:
+            raise error
+    with pytest.raises(Closed):
+        kv.pushpull("g", cupy.ones(3))

@@ -162,7 +162,7 @@ def test_what_is_beyond_the_values_of_a_list_is_not_given_to_others():
 
 
 def test_the_page_has_these_figures():
-    page = (Path(__file__).parents[3] / "docs" / "explanation" / "gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "gpu.md").read_text()
     for name, shapes in SETS.items():
         layouts = [Layout(shapes, size) for size in (2, 4, 8)]
         counts = ", ".join(str(len(layout.buckets)) for layout in layouts)
