@@ -40,12 +40,12 @@ def listed(name: str) -> list[str]:
 
 
 def sessions(area: str) -> list[list[str]]:
-    """Return the arguments of pytest in three sessions: the tests of an area, then all that scripts/test runs."""
+    """Return the arguments of pytest in three sessions: the tests of an area, all that scripts/test runs, and GPUs'."""
     fast = ["--simulate", "--ranks=1,2,3"]
     left_out = [f"--ignore={file}" for file in listed("long")]
     whole = [f"tests/{folder}" for folder in ("unit", "docs", "simulation", "store", "contract")]
     first = [f"tests/{file}.py" for file in FIRST[area].split()]
-    return [[*fast, *first], [*fast, *left_out, *whole], ["--ranks=1", *listed("stand_ins")]]
+    return [[*fast, *first], [*fast, *left_out, *whole], ["--ranks=2", "tests/gpu/real"]]
 
 
 def noticed(tree: Tree, arguments: Sequence[str]) -> str:
@@ -60,7 +60,8 @@ def noticed(tree: Tree, arguments: Sequence[str]) -> str:
 
 def session(tree: Tree, arguments: Sequence[str]) -> Outcome:
     """Return how a session of pytest ends."""
-    return tree.run_on("mpich", ["-x", "--tb=no", *arguments], LIMIT)
+    library = "emulated" if any("tests/gpu/" in word for word in arguments) else "mpich"
+    return tree.run_on(library, ["-x", "--tb=no", *arguments], LIMIT)
 
 
 def run(mutants: Iterable[Mutant], results: Path, jobs: int) -> None:

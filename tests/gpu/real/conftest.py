@@ -41,12 +41,12 @@ class Scarce:
         self._memory, self._pool = cupy.cuda.memory, cupy.get_default_memory_pool()
         self.spare: int | None = None
         """How many allocations are left before one fails, once; None: none fails."""
-        self.taken = 0
-        """How many there were."""
+        self.taken = list[int]()
+        """The bytes of each."""
 
     def take(self, nbytes: int) -> Any:
         if nbytes:
-            self.taken += 1
+            self.taken.append(nbytes)
             if self.spare is not None:
                 self.spare = self.spare - 1 if self.spare else None
                 if self.spare is None:

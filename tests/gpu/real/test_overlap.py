@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,10 +80,15 @@ class Log(list[Any]):
             if not on_stream:
                 call(mover, function, *more, on_stream=False)
                 return
-            name, count = function.__name__, more[0] * (1 if function.__name__ in ("allGather", "broadcast") else 4)
-            sent, got = (count * (mover.size if name == each else 1) for each in ("reduceScatter", "allGather"))
-            self.note(name, mover._order.lane.handle, [Use(source, source + sent, False), Use(into, into + got, True)])
-            call(mover, function, source, into, *more)
+
+            @wraps(function)
+            def noted(*given: int) -> None:
+                name, count = function.__name__, more[0] * (1 if function.__name__ in ("allGather", "broadcast") else 4)
+                sent, got = (count * (mover.size if name == each else 1) for each in ("reduceScatter", "allGather"))
+                self.note(name, given[-1], [Use(source, source + sent, False), Use(into, into + got, True)])
+                function(*given)
+
+            call(mover, noted, source, into, *more)
 
         def copied(gpu: CupyGpu, targets: Sequence[Any], sources: Sequence[Any]) -> None:
             self.note("copy", gpu.current().handle, [*uses(sources), *uses(targets, True)])
@@ -273,8 +279,7 @@ def test_each_wait_that_is_left_out_is_a_race(cupy: Any, log: Log, verb: str) ->
     each = [{place} for place in waits]
     if verb == "pull":
         # Of these the first or the second brings the last update, and others but the copies of other messages.
-        lane = job.kv._transport.memory.order._transfers.handle
-        of_transfers = {place for place in waits if log[place][1] == lane}
+        of_transfers = {place for place in waits if log[place][1] == log.of("allGather")[0].stream}
         each = [one for one in each if not one & of_transfers] + [of_transfers]
     assert len(waits) > 8
     assert [one for one in each if not has_race(log.done(one))] == []
