@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -21,7 +22,7 @@ from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, slice_bytes, unknown_variables, wants_slices
-from .errors import ConfigError, Stalled, TransportUnavailable, Unsupported, known_names
+from .errors import ConfigError, MPIKVError, Stalled, TransportUnavailable, Unsupported, known_names
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside
@@ -201,7 +202,8 @@ def create(
         error.args = (f"create: {error} [rank {group.rank}/{group.size}]",)
         raise
     except Exception:
-        group.close()
+        with suppress(MPIKVError):  # others that come too late hide no error of this rank
+            group.close()
         raise
     prepare_endings(on_gpu=parts.kernels is not None)
     return _build(request, parts)

@@ -133,7 +133,6 @@ class GpuOrder:
         """Called when :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
-        self._lost = False
         self._abort: Callable[[str], None] = _nothing
         self.queue: Door = lambda _, run: run(None)
         """Queues work without a transport, in :meth:`run`."""
@@ -169,12 +168,11 @@ class GpuOrder:
         def check() -> None:
             raise TransportError(f"the GPU has failed: {error}") from error
 
-        self.check, self._lost = check, True
+        self.check = check
 
     def begin(self) -> None:
         """Make the store's stream wait for an issued call's caller; raise if the GPU failed or is captured. Local."""
-        if self._lost:  # not a plain call of check: calls of several ranks are checked when they agree
-            self.check()
+        self.check()
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         if self.call.begin is not None:
