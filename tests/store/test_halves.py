@@ -99,3 +99,12 @@ def test_torchs_bfloat16_is_pushed_and_filled(comm, ranks, transport):
         kv.pull("w", weight)
         assert (weight == total).all()
         assert (mine == 1.5 + kv.rank).all()
+
+
+def test_an_order_of_additions_and_nccls_own_cannot_both_be_had(comm):
+    with pytest.raises(mpikv.Unsupported, match="deterministic=True adds in a fixed order, and native_halves=True in"):
+        mpikv.create(comm=comm, deterministic=True, native_halves=True)
+    with mpikv.create(comm=comm, native_halves=True) as kv:  # the host takes no note of it
+        kv.init("w", np.zeros(3, np.float16))
+        kv.push("w", np.ones(3, np.float16))
+        assert (kv.pull("w") == kv.size).all()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,3 +37,26 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60)
 
     return run
+
+
+class Plan:
+    """Plans failures of this process's emulated GPU, as ``EMULATED_CUDA_FAIL`` does. A call of NCCL with the status -1
+    is held until the next plan; the kernel of one, until its communicator is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def __call__(self, text: str = "") -> None:
+        self._driver.emulated_plan(text.encode())
+
+    def calls(self, *names: str) -> int:
+        """Return how often functions were called so far."""
+        return sum(self._driver.emulated_calls(name.encode()) for name in names)
+
+
+@pytest.fixture
+def plan() -> Iterator[Plan]:
+    made = Plan()
+    yield made
+    made()

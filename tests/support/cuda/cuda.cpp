@@ -72,18 +72,25 @@ int count_devices() {
 
 void tell(const char* what, const char* name) { fprintf(stderr, "emulated CUDA: %s: %s\n", name, what); }
 
-// EMULATED_CUDA_FAIL="cudaMalloc:3=2,cudaEventQuery:1=700": the third call of the one returns 2, the first of the other 700.
+// "cudaMalloc:3=2,cudaEventQuery:1=700": the third call of the one returns 2, the first of the other 700. The variable
+// EMULATED_CUDA_FAIL plans so, and a test for its own process.
+std::map<std::string, std::pair<int, int>> wanted;
+std::map<std::string, int> counted;
+int plans = 0;
+
+bool plan(const std::string& text) {
+    wanted.clear();
+    for (size_t at = 0; at < text.size();) {
+        size_t colon = text.find(':', at), equals = text.find('=', colon), end = text.find(',', equals);
+        wanted[text.substr(at, colon - at)] = {atoi(&text[colon + 1]), atoi(&text[equals + 1])};
+        at = end == std::string::npos ? text.size() : end + 1;
+    }
+    return ++plans;
+}
+const bool planned_before = plan(getenv("EMULATED_CUDA_FAIL") ? getenv("EMULATED_CUDA_FAIL") : "");
+
 int injected(const char* name) {
-    static std::map<std::string, std::pair<int, int>> wanted = [] {
-        std::map<std::string, std::pair<int, int>> found;
-        std::string text = getenv("EMULATED_CUDA_FAIL") ? getenv("EMULATED_CUDA_FAIL") : "";
-        for (size_t at = 0; at < text.size();) {
-            size_t colon = text.find(':', at), equals = text.find('=', colon), end = text.find(',', equals);
-            found[text.substr(at, colon - at)] = {atoi(&text[colon + 1]), atoi(&text[equals + 1])};
-            at = end == std::string::npos ? text.size() : end + 1;
-        }
-        return found;
-    }();
+    counted[name]++;
     auto found = wanted.find(name);
     return found != wanted.end() && --found->second.first == 0 ? found->second.second : 0;
 }
@@ -163,9 +170,26 @@ bool is_memory(const void* address, size_t size) {
     return found != memory.end() && (uintptr_t)address + size <= found->first + found->second.size;
 }
 
+int planned(const char* name, const std::atomic<bool>* aborted) {
+    Lock lock(device().mutex);
+    int status = injected(name), since = plans;
+    while (status == HELD && plans == since && !(aborted && *aborted)) device().changed.wait_for(lock, std::chrono::milliseconds(1));
+    return status == HELD ? 0 : status;
+}
+
 }  // namespace emulated
 
 extern "C" {
+
+// A test plans failures of this process, and asks how often a function was called.
+void emulated_plan(const char* text) {
+    Lock lock(device().mutex);
+    plan(text);
+}
+int emulated_calls(const char* name) {
+    Lock lock(device().mutex);
+    return counted[name];
+}
 
 // For kernels.
 int emulated_find(uint64_t address, uint64_t size, uint64_t* low, uint64_t* high) {

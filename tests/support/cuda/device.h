@@ -1,5 +1,6 @@
 // A GPU that is none: memory of the host, and streams as queues that a schedule works off. For cuda.cpp and nccl.cpp.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -211,5 +212,9 @@ class Device {
 Device& device();
 Stream* stream_of(void* handle);
 bool is_memory(const void* address, size_t size);
+// Counts a call, and returns the status that is planned for it. One that is HELD waits until a test plans anew, or until
+// the communicator is aborted.
+constexpr int HELD = -1;
+int planned(const char* name, const std::atomic<bool>* aborted = nullptr);
 
 }  // namespace emulated

@@ -295,6 +295,7 @@ void stay(uint64_t id) {
 void run(std::vector<Call> calls) {
     std::lock_guard<std::mutex> alone(one_at_a_time);
     ncclComm* comm = calls[0].comm;
+    planned("ncclKernel", &comm->aborted);
     stay(comm->id);
     std::vector<Call> letters;
     for (Call& call : calls) {
@@ -330,7 +331,8 @@ ncclResult_t launch() {
 
 ncclResult_t call(int kind, const void* source, void* target, size_t count, int type, int operation, int root, int peer, ncclComm* comm, cudaStream_t handle) {
     Stream* stream = stream_of(handle);
-    if (comm->aborted) failed(ncclInvalidUsage, "the communicator was aborted");
+    if (int status = planned(NAMES[kind])) failed((ncclResult_t)status, "as planned");
+    else if (comm->aborted) failed(ncclInvalidUsage, "the communicator was aborted");
     else if (root < 0 || root >= comm->size || peer < 0 || peer >= comm->size) failed(ncclInvalidArgument, "no such rank");
     else if (stream->gone || stream->device != comm->device) failed(ncclInvalidUsage, "the stream is of another GPU or was destroyed");
     size_t bytes = count * width(type), n = comm->size;
@@ -392,6 +394,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* made, int size, ncclUniqueId ide
     int number = 0;
     cudaGetDevice(&number);
     *made = join(name, id, size, rank, number);
+    if (int status = planned("ncclCommInitRank")) return *made = nullptr, (ncclResult_t)status;
     return *made ? ncclSuccess : (ncclResult_t)failed(ncclSystemError, "shared memory cannot be had");
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* made, int size, ncclUniqueId identity, int rank) {
@@ -399,14 +402,24 @@ ncclResult_t ncclCommInitRank(ncclComm_t* made, int size, ncclUniqueId identity,
 }
 ncclResult_t ncclCommInitAll(ncclComm_t*, int, const int*) { return (ncclResult_t)failed(ncclInvalidUsage, "one process has one rank here"); }
 ncclResult_t ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*) { return (ncclResult_t)failed(ncclInvalidUsage, "no communicator is split here"); }
-ncclResult_t ncclCommAbort(ncclComm_t comm) { return comm->aborted = true, ncclSuccess; }
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    planned("ncclCommAbort");
+    int number = 0;
+    cudaGetDevice(&number);
+    if (number != comm->device) end(comm, "it is aborted on another GPU");
+    return comm->aborted = true, ncclSuccess;
+}
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+    planned("ncclCommDestroy");
     Lock lock(device().mutex);
     if (!comm->pending.empty() && !comm->aborted) device().finish(lock, End(comm->pending.back()));
     return comm->aborted = true, ncclSuccess;
 }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) { return *error = (ncclResult_t)comm->error.load(), ncclSuccess; }
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* error) {
+    int status = planned("ncclCommGetAsyncError");
+    return *error = (ncclResult_t)(status ? status : comm->error.load()), ncclSuccess;
+}
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return *count = comm->size, ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return *rank = comm->rank, ncclSuccess; }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* number) { return *number = comm->device, ncclSuccess; }
