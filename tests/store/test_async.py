@@ -81,10 +81,12 @@ def test_every_push_counts_once(staleness, transport):
         random = np.random.default_rng(kv.rank)
         order = [name for name in sizes for _ in range(numbers[name])] + [*sizes] * kv.rank
         for step, name in enumerate(random.permutation(order).tolist()):
-            kv.push(name, np.full(sizes[name], kv.rank + 1.0))
+            mine = np.full(sizes[name], kv.rank + 1.0)
             if step % 4 == kv.rank % 4:
-                value = kv.pull(name)
+                value = kv.pushpull(name, mine)
                 assert value.size == 0 or (value == value.flat[0]).all(), "half an update"
+            else:
+                kv.push(name, mine)
         kv.barrier()
         for name, shape in sizes.items():
             total = 1 + sum((numbers[name] + rank) * (rank + 1) for rank in range(kv.size))

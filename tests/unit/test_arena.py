@@ -34,10 +34,6 @@ class Counting(LocalTransport):
         """Return the bytes of what something refers to."""
         return sum(nbytes for nbytes, memory in self._memory if memory() is not None)
 
-    def check_held(self, nbytes):
-        """Check that so much is held, but for a small segment and what leaves room for a larger value."""
-        assert nbytes <= self.held() <= 1.0625 * nbytes + (1 << 20)
-
 
 @pytest.fixture
 def transport():
@@ -63,53 +59,6 @@ def test_small_values_of_a_dtype_lie_side_by_side(arena):
     first, second, third = arena.place([(FLOAT, 3), (FLOAT, 5), (FLOAT, 1)])
     assert first.block is second.block is third.block
     assert [place.start for place in (first, second, third)] == [0, 3, 8]
-
-
-def test_dtypes_have_their_own_blocks(arena):
-    first, second, third = arena.place([(FLOAT, 3), (INT, 5), (HALF, 5)])
-    assert len({id(place.block) for place in (first, second, third)}) == 3
-    assert [place.block.values.dtype for place in (first, second, third)] == [FLOAT, INT, HALF]
-
-
-def test_large_values_have_their_own_blocks(arena):
-    large, small, other = arena.place([(FLOAT, 1 << 20), (FLOAT, 3), (FLOAT, 1 << 14)])
-    assert len({id(place.block) for place in (large, small, other)}) == 3
-    assert large.block.values.size == 1 << 20
-    assert large.block.grid.cell_size == (1 << 20) // 8
-
-
-@pytest.mark.parametrize("dtype", [FLOAT, HALF, INT, np.dtype(np.int8), np.dtype(np.complex128)])
-def test_places_do_not_overlap_and_blocks_are_aligned(arena, dtype):
-    random = np.random.default_rng(0)
-    sizes = [int(size) for size in random.integers(0, 20000, 200)]
-    places = arena.place([(dtype, size) for size in sizes])
-    assert [place.size for place in places] == sizes
-    ordered = sorted(span for span in spans(places) if span[0] != span[1])
-    assert all(high <= low for (_, high), (low, _) in pairwise(ordered))
-    for block in arena.blocks:
-        assert block.values.__array_interface__["data"][0] % 64 == 0
-        assert not block.values.any()
-    assert len({block.index for block in arena.blocks}) == len(arena.blocks)
-
-
-def test_memory_never_moves(arena):
-    first = arena.place([(FLOAT, 100)])
-    before = spans(first)
-    first[0].block.values[:100] = 7
-    arena.place([(FLOAT, 1 << 18)] * 8)
-    assert spans(first) == before
-    assert (first[0].block.values[:100] == 7).all()
-
-
-def test_a_released_place_is_given_to_a_value_of_its_size(arena):
-    places = arena.place([(FLOAT, 10), (FLOAT, 5), (FLOAT, 1 << 20)])
-    before = spans(places)
-    arena.release([places[0], places[2]])
-    assert spans(arena.place([(FLOAT, 11)])) != before[:1]
-    again = arena.place([(FLOAT, 10), (FLOAT, 1 << 20)])
-    assert spans(again) == [before[0], before[2]]
-    assert [place.old for place in (*places, *again)] == [False, False, False, True, True]
-    assert spans(arena.place([(FLOAT, 10)])) != before[:1]
 
 
 def test_a_value_gets_the_smallest_hole_that_fits(arena):
@@ -143,19 +92,6 @@ def test_a_new_block_has_nothing_of_the_one_before(arena):
     assert again.block.residuals == []
 
 
-@pytest.mark.parametrize("kept", [(), [(FLOAT, 3)]], ids=["alone", "beside another"])
-def test_large_segments_are_given_back(kept, arena, transport):
-    """Nothing refers to the memory any more, so it goes back to the system."""
-    arena.place(kept)
-    for size in range(1 << 18, 1 << 20, 1 << 15):
-        places = arena.place([(FLOAT, size)])
-        transport.check_held(8 * size)
-        arena.release(places)
-        del places
-        arena.shrink()
-        transport.check_held(0)
-
-
 def test_what_lacks_memory_changes_nothing(arena, transport):
     places = arena.place([(FLOAT, 10), (FLOAT, 1 << 18), (INT, 7)])
     before, loads = spans(places), list(arena._load)
@@ -175,9 +111,10 @@ def test_values_that_come_and_go(seed):
     transport, live = Counting(), {}
     arena = Arena(transport, pooling=bool(seed % 4))
     most = 0
-    for step in range(300):
+    for step in range(200):
         dtype = (FLOAT, HALF, INT)[draw.integers(3)]
-        sizes = [int(size) for size in 2 ** draw.uniform(0, (10, 16, 19)[draw.integers(3)], draw.integers(1, 4))]
+        sizes = 2 ** draw.uniform(-1, (10, 16, 19)[draw.integers(3)], draw.integers(1, 4))
+        sizes = [int(size) for size in np.repeat(sizes, draw.integers(1, 4))]
         leaving = [int(key) for key in draw.permutation(list(live))[: draw.integers(0, 5)]]
         given = [live.pop(key)[0] for key in leaving]
         if step % 3:
@@ -186,6 +123,7 @@ def test_values_that_come_and_go(seed):
             for place in places:
                 values = place.block.values[place.start : place.start + place.size]
                 assert place.old or not values.any()
+                assert place.block.values.__array_interface__["data"][0] % 64 == 0
                 values[:] = step % 97
         else:
             arena.release(given)
@@ -239,8 +177,3 @@ def test_grids():
         (512, 1024),
         (1024, 1300),
     ]
-
-
-def test_values_without_elements(arena):
-    first, second, third = arena.place([(FLOAT, 0), (FLOAT, 3), (FLOAT, 0)])
-    assert (first.size, second.start, third.start) == (0, 0, 3)

@@ -1,12 +1,10 @@
 """The forms in which a call names keys and brings arrays."""
 
-import enum
-
 import numpy as np
 import pytest
 
 from mpikv.engine.arena import Arena
-from mpikv.engine.keys import KeyTable, flatten, parse
+from mpikv.engine.keys import KeyTable, parse
 from mpikv.engine.spans import Spans
 from mpikv.errors import KeyNotInitialized, ValueMismatch
 from mpikv.transports.local import LocalTransport
@@ -24,68 +22,8 @@ def table(*keys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "keys", "groups"),
-    [
-        (3, A, (3,), [[A]]),
-        ("w", [A, B], ("w",), [[A, B]]),
-        ("w", (A, B), ("w",), [[A, B]]),
-        ([5, 7], [A, B], (5, 7), [[A], [B]]),
-        ((5, 7), (A, B), (5, 7), [[A], [B]]),
-        ([5, 7], [[A, B], C], (5, 7), [[A, B], [C]]),
-        (["a", "b", "a"], [A, B, C], ("a", "b"), [[A, C], [B]]),
-        (["a", "a"], [[A, B], C], ("a",), [[A, B, C]]),
-        (["a", "a"], [A, A], ("a",), [[A, A]]),
-        ({"a": A, "b": [B, C]}, None, ("a", "b"), [[A], [B, C]]),
-        ({"a": {"b": A, "c": {"d": B}}, "e": C}, None, ("a/b", "a/c/d", "e"), [[A], [B], [C]]),
-        ({1: A, 2: B}, None, (1, 2), [[A], [B]]),
-        (["a"], [SCALAR], ("a",), [[SCALAR]]),
-        ([], [], (), []),
-        ({}, None, (), []),
-        (["a", "b", "a"], None, ("a", "b"), [[], []]),
-        ("a", None, ("a",), [[]]),
-    ],
-)
-def test_forms(key, value, keys, groups):
-    form = parse(key, value)
-    assert form.keys == keys
-    assert len(form.groups) == len(groups)
-    for group, expected in zip(form.groups, groups, strict=True):
-        assert len(group) == len(expected)
-        assert all(array is other for array, other in zip(group, expected, strict=True))
-
-
-class Layer(enum.IntEnum):
-    FIRST = 7
-
-
-@pytest.mark.parametrize(
-    ("given", "key"), [(np.int64(3), 3), (np.uint8(3), 3), (np.str_("w"), "w"), (Layer.FIRST, 7), (-1, -1), ("", "")]
-)
-def test_keys_become_plain(given, key):
-    for form in (parse(given, None), parse([given], None), parse({given: A}, None)):
-        assert form.keys == (key,)
-        assert type(form.keys[0]) is type(key)
-
-
-def test_the_callers_list_is_not_kept():
-    keys = ["a", "b"]
-    form = parse(keys, None)
-    keys[0] = "c"
-    assert form.keys == ("a", "b")
-
-
-@pytest.mark.parametrize("key", [1.0, True, None, b"w", {"a"}, object, np.bool_(True), (1.5,), ["a", ["b"]]])
-def test_bad_keys(key):
-    with pytest.raises(TypeError, match=r"a key is an int or a str, not (a|None)"):
-        parse(key, None)
-
-
-@pytest.mark.parametrize(
     ("key", "value", "kind", "pattern"),
     [
-        (["a", "b"], [A], ValueMismatch, "2 keys and 1 values; give one value, or a list of them, per key"),
-        (["a"], A, ValueMismatch, "1 keys need a list of as many values, not an ndarray"),
-        ("a", [], ValueMismatch, "an empty list of values for key 'a'"),
         (["a", "b"], [A, []], ValueMismatch, "an empty list of values for key 'b'"),
         ("a", 3.0, TypeError, r"value of key 'a' is a float, not an array; numpy.asarray\(value\) makes one"),
         (["a", "b"], [A, [B, [C]]], TypeError, "value of key 'b' is a list, not an array"),
@@ -103,17 +41,6 @@ def test_an_array_that_is_traced():
     traced = type("DynamicJaxprTracer", (), {"__module__": "jax._src.interpreters.partial_eval"})
     with pytest.raises(TypeError, match=r"it is traced; call the store outside of functions that jax\.jit compiles"):
         parse("w", traced())
-
-
-def test_messages_name_the_argument():
-    with pytest.raises(ValueMismatch, match="2 keys and 1 outs; give one out"):
-        parse(["a", "b"], [A], "out")
-
-
-def test_flatten_keeps_the_order():
-    names, leaves = flatten({"b": 1, "a": {"z": 2, "y": 3}, "c": 4})
-    assert names == ["b", "a/z", "a/y", "c"]
-    assert leaves == [1, 2, 3, 4]
 
 
 def test_a_table_keeps_the_order_and_counts():
@@ -173,10 +100,3 @@ def test_an_unknown_key_lists_near_ones():
         table()["w"]
     with pytest.raises(KeyNotInitialized, match=r"nearest known keys: 'a'"):
         table("a")["zzzzzz"]
-
-
-def test_keys_of_one_type():
-    known = table()
-    with pytest.raises(TypeError, match=r"key 'a' is of type str; the store's keys are all int"):
-        known.check_kind([3, "a"])
-    known.check_kind(["a", "b"])

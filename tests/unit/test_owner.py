@@ -13,7 +13,6 @@ from mpikv.async_store.ssp import SspClocks
 from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable
 from mpikv.optimizers import Test as Plainest
-from mpikv.optimizers.updaters import CallableUpdater
 from mpikv.transports.local import LocalTransport
 
 
@@ -48,25 +47,6 @@ def unit(size, rank):
     return gradient
 
 
-@given(st.data(), st.integers(1, 4))
-def test_any_order_of_requests(data, size):
-    owner, keys = Owner(size, ("a", "b")), ("a", "b")
-    sent = {(rank, key): 0 for rank in range(size) for key in keys}
-    steps = st.tuples(st.integers(0, size - 1), st.sampled_from(keys), st.sampled_from(["push", "pull", "pushpull"]))
-    for ticket, (rank, key, verb) in enumerate(data.draw(st.lists(steps, max_size=60))):
-        row, payload = owner.table[key].index, unit(size, rank)
-        sent[rank, key] += verb != "pull"
-        if verb != "pull":
-            owner.ledger.push(rank, ticket, row, payload, verb == "pushpull")
-            payload[:] = np.nan  # the next letter
-        else:
-            owner.ledger.pull(rank, ticket, row)
-        asker, version, value = owner.answers[ticket]
-        assert (asker, version) == (rank, sum(sent[other, key] for other in range(size)))
-        assert owner.value(key).tolist() == [sent[other, key] for other in range(size)]
-        assert value is None if verb == "push" else (value == owner.value(key)).all()
-
-
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
 def test_clocks_never_differ_by_more_than_the_bound(data, size, bound):
     """Ranks that ask before each push, and are scheduled in any order, until each has made its pushes and left."""
@@ -98,22 +78,6 @@ def test_clocks_never_differ_by_more_than_the_bound(data, size, bound):
             assert max(now) - min(now) <= bound
             assert clocks.widest <= bound
     assert done == todo
-
-
-def test_an_updater_that_raises_changes_nothing():
-    def update(key, gradient, stored):
-        stored += gradient
-        if stored[0] == 2:
-            raise ValueError("two")
-
-    owner = Owner(1, updater=CallableUpdater(update), elements=3)
-    for ticket in range(3):
-        owner.ledger.push(0, ticket, 0, np.ones(3))
-    assert [version for _, version, _ in owner.answers.values()] == [1, 1, 1]
-    failures = [answer for _, _, answer in owner.answers.values()]
-    assert failures[0] is None
-    assert [str(failure) for failure in failures[1:]] == ["two", "two"]
-    assert owner.value().tolist() == [1, 1, 1]
 
 
 def test_an_optimizer_that_fails_in_the_middle():
