@@ -100,9 +100,10 @@ def groups(draw: random.Random, model: Any) -> list[dict[str, Any]]:
     return [{"params": parameters[index::count], "lr": draw.choice([0.01, 0.02, 0.05])} for index in range(count)]
 
 
-def schedule_of(draw: random.Random, optimizer: Any) -> Any:
-    kind = draw.choice(["StepLR", "ExponentialLR", "CosineAnnealingLR", "none"])
+def schedule_of(kind: str, optimizer: Any) -> Any:
     options = {"StepLR": {"step_size": 3}, "ExponentialLR": {"gamma": 0.9}, "CosineAnnealingLR": {"T_max": 12}}
+    cycles = not {"betas", "momentum"}.isdisjoint(optimizer.defaults)
+    options["OneCycleLR"] = {"max_lr": 0.05, "total_steps": 12, "cycle_momentum": cycles}
     return getattr(optim.lr_scheduler, kind)(optimizer, **options[kind]) if kind in options else None
 
 
@@ -112,12 +113,14 @@ def run(seed: int, kv: Any = None, update: str = "local") -> Any:
     model = Model(draw)
     name, options = OPTIMIZERS[seed % len(OPTIMIZERS)]
     optimizer = getattr(optim, name)(groups(draw, model), **options)
-    schedule = schedule_of(draw, optimizer)
+    kind = draw.choice(["StepLR", "ExponentialLR", "CosineAnnealingLR", "OneCycleLR", "none"])
+    schedule = schedule_of(kind, optimizer) if draw.random() < 0.5 else None  # else it is made after attach
     passes, clips, to_none = draw.choice([1, 1, 2]), draw.random() < 0.3, draw.random() < 0.5
     attached = None
     if kv is not None:
         size = draw.choice([1, 50, 200, 1000, 1 << 20])
         attached = attach(model, optimizer, kv=kv, update=update, bucket_bytes=size)
+    schedule = schedule or schedule_of(kind, optimizer)
     torch.manual_seed(seed)
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=to_none)

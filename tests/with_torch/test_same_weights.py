@@ -120,16 +120,6 @@ def test_the_state_that_one_rank_loads(kv, update):
     differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
 
 
-def test_ranks_load_other_states(kv, update):
-    model, optimizer, _ = attached_pair(kv, adam, update=update)
-    states = []
-    for step in range(3):
-        train(model, optimizer, [step], kv)
-        states.append(copy.deepcopy(optimizer.state_dict()))
-    optimizer.load_state_dict(states[min(kv.rank, 1)])
-    differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
-
-
 @pytest.mark.parametrize("frequent", [False, True])
 def test_all_ranks_change_their_weights(kv, update, frequent):
     """In each pass, too, where most passes compare nothing."""
@@ -214,17 +204,6 @@ def test_a_loaded_state_with_an_infinity(kv):
         state["state"][1]["exp_avg"] += 1
     optimizer.load_state_dict(state)
     differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
-
-
-def test_a_root_that_hands_out_what_it_has_loaded(kv, update):
-    model, optimizer, attached = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(3), kv)
-    if kv.is_root:
-        load_others(model)
-    mpikv.torch.broadcast(model, kv=kv)
-    train(model, optimizer, range(3), kv)
-    assert_equal_over_ranks(kv, *model.parameters())
-    attached.detach()
 
 
 def test_a_model_that_is_copied_while_it_is_attached(kv, update):

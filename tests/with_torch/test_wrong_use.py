@@ -207,14 +207,6 @@ def test_ranks_have_other_options(kv, option, values):
 
 
 @SEVERAL
-def test_ranks_have_other_betas(kv):
-    model = network()
-    betas = (0.9, 0.95 if is_last(kv) else 0.99)
-    with pytest.raises(RankMismatch, match=r"Adam, group 0: betas .*0.99.*0.95"):
-        attach(model, optim.Adam(model.parameters(), betas=betas), kv=kv)
-
-
-@SEVERAL
 def test_ranks_with_other_models_are_told_what_differs(kv):
     """And not all of a large model."""
     model = nn.Sequential(*(nn.Linear(3, 4 if place == 7 and is_last(kv) else 3) for place in range(50)))
@@ -594,17 +586,6 @@ def test_a_rank_that_has_a_batch_less(comm):
         program()
 
 
-def test_a_step_whose_gradients_stayed_here(kv, update):
-    model, optimizer, attached = attached_pair(kv, update=update)
-    train(model, optimizer, range(2), kv)
-    with attached.no_sync():
-        loss_of(model, 2, kv).backward()
-    fails(kv, ConfigError, r"step: .*no_sync\(\)", optimizer.step)
-    optimizer.zero_grad()
-    check_trains(kv, model, optimizer)
-
-
-@SEVERAL
 def test_a_step_whose_gradients_stayed_on_one_rank(kv, update):
     model, optimizer, attached = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
