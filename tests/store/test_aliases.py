@@ -294,19 +294,6 @@ def test_random_programs_with_views_that_can_be_written(store, request):
             raise AssertionError(f"in sequence {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
-def test_swaps_of_several_messages(comm, transport):
-    """Half of what is pushed was lost where the memory could be written."""
-    count = 600_000
-    with mpikv.create(comm=comm, transport=transport if comm else "local") as kv:
-        kv.init(["x", "y"], [np.full(count, 1.0), np.full(count, 2.0)])
-        x, y = map(by_address, kv.view(["x", "y"]))
-        kv.push(["x", "y"], [y, x])
-        assert [np.unique(array).tolist() for array in kv.pull(["x", "y"])] == [[2.0 * kv.size], [1.0 * kv.size]]
-        kv.set(["x", "y"], [y, x])
-        assert [np.unique(array).tolist() for array in kv.pull(["x", "y"])] == [[1.0 * kv.size], [2.0 * kv.size]]
-
-
 @pytest.mark.parametrize("count", [10_000, 400_000])
 @pytest.mark.parametrize("alias", ALIASES[:NUMPYS])
 @pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
@@ -317,16 +304,3 @@ def test_a_value_that_is_pushed_to_itself(comm, transport, alias, count):
         for turn in range(1, 4):
             kv.push("x", alias(kv.view("x")))
             np.testing.assert_array_equal(kv.pull("x"), np.arange(count) * float(kv.size) ** turn)
-
-
-def test_tensors_over_views(comm):
-    if torch is None:
-        pytest.skip("torch is not installed")
-    with mpikv.create(comm=comm) as kv:
-        kv.init(["x", "y"], [np.ones(3), np.full(3, 2.0)])
-        x, y = (torch.from_numpy(by_address(view)) for view in kv.view(["x", "y"]))
-        kv.set(["x", "y"], [y, x])
-        np.testing.assert_array_equal(kv.pull(["x", "y"]), [np.full(3, 2.0), np.ones(3)])
-        with pytest.raises(TypeError, match="lies in the memory of the store's values"):
-            kv.pull("x", out=y)
-        assert kv.pull("x", out=x) is x

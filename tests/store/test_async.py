@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +26,17 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
 
 def create(**options):
     return mpikv.create(**{"name": "dist_async", "timeout": 20, **options})
+
+
+@pytest.fixture
+def staleness():
+    return None
+
+
+@pytest.fixture
+def kv(staleness):
+    with create(staleness=staleness) as store:
+        yield store
 
 
 def unit(kv):
@@ -55,16 +65,15 @@ def adding(kv):
 
 
 @ALL
-def test_a_pushpull_of_a_list_reads_all_before_it_fills():
-    with create() as kv:
-        kv.init(["a", "b", "c"], [np.zeros(2)] * 3)
-        adding(kv)
-        kv.barrier()
-        if kv.is_root:
-            one, ten, six = (np.full(2, number) for number in (1.0, 10.0, 6.0))
-            kv.pushpull(["a", "b", "c"], [one, ten, six], out=[ten, six, one])
-        kv.barrier()
-        assert [kv.pull(key)[0] for key in "abc"] == [1, 10, 6]
+def test_a_pushpull_of_a_list_reads_all_before_it_fills(kv):
+    kv.init(["a", "b", "c"], [np.zeros(2)] * 3)
+    adding(kv)
+    kv.barrier()
+    if kv.is_root:
+        one, ten, six = (np.full(2, number) for number in (1.0, 10.0, 6.0))
+        kv.pushpull(["a", "b", "c"], [one, ten, six], out=[ten, six, one])
+    kv.barrier()
+    assert [kv.pull(key)[0] for key in "abc"] == [1, 10, 6]
 
 
 @pytest.mark.feature("async-push")
@@ -96,110 +105,105 @@ def test_every_push_counts_once(staleness, transport):
 
 @ALL
 @BOUNDS
-def test_settings_that_change(staleness):
+def test_settings_that_change(kv):
     """By a call of all ranks, for the pushes after it: each takes the step of its time, however late a rank comes."""
-    with create(staleness=staleness) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        for step in range(3):
-            time.sleep(0.05 * (kv.rank == kv.size - 1))
-            kv.set_learning_rate(10.0**-step)
-            kv.push("w", np.ones(2))
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer("sgd", learning_rate=1.0)
+    for step in range(3):
+        time.sleep(0.05 * (kv.rank == kv.size - 1))
+        kv.set_learning_rate(10.0**-step)
+        kv.push("w", np.ones(2))
+    kv.barrier()
+    np.testing.assert_allclose(kv.pull("w"), [-1.11 * kv.size] * 2, rtol=1e-12)
+    kv.optimizer.momentum = 0.5
+    with pytest.raises(ConfigError, match=r"push: an option .* call kv\.barrier\(\) on every rank first"):
+        kv.push("w", np.ones(2))
+    with pytest.raises((ConfigError, PeerFailed), match=r"keep .*momentum.* per element"):
         kv.barrier()
-        np.testing.assert_allclose(kv.pull("w"), [-1.11 * kv.size] * 2, rtol=1e-12)
-        kv.optimizer.momentum = 0.5
-        with pytest.raises(ConfigError, match=r"push: an option .* call kv\.barrier\(\) on every rank first"):
-            kv.push("w", np.ones(2))
-        with pytest.raises((ConfigError, PeerFailed), match=r"keep .*momentum.* per element"):
-            kv.barrier()
-        kv.optimizer.momentum = 0.0
-        kv.optimizer.learning_rate = 1.0
-        kv.barrier()
-        kv.push("w", np.full(2, 0.11))
-        kv.barrier()
-        np.testing.assert_allclose(kv.pull("w"), [-1.22 * kv.size] * 2, rtol=1e-12)
-        for rate, text in ((-1.0, "learning_rate"), ("fast", "learning_rate")):
-            with pytest.raises(ConfigError, match=text):
-                kv.set_learning_rate(rate)
-        assert kv.optimizer.learning_rate == 1.0
+    kv.optimizer.momentum = 0.0
+    kv.optimizer.learning_rate = 1.0
+    kv.barrier()
+    kv.push("w", np.full(2, 0.11))
+    kv.barrier()
+    np.testing.assert_allclose(kv.pull("w"), [-1.22 * kv.size] * 2, rtol=1e-12)
+    for rate, text in ((-1.0, "learning_rate"), ("fast", "learning_rate")):
+        with pytest.raises(ConfigError, match=text):
+            kv.set_learning_rate(rate)
+    assert kv.optimizer.learning_rate == 1.0
 
 
 @SEVERAL
-def test_settings_that_differ():
+def test_settings_that_differ(kv):
     """Are found by the next collective call, and pushed with by nobody."""
-    with create() as kv:
-        kv.init("clocks", np.zeros(kv.size))
-        kv.set_optimizer("test", learning_rate=1.0)
-        with pytest.raises(RankMismatch, match=r"calls set_learning_rate\(0.5\).* calls set_learning_rate\(2.0\)"):
-            kv.set_learning_rate(2.0 if kv.rank == 1 else 0.5)
-        assert kv.optimizer.learning_rate == 1.0
-        if kv.rank == 1:
-            kv.optimizer.learning_rate = 2.0
-            with pytest.raises(ConfigError, match="an option of the optimizer was changed"):
-                kv.push("clocks", unit(kv))
-        else:
+    kv.init("clocks", np.zeros(kv.size))
+    kv.set_optimizer("test", learning_rate=1.0)
+    with pytest.raises(RankMismatch, match=r"calls set_learning_rate\(0.5\).* calls set_learning_rate\(2.0\)"):
+        kv.set_learning_rate(2.0 if kv.rank == 1 else 0.5)
+    assert kv.optimizer.learning_rate == 1.0
+    if kv.rank == 1:
+        kv.optimizer.learning_rate = 2.0
+        with pytest.raises(ConfigError, match="an option of the optimizer was changed"):
             kv.push("clocks", unit(kv))
-        with pytest.raises(RankMismatch, match=r"rank 1 calls barrier\(\) \(item 0: updater .*=1.0.*=2.0"):
-            kv.barrier()
-        kv.optimizer.learning_rate = 1.0
+    else:
+        kv.push("clocks", unit(kv))
+    with pytest.raises(RankMismatch, match=r"rank 1 calls barrier\(\) \(item 0: updater .*=1.0.*=2.0"):
         kv.barrier()
-        assert kv.pull("clocks").tolist() == [-float(rank != 1) for rank in range(kv.size)]
+    kv.optimizer.learning_rate = 1.0
+    kv.barrier()
+    assert kv.pull("clocks").tolist() == [-float(rank != 1) for rank in range(kv.size)]
 
 
 @pytest.mark.feature("async-staleness")
 @SEVERAL
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_no_rank_is_further_ahead_than_the_bound(staleness):
+def test_no_rank_is_further_ahead_than_the_bound(kv, staleness):
     """One rank is slow. What it reads has at most the bound more of the others, and theirs not less than that of it."""
-    with create(staleness=staleness) as kv:
-        kv.init("clocks", np.zeros(kv.size))
-        adding(kv)
-        slow = kv.rank == kv.size - 1
-        for count in range(1, 31):
-            if slow:
-                time.sleep(0.004)
-            kv.push("clocks", unit(kv))
-            clocks = kv.pull("clocks")
-            assert clocks[kv.rank] == count
-            assert clocks.max() - clocks.min() <= staleness
-        kv.barrier()
-        np.testing.assert_array_equal(kv.pull("clocks"), np.full(kv.size, 30.0))
-        assert kv.version("clocks") == 30 * kv.size
-        largest = kv.statistics()["staleness"]["largest"]
-        assert largest <= staleness
-        # The owner has seen the others wait for the slow one.
-        assert not kv.is_root or largest == staleness
+    kv.init("clocks", np.zeros(kv.size))
+    adding(kv)
+    slow = kv.rank == kv.size - 1
+    for count in range(1, 31):
+        if slow:
+            time.sleep(0.004)
+        kv.push("clocks", unit(kv))
+        clocks = kv.pull("clocks")
+        assert clocks[kv.rank] == count
+        assert clocks.max() - clocks.min() <= staleness
+    kv.barrier()
+    np.testing.assert_array_equal(kv.pull("clocks"), np.full(kv.size, 30.0))
+    assert kv.version("clocks") == 30 * kv.size
+    largest = kv.statistics()["staleness"]["largest"]
+    assert largest <= staleness
+    # The owner has seen the others wait for the slow one.
+    assert not kv.is_root or largest == staleness
 
 
 @SEVERAL
-def test_without_a_bound_nobody_waits(comm):
-    with create() as kv:
-        kv.init("clocks", np.zeros(kv.size))
-        adding(kv)
-        if kv.rank:
-            for _ in range(20):
-                kv.push("clocks", unit(kv))
-            assert kv.pull("clocks")[kv.rank] == 20
-        comm.Barrier()  # rank 0 has pushed nothing
-        kv.barrier()
-        assert kv.pull("clocks").tolist() == [0.0] + [20.0] * (kv.size - 1)
+def test_without_a_bound_nobody_waits(kv, comm):
+    kv.init("clocks", np.zeros(kv.size))
+    adding(kv)
+    if kv.rank:
+        for _ in range(20):
+            kv.push("clocks", unit(kv))
+        assert kv.pull("clocks")[kv.rank] == 20
+    comm.Barrier()  # rank 0 has pushed nothing
+    kv.barrier()
+    assert kv.pull("clocks").tolist() == [0.0] + [20.0] * (kv.size - 1)
 
 
 @ALL
 @BOUNDS
-def test_a_rank_that_has_left_is_not_waited_for(staleness):
-    with create(staleness=staleness) as kv:
-        kv.init("clocks", np.zeros(kv.size))
-        adding(kv)
-        for _ in range(4):  # in unequal portions
-            for _ in range(1 + 3 * kv.rank):
-                kv.push("clocks", unit(kv))
-            kv.barrier()
-        clocks = kv.pull("clocks")
-        kv.barrier()
-        assert clocks.tolist() == [4.0 + 12 * rank for rank in range(kv.size)]
+def test_a_rank_that_has_left_is_not_waited_for(kv):
+    kv.init("clocks", np.zeros(kv.size))
+    adding(kv)
+    for _ in range(4):  # in unequal portions
         for _ in range(1 + 3 * kv.rank):
-            kv.pushpull("clocks", unit(kv), out=np.empty(kv.size))
+            kv.push("clocks", unit(kv))
+        kv.barrier()
+    clocks = kv.pull("clocks")
+    kv.barrier()
+    assert clocks.tolist() == [4.0 + 12 * rank for rank in range(kv.size)]
+    for _ in range(1 + 3 * kv.rank):
+        kv.pushpull("clocks", unit(kv), out=np.empty(kv.size))
 
 
 @pytest.mark.processes
@@ -229,9 +233,8 @@ def test_threads_change_places_often_while_one_answers(comm, own):
 @SEVERAL
 @pytest.mark.parametrize("work", ["python", "numpy", "sleep"])
 @TRANSPORTS
-def test_an_owner_answers_while_it_computes(comm, tmp_path_factory, work, transport):
+def test_an_owner_answers_while_it_computes(folder, work, transport):
     """It is in no call of the store, nor of MPI, until the others are done with it, as their files tell."""
-    folder = Path(comm.bcast(str(tmp_path_factory.mktemp("done"))))
     with create(transport=transport) as kv:
         kv.init("w", np.zeros(50_000))  # of rank 0, as the first key
         adding(kv)
@@ -274,40 +277,38 @@ def test_an_idle_rank_takes_no_core(transport):
 
 @SEVERAL
 @BOUNDS
-def test_a_push_that_comes_before_its_owner_is_ready(monkeypatch, staleness):
+def test_a_push_that_comes_before_its_owner_is_ready(kv, monkeypatch):
     """The owner is the last to leave a collective call. What others push is applied by what was agreed on there."""
-    with create(staleness=staleness) as kv:
-        begin = kv._begin
-        if kv.is_root:
-            monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
-        began = time.monotonic()
-        kv.init("clocks", np.zeros(kv.size))
-        adding(kv)
-        kv.push("clocks", unit(kv))
-        kv.init("clocks", np.ones(kv.size), overwrite=True)
-        kv.push("clocks", unit(kv))
-        assert kv.pull("clocks")[kv.rank] == 2
-        kv.barrier()
-        assert time.monotonic() - began < 5  # no early request waits for a later one
-        assert kv.pull("clocks").tolist() == [2] * kv.size
+    begin = kv._begin
+    if kv.is_root:
+        monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
+    began = time.monotonic()
+    kv.init("clocks", np.zeros(kv.size))
+    adding(kv)
+    kv.push("clocks", unit(kv))
+    kv.init("clocks", np.ones(kv.size), overwrite=True)
+    kv.push("clocks", unit(kv))
+    assert kv.pull("clocks")[kv.rank] == 2
+    kv.barrier()
+    assert time.monotonic() - began < 5  # no early request waits for a later one
+    assert kv.pull("clocks").tolist() == [2] * kv.size
 
 
 @pytest.mark.feature("async-pull")
 @ALL
-def test_reads_are_whole(comm):
+def test_reads_are_whole(kv):
     """Of a value that takes long to copy, while others change it."""
-    with create() as kv:
-        kv.init("w", np.zeros(400_000))
-        adding(kv)
-        last = 0.0
-        for _ in range(15):
-            kv.push("w", np.ones(400_000))
-            value = kv.pull("w")
-            assert (value == value[0]).all()
-            assert value[0] == kv.version("w") > last
-            last = value[0]
-        kv.barrier()
-        assert kv.version("w") == 15 * kv.size
+    kv.init("w", np.zeros(400_000))
+    adding(kv)
+    last = 0.0
+    for _ in range(15):
+        kv.push("w", np.ones(400_000))
+        value = kv.pull("w")
+        assert (value == value[0]).all()
+        assert value[0] == kv.version("w") > last
+        last = value[0]
+    kv.barrier()
+    assert kv.version("w") == 15 * kv.size
 
 
 # --- All forms
@@ -316,28 +317,27 @@ def test_reads_are_whole(comm):
 @pytest.mark.feature("async-push")
 @ALL
 @BOUNDS
-def test_an_updater_gets_what_was_pushed(staleness):
+def test_an_updater_gets_what_was_pushed(kv):
     keys = []
 
     def update(key, given, stored):
         keys.append((key, given.copy()))
         return stored + 2 * given
 
-    with create(staleness=staleness) as kv:
-        kv.init(["v", "w"], [np.zeros((2, 2)), np.zeros(3)])
-        kv.set_updater(update)
-        kv.push("w", np.ones(3))
-        kv.barrier()
-        assert kv.pull("w").tolist() == [2 * kv.size] * 3
-        owner = 1 % kv.size
-        assert [key for key, _ in keys] == (["w"] * kv.size if kv.rank == owner else [])
-        for _, given in keys:
-            np.testing.assert_array_equal(given, np.ones(3))
+    kv.init(["v", "w"], [np.zeros((2, 2)), np.zeros(3)])
+    kv.set_updater(update)
+    kv.push("w", np.ones(3))
+    kv.barrier()
+    assert kv.pull("w").tolist() == [2 * kv.size] * 3
+    owner = 1 % kv.size
+    assert [key for key, _ in keys] == (["w"] * kv.size if kv.rank == owner else [])
+    for _, given in keys:
+        np.testing.assert_array_equal(given, np.ones(3))
 
 
 @ALL
 @TRANSPORTS
-def test_collective_calls_see_all_that_was_pushed(transport, tmp_path_factory):
+def test_collective_calls_see_all_that_was_pushed(transport):
     with create(transport=transport) as kv:
         kv.init(["a", "b"], [np.zeros(3), np.zeros(3)])
         adding(kv)
@@ -361,11 +361,9 @@ def test_collective_calls_see_all_that_was_pushed(transport, tmp_path_factory):
 
 @ALL
 @TRANSPORTS
-def test_checkpoints(transport, tmp_path_factory, comm):
+def test_checkpoints(transport, folder):
     """A store of either kind goes on from the other's file."""
-    path = tmp_path_factory.getbasetemp() / "async.mpikv" if comm is None else None
-    if comm is not None:
-        path = comm.bcast(str(tmp_path_factory.mktemp("async") / "async.mpikv"))
+    path = folder / "async.mpikv"
 
     def open_store(name):
         return mpikv.create(name, transport=transport, timeout=20)
@@ -414,13 +412,12 @@ def test_a_group_of_ranks(ranks):
 @ALL
 @BOUNDS
 @pytest.mark.parametrize("on_store", [None, False])
-def test_a_trainer_is_refused(staleness, on_store):
+def test_a_trainer_is_refused(kv, on_store):
     """Its rescale_grad belongs to one step of one rank, and an owner updates for other ranks outside of its own."""
-    with create(staleness=staleness) as kv:
-        trainer = mpikv.Trainer({"w": np.ones(3)}, "sgd", {}, kv, update_on_kvstore=on_store)
-        with pytest.raises(Unsupported, match=r"start: the store .* does not know the batch size"):
-            trainer.start()
-        assert kv.keys() == ()
+    trainer = mpikv.Trainer({"w": np.ones(3)}, "sgd", {}, kv, update_on_kvstore=on_store)
+    with pytest.raises(Unsupported, match=r"start: the store .* does not know the batch size"):
+        trainer.start()
+    assert kv.keys() == ()
 
 
 @SEVERAL
@@ -444,18 +441,17 @@ def count_promised():
 
 @pytest.mark.feature("async-updater-required")
 @ALL
-def test_a_push_without_an_updater():
+def test_a_push_without_an_updater(kv):
     """Is refused on the rank that makes it, and the others do not notice."""
-    with create() as kv:
-        kv.init("w", np.ones(2))
-        if kv.rank == kv.size - 1:
-            with pytest.raises(ConfigError, match=r"push: no updater is set, .*call set_optimizer"):
-                kv.push("w", np.ones(2))
-        assert kv.pull("w").tolist() == [1, 1]
-        adding(kv)
-        kv.push("w", np.ones(2))
-        kv.barrier()
-        assert kv.pull("w").tolist() == [1 + kv.size] * 2
+    kv.init("w", np.ones(2))
+    if kv.rank == kv.size - 1:
+        with pytest.raises(ConfigError, match=r"push: no updater is set, .*call set_optimizer"):
+            kv.push("w", np.ones(2))
+    assert kv.pull("w").tolist() == [1, 1]
+    adding(kv)
+    kv.push("w", np.ones(2))
+    kv.barrier()
+    assert kv.pull("w").tolist() == [1 + kv.size] * 2
 
 
 @ALL
@@ -481,17 +477,16 @@ def test_a_push_without_an_updater():
         (lambda kv: kv.set_gradient_compression("fp16"), Unsupported, "set_gradient_compression"),
     ],
 )
-def test_bad_calls_concern_one_rank(call, kind, text):
-    with create() as kv:
-        kv.init(["w", "x"], [np.ones(2), np.ones(2)])
-        adding(kv)
-        if kv.rank == kv.size - 1:
-            with pytest.raises(kind, match=text) as caught:
-                call(kv)
-            assert type(caught.value) is kind
-        kv.push(["w", "x"], [np.ones(2)] * 2)
-        kv.barrier()
-        assert kv.pull("w").tolist() == kv.pull("x").tolist() == [1 + kv.size] * 2
+def test_bad_calls_concern_one_rank(kv, call, kind, text):
+    kv.init(["w", "x"], [np.ones(2), np.ones(2)])
+    adding(kv)
+    if kv.rank == kv.size - 1:
+        with pytest.raises(kind, match=text) as caught:
+            call(kv)
+        assert type(caught.value) is kind
+    kv.push(["w", "x"], [np.ones(2)] * 2)
+    kv.barrier()
+    assert kv.pull("w").tolist() == kv.pull("x").tolist() == [1 + kv.size] * 2
 
 
 @ALL
@@ -565,41 +560,39 @@ def guarded(key, given, stored):
 
 @ALL
 @BOUNDS
-def test_an_updater_that_raises(staleness):
+def test_an_updater_that_raises(kv):
     """The rank that has pushed is told, the others are not, and the value is as before."""
-    with create(staleness=staleness) as kv:
-        kv.init(["v", "w"], [np.zeros(2), np.zeros(2)])  # of ranks 0 and 1
-        kv.set_updater(guarded)
-        odd, owner = kv.rank == kv.size - 1, kv.rank == 1 % kv.size
-        if owner:
-            text = "a negative gradient"
-        else:
-            text = f"rank {1 % kv.size}, the owner of key 'w', raised ValueError: a negative gradient .*test_async.py:"
-        expected = pytest.raises(ValueError if owner else PeerFailed, match=text) if odd else nullcontext()
-        with expected:
-            push_and_pull(kv, "w", np.ones(2) * (-9 if odd else 1))
-        kv.pull("v")
-        kv.barrier()
-        assert kv.pull("w").tolist() == [kv.size - 1.0] * 2
-        kv.barrier()
-        kv.push("w", np.ones(2))
-        kv.barrier()
-        assert kv.pull("w").tolist() == [2 * kv.size - 1.0] * 2
+    kv.init(["v", "w"], [np.zeros(2), np.zeros(2)])  # of ranks 0 and 1
+    kv.set_updater(guarded)
+    odd, owner = kv.rank == kv.size - 1, kv.rank == 1 % kv.size
+    if owner:
+        text = "a negative gradient"
+    else:
+        text = f"rank {1 % kv.size}, the owner of key 'w', raised ValueError: a negative gradient .*test_async.py:"
+    expected = pytest.raises(ValueError if owner else PeerFailed, match=text) if odd else nullcontext()
+    with expected:
+        push_and_pull(kv, "w", np.ones(2) * (-9 if odd else 1))
+    kv.pull("v")
+    kv.barrier()
+    assert kv.pull("w").tolist() == [kv.size - 1.0] * 2
+    kv.barrier()
+    kv.push("w", np.ones(2))
+    kv.barrier()
+    assert kv.pull("w").tolist() == [2 * kv.size - 1.0] * 2
 
 
 @SEVERAL
-def test_a_failed_push_is_told_by_a_collective_call():
-    with create() as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(guarded)
-        last = kv.size - 1
-        if kv.rank == last:
-            kv.push("w", -np.ones(2))
-        with pytest.raises(PeerFailed, match="a negative gradient") as caught:
-            kv.barrier()
-        assert caught.value.rank == (0 if kv.rank == last else last)
+def test_a_failed_push_is_told_by_a_collective_call(kv):
+    kv.init("w", np.zeros(2))
+    kv.set_updater(guarded)
+    last = kv.size - 1
+    if kv.rank == last:
+        kv.push("w", -np.ones(2))
+    with pytest.raises(PeerFailed, match="a negative gradient") as caught:
         kv.barrier()
-        assert kv.pull("w").tolist() == [0, 0]
+    assert caught.value.rank == (0 if kv.rank == last else last)
+    kv.barrier()
+    assert kv.pull("w").tolist() == [0, 0]
 
 
 @SEVERAL
@@ -623,14 +616,13 @@ def test_a_store_after_one_in_which_ranks_were_late(caplog):
 
 
 @ALL
-def test_an_updater_that_calls_the_store():
-    with create() as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(lambda key, given, stored: kv.pull("w"))
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater cannot call the store"):
-            push_and_pull(kv, "w", np.ones(2))
-        kv.barrier()
-        assert kv.pull("w").tolist() == [0, 0]
+def test_an_updater_that_calls_the_store(kv):
+    kv.init("w", np.zeros(2))
+    kv.set_updater(lambda key, given, stored: kv.pull("w"))
+    with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater cannot call the store"):
+        push_and_pull(kv, "w", np.ones(2))
+    kv.barrier()
+    assert kv.pull("w").tolist() == [0, 0]
 
 
 @pytest.mark.processes
@@ -685,31 +677,6 @@ def test_rows_are_refused():
         assert not kv.is_capable("sparse")
         kv.barrier()
         np.testing.assert_array_equal(kv.pull("w"), np.zeros((3, 2)))
-
-
-def test_use_after_close():
-    kv = create()
-    kv.init("w", np.zeros(2))
-    kv.close()
-    kv.close()
-    for call in (lambda: kv.pull("w"), lambda: kv.push("w", np.ones(2)), kv.barrier):
-        with pytest.raises(Closed, match="the store was closed"):
-            call()
-
-
-@ALL
-def test_two_stores_at_once():
-    with create(staleness=1) as one, create() as two:
-        for kv in (one, two):
-            kv.init("w", np.zeros(1000))
-            adding(kv)
-        for _ in range(10):
-            one.push("w", np.ones(1000))
-            two.push("w", np.ones(1000) * 2)
-            one.pull("w")
-        for kv, number in ((two, 20), (one, 10)):
-            kv.barrier()
-            assert (kv.pull("w") == number * kv.size).all()
 
 
 # --- Ends of jobs
@@ -884,14 +851,13 @@ class RowMeans(mpikv.optimizers.Optimizer):
 
 
 @ALL
-def test_an_optimizer_of_whole_values_sees_their_shape():
-    with create() as kv:
-        kv.init("w", np.zeros((2, 3)))
-        kv.set_optimizer(RowMeans())
-        kv.push("w", np.arange(6.0).reshape(2, 3))
-        kv.pull("w")
-        kv.barrier()
-        np.testing.assert_array_equal(kv.pull("w"), -kv.size * np.array([[1.0] * 3, [4.0] * 3]))
+def test_an_optimizer_of_whole_values_sees_their_shape(kv):
+    kv.init("w", np.zeros((2, 3)))
+    kv.set_optimizer(RowMeans())
+    kv.push("w", np.arange(6.0).reshape(2, 3))
+    kv.pull("w")
+    kv.barrier()
+    np.testing.assert_array_equal(kv.pull("w"), -kv.size * np.array([[1.0] * 3, [4.0] * 3]))
 
 
 @pytest.mark.processes

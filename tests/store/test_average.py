@@ -29,6 +29,12 @@ def made(comm, transport="auto", **options):
     return mpikv.create(comm=comm, timeout=5, **options)
 
 
+@pytest.fixture
+def kv(comm):
+    with made(comm) as store:
+        yield store
+
+
 def check_mean(kv, name, **options):
     """Train by ``average``, and by the factor that has the same meaning: it comes to the same bits."""
     factor = options.get("rescale_grad", 1.0) / kv.size
@@ -49,10 +55,9 @@ def some(comm, size):
 
 
 @pytest.mark.feature("optimizer-average")
-def test_every_optimizer_divides_before_rescale_grad(comm):
-    with made(comm) as kv:
-        for name in NAMES:
-            check_mean(kv, name, rescale_grad=0.5, clip_gradient=0.25, wd=0.125)
+def test_every_optimizer_divides_before_rescale_grad(kv):
+    for name in NAMES:
+        check_mean(kv, name, rescale_grad=0.5, clip_gradient=0.25, wd=0.125)
 
 
 @pytest.mark.parametrize("store", STORES, ids=str)
@@ -61,98 +66,92 @@ def test_every_store(comm, store):
         check_mean(kv, "adam", learning_rate=0.125)
 
 
-def test_steps_are_as_large_on_any_number_of_ranks(comm):
-    with made(comm) as kv:
-        kv.init("w", np.zeros(3))
-        kv.set_optimizer("sgd", learning_rate=0.5, average=True)
-        kv.push("w", [np.ones(3), np.ones(3)])  # two arrays of each rank, which it adds up
-        assert (kv.pull("w") == -1).all()
-        kv.optimizer.average = False
-        kv.push("w", np.ones(3))
-        assert (kv.pull("w") == -1 - kv.size / 2).all()
-        kv.optimizer.average = True
-        kv.optimizer.rescale_grad = 0.5
-        kv.push("w", np.full(3, 4.0), wait=False).wait()
-        assert (kv.pull("w") == -2 - kv.size / 2).all()
-        assert "average=True" in repr(kv)
-        assert repr(kv.optimizer) == "SGD(learning_rate=0.5, rescale_grad=0.5, average=True)"
+def test_steps_are_as_large_on_any_number_of_ranks(kv):
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=0.5, average=True)
+    kv.push("w", [np.ones(3), np.ones(3)])  # two arrays of each rank, which it adds up
+    assert (kv.pull("w") == -1).all()
+    kv.optimizer.average = False
+    kv.push("w", np.ones(3))
+    assert (kv.pull("w") == -1 - kv.size / 2).all()
+    kv.optimizer.average = True
+    kv.optimizer.rescale_grad = 0.5
+    kv.push("w", np.full(3, 4.0), wait=False).wait()
+    assert (kv.pull("w") == -2 - kv.size / 2).all()
+    assert "average=True" in repr(kv)
+    assert repr(kv.optimizer) == "SGD(learning_rate=0.5, rescale_grad=0.5, average=True)"
 
 
-def test_halves_rows_and_codes(comm):
-    with made(comm) as kv:
-        kv.init("half", np.ones(4, np.float16))
-        kv.init("rows", RowSparse([0, 1], np.ones((2, 2)), (3, 2)))
-        kv.set_optimizer("sgd", learning_rate=1.0, average=True, multi_precision=True)
-        kv.push("half", np.full(4, 0.5, np.float16))
-        assert (kv.pull("half") == 0.5).all()
-        kv.push("rows", RowSparse([1], np.full((1, 2), 0.25), (3, 2)))
-        assert kv.row_sparse_pull("rows", row_ids=[0, 1]).values.tolist() == [[1, 1], [0.75, 0.75]]
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-        kv.push("half", np.full(4, 0.5, np.float16))
-        assert (kv.pull("half") == 0.0).all()
+def test_halves_rows_and_codes(kv):
+    kv.init("half", np.ones(4, np.float16))
+    kv.init("rows", RowSparse([0, 1], np.ones((2, 2)), (3, 2)))
+    kv.set_optimizer("sgd", learning_rate=1.0, average=True, multi_precision=True)
+    kv.push("half", np.full(4, 0.5, np.float16))
+    assert (kv.pull("half") == 0.5).all()
+    kv.push("rows", RowSparse([1], np.full((1, 2), 0.25), (3, 2)))
+    assert kv.row_sparse_pull("rows", row_ids=[0, 1]).values.tolist() == [[1, 1], [0.75, 0.75]]
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    kv.push("half", np.full(4, 0.5, np.float16))
+    assert (kv.pull("half") == 0.0).all()
 
 
-def test_an_object(comm):
+def test_an_object(kv):
     optimizer = optimizers.SGD(learning_rate=1.0)
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer(optimizer, average=True)
-        assert kv.optimizer is optimizer
-        assert optimizer.average
-        kv.push("w", np.ones(2))
-        assert (kv.pull("w") == -1).all()
-        with pytest.raises(ConfigError, match=r"arguments \['wd'\] go with an optimizer's name"):
-            kv.set_optimizer(optimizer, average=True, wd=0.1)
-        with pytest.raises(ConfigError, match="average=3 is neither True nor False"):
-            kv.set_optimizer(optimizer, average=3)
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer(optimizer, average=True)
+    assert kv.optimizer is optimizer
+    assert optimizer.average
+    kv.push("w", np.ones(2))
+    assert (kv.pull("w") == -1).all()
+    with pytest.raises(ConfigError, match=r"arguments \['wd'\] go with an optimizer's name"):
+        kv.set_optimizer(optimizer, average=True, wd=0.1)
+    with pytest.raises(ConfigError, match="average=3 is neither True nor False"):
+        kv.set_optimizer(optimizer, average=3)
 
 
-def test_ranks_compare_it(comm):
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        if kv.size > 1:
-            with pytest.raises(RankMismatch, match="average=True"):
-                kv.set_optimizer("sgd", learning_rate=1.0, average=kv.rank == 1)
-        kv.set_optimizer("sgd", learning_rate=1.0)
-        if kv.size > 1:
-            kv.optimizer.average = kv.is_root
-            with pytest.raises(RankMismatch, match="average=True"):
-                kv.push("w", np.ones(2))
-        kv.optimizer.average = True
-        kv.push("w", np.ones(2))
-        assert (kv.pull("w") == -1).all()
+def test_ranks_compare_it(kv):
+    kv.init("w", np.zeros(2))
+    if kv.size > 1:
+        with pytest.raises(RankMismatch, match="average=True"):
+            kv.set_optimizer("sgd", learning_rate=1.0, average=kv.rank == 1)
+    kv.set_optimizer("sgd", learning_rate=1.0)
+    if kv.size > 1:
+        kv.optimizer.average = kv.is_root
+        with pytest.raises(RankMismatch, match="average=True"):
+            kv.push("w", np.ones(2))
+    kv.optimizer.average = True
+    kv.push("w", np.ones(2))
+    assert (kv.pull("w") == -1).all()
 
 
-def test_one_object_in_stores_of_other_sizes(comm):
+def test_one_object_in_stores_of_other_sizes(kv):
     optimizer = optimizers.SGD(learning_rate=1.0, average=True)
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer(optimizer)
-        alone = kv.group([0])
-        if alone is not None:
-            alone.init("w", np.zeros(2))
-            if kv.size > 1:
-                with pytest.raises(
-                    ConfigError, match=f"divides by the {kv.size} ranks of an earlier store, and this store has 1;"
-                ):
-                    alone.set_optimizer(optimizer)
-            alone.set_optimizer(copy.copy(optimizer))
-            alone.push("w", np.ones(2))
-            assert (alone.pull("w") == -1).all()
-            alone.close()
-        kv.push("w", np.ones(2))
-        assert (kv.pull("w") == -1).all()
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer(optimizer)
+    alone = kv.group([0])
+    if alone is not None:
+        alone.init("w", np.zeros(2))
+        if kv.size > 1:
+            with pytest.raises(
+                ConfigError, match=f"divides by the {kv.size} ranks of an earlier store, and this store has 1;"
+            ):
+                alone.set_optimizer(optimizer)
+        alone.set_optimizer(copy.copy(optimizer))
+        alone.push("w", np.ones(2))
+        assert (alone.pull("w") == -1).all()
+        alone.close()
+    kv.push("w", np.ones(2))
+    assert (kv.pull("w") == -1).all()
 
 
-def test_ranks_that_have_left_count(comm):
-    with made(comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", learning_rate=1.0, average=True)
-        with kv.join():
-            for _ in range(1 + kv.rank):
-                kv.push("w", np.ones(2))
-        expected = -sum((kv.size - step) / kv.size for step in range(kv.size))
-        np.testing.assert_allclose(kv.pull("w"), expected, rtol=1e-15)
+def test_ranks_that_have_left_count(kv):
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer("sgd", learning_rate=1.0, average=True)
+    with kv.join():
+        for _ in range(1 + kv.rank):
+            kv.push("w", np.ones(2))
+    expected = -sum((kv.size - step) / kv.size for step in range(kv.size))
+    np.testing.assert_allclose(kv.pull("w"), expected, rtol=1e-15)
 
 
 # --- Stores that do not sum
@@ -207,23 +206,22 @@ def test_a_trainer(comm, on_store, how, kind):
 
 
 @pytest.mark.parametrize("on_store", [True, False])
-def test_a_loss_scaler_and_halves_of_a_step(comm, on_store):
+def test_a_loss_scaler_and_halves_of_a_step(kv, on_store):
     params, scaler = {"w": np.zeros(2)}, mpikv.LossScaler(8.0)
     options = {"learning_rate": 1.0, "rescale_grad": 0.5}
-    with made(comm) as kv:
-        trainer = mpikv.Trainer(
-            params, "sgd", options, kvstore=kv, update_on_kvstore=on_store, loss_scaler=scaler, average=True
-        )
-        step(trainer, kv, 2, gradient=8.0)
-        assert (params["w"] == -0.25).all()
-        step(trainer, kv, 1, gradient=np.inf if kv.is_root else 1.0)
-        assert (params["w"] == -0.25).all()
-        if not on_store:
-            trainer.set_grads({"w": np.ones(2)})
-            trainer.allreduce_grads()
-            assert (trainer.params["w"].grad == kv.size).all()
-            trainer.update(batch_size=1)
-            assert (params["w"] == -0.25 - 0.5 / 4).all()
+    trainer = mpikv.Trainer(
+        params, "sgd", options, kvstore=kv, update_on_kvstore=on_store, loss_scaler=scaler, average=True
+    )
+    step(trainer, kv, 2, gradient=8.0)
+    assert (params["w"] == -0.25).all()
+    step(trainer, kv, 1, gradient=np.inf if kv.is_root else 1.0)
+    assert (params["w"] == -0.25).all()
+    if not on_store:
+        trainer.set_grads({"w": np.ones(2)})
+        trainer.allreduce_grads()
+        assert (trainer.params["w"].grad == kv.size).all()
+        trainer.update(batch_size=1)
+        assert (params["w"] == -0.25 - 0.5 / 4).all()
 
 
 def test_a_trainer_says_no_more_than_yes_and_no(comm):

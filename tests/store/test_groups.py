@@ -30,8 +30,8 @@ def test_trainers_on_one_store(kv):
             reference.set_grads({"w": np.full(2, step + 1.0)})
             reference.step(kv.size)
     np.testing.assert_array_equal(nets[0]["generator"]["w"], alone)
-    with pytest.raises(mpikv.KeyAlreadyInitialized):
-        mpikv.Trainer(nets[0], "sgd", kvstore=kv).start()
+    with pytest.raises(mpikv.KeyAlreadyInitialized, match="give each Trainer"):
+        mpikv.Trainer(nets[0], "sgd", kvstore=kv, update_on_kvstore=False).start()
     kv.set_optimizer("sgd")
     trainers[0].set_grads({"generator": {"w": np.ones(2)}})
     with pytest.raises(ConfigError, match="the store was given an updater"):

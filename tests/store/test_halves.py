@@ -82,25 +82,6 @@ def test_a_master_is_what_float32_would_be(comm, ranks, transport, dtype, name):
         assert not np.array_equal(expected, start)
 
 
-def test_torchs_bfloat16_is_pushed_and_filled(comm, ranks, transport):
-    torch, ml_dtypes = pytest.importorskip("torch"), pytest.importorskip("ml_dtypes")
-    with mpikv.create(transport=transport) as kv:
-        kv.init("w", torch.zeros(3, 5, dtype=torch.bfloat16))
-        assert kv.view("w").dtype == ml_dtypes.bfloat16
-        mine = torch.full((3, 5), 1.5 + kv.rank, dtype=torch.bfloat16)
-        out = torch.zeros(3, 5, dtype=torch.bfloat16)
-        total = sum(1.5 + rank for rank in range(ranks))
-        kv.push("w", [mine, mine])
-        assert kv.pull("w", out) is out
-        assert (out == 2 * total).all()
-        kv.pushpull("w", mine, out)
-        assert (out == total).all()
-        weight = torch.nn.Parameter(torch.zeros(3, 5, dtype=torch.bfloat16))
-        kv.pull("w", weight)
-        assert (weight == total).all()
-        assert (mine == 1.5 + kv.rank).all()
-
-
 def test_an_order_of_additions_and_nccls_own_cannot_both_be_had(comm):
     with pytest.raises(mpikv.Unsupported, match="deterministic=True adds in a fixed order, and native_halves=True in"):
         mpikv.create(comm=comm, deterministic=True, native_halves=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -55,17 +54,3 @@ def test_computing_is_processor_time(comm: Any) -> None:
         found = kv.statistics()
     for rank in found.get("ranks", []):
         assert rank["computing"] >= STEPS * 0.018
-
-
-def test_a_line_is_logged_on_request(
-    comm: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few calls a second are enough, and each rank has its own variable."""
-    monkeypatch.setenv("MPIKV_REPORT", "0.1" if comm is None or comm.rank == 0 else "0")
-    caplog.set_level(logging.WARNING, "mpikv")
-    with mpikv.create(comm=comm) as kv:
-        for _ in range(STEPS):
-            time.sleep(SLEEP)
-            kv.barrier()
-    lines = [record.getMessage() for record in caplog.records if "made the others wait" in record.getMessage()]
-    assert bool(lines) is (kv.size > 1 and kv.rank == 0)

@@ -50,6 +50,12 @@ NAMES = [
 ]
 
 
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm) as store:
+        yield store
+
+
 def facts_and_sums(comm):
     """Return what a store says of itself, and what some calls give."""
     with mpikv.create("dist_sync", comm=comm) as kv:
@@ -117,41 +123,38 @@ def test_every_way_to_set_an_updater(comm, name, setter):
 
 @pytest.mark.feature("updater-key")
 @pytest.mark.parametrize("keys", [[3, 2**40, -1], ["3", "w", "layer/é"]])
-def test_an_updater_is_given_the_keys_of_init(comm, keys):
+def test_an_updater_is_given_the_keys_of_init(kv, keys):
     seen = []
-    with mpikv.create(comm=comm) as kv:
-        kv.init(keys, [np.zeros(1)] * 3)
-        kv.set_updater(lambda key, received, stored: seen.append(key))
-        kv.push(keys, [np.ones(1)] * 3)
-        assert seen == (keys if kv.is_root else [])
-        assert {type(key) for key in seen} <= {type(keys[0])}
+    kv.init(keys, [np.zeros(1)] * 3)
+    kv.set_updater(lambda key, received, stored: seen.append(key))
+    kv.push(keys, [np.ones(1)] * 3)
+    assert seen == (keys if kv.is_root else [])
+    assert {type(key) for key in seen} <= {type(keys[0])}
 
 
 @pytest.mark.feature("updater-no-change-before-push")
-def test_an_updater_waits_for_the_next_push(comm):
+def test_an_updater_waits_for_the_next_push(kv):
     calls = []
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(2))
-        kv.push("w", np.full(2, 3.0))
-        kv.set_updater(lambda key, received, stored: calls.append(key))
-        for _ in range(2):
-            np.testing.assert_array_equal(kv.pull("w"), np.full(2, 3.0 * kv.size))
-        kv.set("w", np.ones(2))
-        assert calls == []
+    kv.init("w", np.zeros(2))
+    kv.push("w", np.full(2, 3.0))
+    kv.set_updater(lambda key, received, stored: calls.append(key))
+    for _ in range(2):
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, 3.0 * kv.size))
+    kv.set("w", np.ones(2))
+    assert calls == []
 
 
 @pytest.mark.feature("optimizer-counts")
-def test_lists_and_ranks_count_once(comm):
+def test_lists_and_ranks_count_once(kv):
     """A schedule that counts in devices, as MXNet's did, would have run through its steps too soon."""
-    with mpikv.create(comm=comm) as kv:
-        kv.init(["w", "b"], [np.zeros(1), np.zeros(1)])
-        kv.set_optimizer("test", lr_scheduler=lambda count: float(count))
-        for step in range(1, 4):
-            before = kv.pull(["w", "b"])
-            kv.push(["w"] if step == 2 else ["w", "b"], [[np.ones(1)] * 4] * (1 if step == 2 else 2))
-            after = kv.pull(["w", "b"])
-            assert before[0] - after[0] == step * 4 * kv.size
-            assert before[1] - after[1] == {1: 1, 2: 0, 3: 2}[step] * 4 * kv.size
+    kv.init(["w", "b"], [np.zeros(1), np.zeros(1)])
+    kv.set_optimizer("test", lr_scheduler=lambda count: float(count))
+    for step in range(1, 4):
+        before = kv.pull(["w", "b"])
+        kv.push(["w"] if step == 2 else ["w", "b"], [[np.ones(1)] * 4] * (1 if step == 2 else 2))
+        after = kv.pull(["w", "b"])
+        assert before[0] - after[0] == step * 4 * kv.size
+        assert before[1] - after[1] == {1: 1, 2: 0, 3: 2}[step] * 4 * kv.size
 
 
 @pytest.mark.feature("rank-and-size")
@@ -162,35 +165,32 @@ def test_every_name_has_the_ranks_of_the_communicator(comm, name):
 
 
 @pytest.mark.feature("capabilities")
-def test_capabilities(comm):
-    with mpikv.create(comm=comm) as kv:
-        found = {name: kv.is_capable(name) for name in ("optimizer", "compression", "sparse", "async", "gpu")}
-        assert all(type(able) is bool for able in found.values())
-        assert found["optimizer"]
-        assert found["compression"]
-        assert kv.is_capable("OPTIMIZER")
-        with pytest.raises(ConfigError, match=r"unknown capability 'optimiser' .*did you mean 'optimizer'"):
-            kv.is_capable("optimiser")
+def test_capabilities(kv):
+    found = {name: kv.is_capable(name) for name in ("optimizer", "compression", "sparse", "async", "gpu")}
+    assert all(type(able) is bool for able in found.values())
+    assert found["optimizer"]
+    assert found["compression"]
+    assert kv.is_capable("OPTIMIZER")
+    with pytest.raises(ConfigError, match=r"unknown capability 'optimiser' .*did you mean 'optimizer'"):
+        kv.is_capable("optimiser")
 
 
 @pytest.mark.feature("pull-ignore-sparse")
 @pytest.mark.parametrize("ignore", [True, False])
-def test_dense_values_are_pulled_in_any_case(comm, ignore):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(2))
-        out = np.zeros(2)
-        assert kv.pull("w", out=out, ignore_sparse=ignore) is out
-        np.testing.assert_array_equal(out, np.ones(2))
+def test_dense_values_are_pulled_in_any_case(kv, ignore):
+    kv.init("w", np.ones(2))
+    out = np.zeros(2)
+    assert kv.pull("w", out=out, ignore_sparse=ignore) is out
+    np.testing.assert_array_equal(out, np.ones(2))
 
 
 @pytest.mark.feature("pushpull-compressed", "compression-set")
-def test_a_compressed_pushpull_is_a_compressed_push_and_a_pull(comm):
+def test_a_compressed_pushpull_is_a_compressed_push_and_a_pull(kv):
     gradient = np.array([0.7, -0.6, 0.2, 0.3], np.float32)
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(4, np.float32))
-        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-        out = kv.pushpull("w", gradient, out=np.zeros(4, np.float32))
-        np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0], np.float32) * kv.size)
-        kv.pushpull("w", gradient, out=out)
-        np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0.5], np.float32) * kv.size)
-        np.testing.assert_array_equal(kv.pull("w"), out)
+    kv.init("w", np.zeros(4, np.float32))
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    out = kv.pushpull("w", gradient, out=np.zeros(4, np.float32))
+    np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0], np.float32) * kv.size)
+    kv.pushpull("w", gradient, out=out)
+    np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0.5], np.float32) * kv.size)
+    np.testing.assert_array_equal(kv.pull("w"), out)

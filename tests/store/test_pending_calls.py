@@ -34,6 +34,13 @@ SEVERAL = pytest.mark.ranks(2, 4)
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
 
 
+@pytest.fixture
+def kv():
+    with mpikv.create(timeout=20) as store:
+        store.init("w", np.zeros(2))
+        yield store
+
+
 def threads():
     return {thread for thread in threading.enumerate() if thread.name == "mpikv"}
 
@@ -73,22 +80,20 @@ def meet(comm):
 
 
 @ALL
-def test_what_is_wrong_with_a_call_is_raised_by_wait():
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        works = [
-            kv.push("w", np.ones(3 if kv.is_root else 2), wait=False),
-            kv.push("w", np.ones(2), wait=False),
-            kv.pull("unknown", wait=False),
-        ]
-        error = ValueMismatch if kv.is_root else PeerFailed
-        with pytest.raises(error, match=r"key 'w' has shape \(3,\)"):
-            works[0].wait()
-        assert isinstance(works[0].error, error)
-        works[1].wait()
-        with pytest.raises(KeyNotInitialized):
-            works[2].wait()
-        np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+def test_what_is_wrong_with_a_call_is_raised_by_wait(kv):
+    works = [
+        kv.push("w", np.ones(3 if kv.is_root else 2), wait=False),
+        kv.push("w", np.ones(2), wait=False),
+        kv.pull("unknown", wait=False),
+    ]
+    error = ValueMismatch if kv.is_root else PeerFailed
+    with pytest.raises(error, match=r"key 'w' has shape \(3,\)"):
+        works[0].wait()
+    assert isinstance(works[0].error, error)
+    works[1].wait()
+    with pytest.raises(KeyNotInitialized):
+        works[2].wait()
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
 
 
 @ALL
@@ -157,7 +162,7 @@ def test_settings_are_set_after_what_is_pending():
 
 
 @ALL
-def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
+def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait(kv):
     caught, issued = [], threading.Event()
 
     def updater(key, total, stored):
@@ -169,65 +174,57 @@ def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
         assert kv.version(key) == 0
         stored[:] = 3
 
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(updater)
-        work = kv.push("w", np.ones(2), wait=False)
-        later = kv.pull("w", wait=False)
-        issued.set()
-        work.wait()
-        np.testing.assert_array_equal(later.wait(), np.full(2, 3.0))
-        assert len(caught) == (4 if kv.is_root else 0)
+    kv.set_updater(updater)
+    work = kv.push("w", np.ones(2), wait=False)
+    later = kv.pull("w", wait=False)
+    issued.set()
+    work.wait()
+    np.testing.assert_array_equal(later.wait(), np.full(2, 3.0))
+    assert len(caught) == (4 if kv.is_root else 0)
 
 
 @ALL
-def test_what_an_updater_raises_in_the_thread_reaches_every_rank():
+def test_what_an_updater_raises_in_the_thread_reaches_every_rank(kv):
     def updater(key, total, stored):
         sys.exit(3)
 
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(updater)
-        with pytest.raises(SystemExit if kv.is_root else PeerFailed):
-            kv.push("w", np.ones(2), wait=False).wait()
-        # Nobody waits, and it comes in place of the next call, which must not run on any rank.
-        kv.push("w", np.ones(2), wait=False)
-        with pytest.raises(SystemExit if kv.is_root else PeerFailed):
-            kv.barrier()
-        kv.set_updater(None)
-        kv.push("w", np.ones(2), wait=False)
-        np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+    kv.set_updater(updater)
+    with pytest.raises(SystemExit if kv.is_root else PeerFailed):
+        kv.push("w", np.ones(2), wait=False).wait()
+    # Nobody waits, and it comes in place of the next call, which must not run on any rank.
+    kv.push("w", np.ones(2), wait=False)
+    with pytest.raises(SystemExit if kv.is_root else PeerFailed):
+        kv.barrier()
+    kv.set_updater(None)
+    kv.push("w", np.ones(2), wait=False)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
 
 
 @pytest.mark.processes
 @ALL
-def test_a_short_wait_ends_and_the_call_goes_on():
+def test_a_short_wait_ends_and_the_call_goes_on(kv):
     released = threading.Event()
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_updater(lambda key, total, stored: released.wait(20) and None)
-        work = kv.push("w", np.ones(2), wait=False)
-        if kv.is_root:  # on other ranks it ends as soon as the root goes on
-            with pytest.raises(TimeoutError, match=r"push\('w'\) has not completed after 0.01 s"):
-                work.wait(0.01)
-            assert not work.done
-        released.set()
-        work.wait(20)
+    kv.set_updater(lambda key, total, stored: released.wait(20) and None)
+    work = kv.push("w", np.ones(2), wait=False)
+    if kv.is_root:  # on other ranks it ends as soon as the root goes on
+        with pytest.raises(TimeoutError, match=r"push\('w'\) has not completed after 0.01 s"):
+            work.wait(0.01)
+        assert not work.done
+    released.set()
+    work.wait(20)
 
 
 @ALL
-def test_waiting_again_gives_the_same_and_keeps_nothing():
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        good, bad = kv.pushpull("w", np.ones(2), wait=False), kv.push("w", np.ones(3), wait=False)
-        assert good.wait() is good.wait()
-        lengths = set()
-        for _ in range(5):
-            try:
-                bad.wait()
-            except ValueMismatch as error:
-                lengths.add(len(traceback.extract_tb(error.__traceback__)))
-        assert len(lengths) == 1
+def test_waiting_again_gives_the_same_and_keeps_nothing(kv):
+    good, bad = kv.pushpull("w", np.ones(2), wait=False), kv.push("w", np.ones(3), wait=False)
+    assert good.wait() is good.wait()
+    lengths = set()
+    for _ in range(5):
+        try:
+            bad.wait()
+        except ValueMismatch as error:
+            lengths.add(len(traceback.extract_tb(error.__traceback__)))
+    assert len(lengths) == 1
 
 
 @SEVERAL
@@ -415,26 +412,22 @@ def test_calls_aside_are_refused_in_join():
 
 
 @ALL
-def test_bad_priorities_are_refused_by_the_call():
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        for priority in ("high", None, [1, 2], object(), float("inf"), float("nan")):
-            with pytest.raises(ValueMismatch, match="priority"):
-                kv.push("w", np.ones(2), priority=priority, wait=False).wait()
+def test_bad_priorities_are_refused_by_the_call(kv):
+    for priority in ("high", None, [1, 2], object(), float("inf"), float("nan")):
+        with pytest.raises(ValueMismatch, match="priority"):
+            kv.push("w", np.ones(2), priority=priority, wait=False).wait()
 
 
-def test_several_threads_may_wait():
-    with mpikv.create(timeout=20) as kv:
-        kv.init("w", np.zeros(2))
-        work = kv.pushpull("w", np.ones(2), wait=False)
-        results = []
-        waiters = [threading.Thread(target=lambda: results.append(work.wait(20))) for _ in range(4)]
-        for waiter in waiters:
-            waiter.start()
-        for waiter in waiters:
-            waiter.join(20)
-        assert len(results) == 4
-        assert all(result is results[0] for result in results)
+def test_several_threads_may_wait(kv):
+    work = kv.pushpull("w", np.ones(2), wait=False)
+    results = []
+    waiters = [threading.Thread(target=lambda: results.append(work.wait(20))) for _ in range(4)]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join(20)
+    assert len(results) == 4
+    assert all(result is results[0] for result in results)
 
 
 def run(program, timeout):

@@ -242,6 +242,12 @@ def filled(comm, **options):
     return kv
 
 
+@pytest.fixture
+def kv(comm):
+    with filled(comm) as store:
+        yield store
+
+
 def empty():
     return RowSparse([], np.zeros((0, 2)), (6, 2))
 
@@ -253,35 +259,35 @@ def empty():
     [np.array([4, 1, 4]), [4, 1, 4], np.array([[4.0, 1.0]], np.float32), np.array([1, 4], np.uint8), (1, 4)],
     ids=["array", "list", "floats", "bytes", "tuple"],
 )
-def test_one_key(comm, key, ids):
-    with filled(comm) as kv:
-        rows = kv.row_sparse_pull(key, row_ids=ids)
-        assert (rows.indices.tolist(), rows.values.tolist(), rows.shape) == ([1, 4], [[2, 3], [8, 9]], (6, 2))
-        out = RowSparse([0, 5], np.ones((2, 2), np.float32), (6, 2))
-        assert kv.row_sparse_pull(key, out=out, row_ids=ids) is out
-        assert (out.indices.tolist(), out.values.tolist(), out.dtype) == ([1, 4], [[2, 3], [8, 9]], np.float32)
-        dense = np.full((6, 2), 7.0)
-        assert kv.row_sparse_pull(key, dense, 0, ids) is dense
-        np.testing.assert_array_equal(dense, np.where(np.isin(np.arange(6), [1, 4])[:, None], VALUE, 0))
+def test_one_key(kv, key, ids):
+    rows = kv.row_sparse_pull(key, row_ids=ids)
+    assert (rows.indices.tolist(), rows.values.tolist(), rows.shape) == ([1, 4], [[2, 3], [8, 9]], (6, 2))
+    out = RowSparse([0, 5], np.ones((2, 2), np.float32), (6, 2))
+    assert kv.row_sparse_pull(key, out=out, row_ids=ids) is out
+    assert (out.indices.tolist(), out.values.tolist(), out.dtype) == ([1, 4], [[2, 3], [8, 9]], np.float32)
+    dense = np.full((6, 2), 7.0)
+    assert kv.row_sparse_pull(key, dense, 0, ids) is dense
+    np.testing.assert_array_equal(dense, np.where(np.isin(np.arange(6), [1, 4])[:, None], VALUE, 0))
 
 
 @pytest.mark.feature("sparse-pull-lists")
-def test_lists(comm):
-    with filled(comm) as kv:
-        outs = [empty(), empty()]
-        kv.row_sparse_pull("s", out=outs, row_ids=np.array([3, 0]))
-        assert [out.indices.tolist() for out in outs] == [[0, 3], [0, 3]]
-        assert not np.shares_memory(outs[0].values, outs[1].values)
-        kv.row_sparse_pull("s", out=outs, row_ids=[np.array([3]), np.array([5, 2])])
-        assert [out.values.tolist() for out in outs] == [[[6, 7]], [[4, 5], [10, 11]]]
-        mixed = [empty(), np.ones((6, 2))]
-        kv.row_sparse_pull(["s", "d"], out=mixed, row_ids=[np.array([1]), np.array([], np.int64)])
-        assert (mixed[0].values.tolist(), mixed[1].any()) == ([[2, 3]], False)
-        one, (two, three) = kv.row_sparse_pull(["d", "s"], row_ids=[[1], [np.array([2]), np.array([0, 2])]])
-        assert [rows.indices.tolist() for rows in (one, two, three)] == [[1], [2], [0, 2]]
-        again = kv.row_sparse_pull(["s", "s"], row_ids=[[1], [2]])
-        assert [rows.values.tolist() for rows in again] == [[[2, 3]], [[4, 5]]]
-        assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
+def test_lists(kv):
+    outs = [empty(), empty()]
+    kv.row_sparse_pull("s", out=outs, row_ids=np.array([3, 0]))
+    assert [out.indices.tolist() for out in outs] == [[0, 3], [0, 3]]
+    assert not np.shares_memory(outs[0].values, outs[1].values)
+    kv.row_sparse_pull("s", out=outs, row_ids=[np.array([3]), np.array([5, 2])])
+    assert [out.values.tolist() for out in outs] == [[[6, 7]], [[4, 5], [10, 11]]]
+    mixed = [empty(), np.ones((6, 2))]
+    kv.row_sparse_pull(["s", "d"], out=mixed, row_ids=[np.array([1]), np.array([], np.int64)])
+    assert (mixed[0].values.tolist(), mixed[1].any()) == ([[2, 3]], False)
+    one, (two, three) = kv.row_sparse_pull(["d", "s"], row_ids=[[1], [np.array([2]), np.array([0, 2])]])
+    assert [rows.indices.tolist() for rows in (one, two, three)] == [[1], [2], [0, 2]]
+    (rows,) = kv.row_sparse_pull(["s"], out=outs[:1], row_ids=np.array([1]))
+    assert (rows is outs[0], rows.values.tolist()) == (True, [[2, 3]])
+    again = kv.row_sparse_pull(["s", "s"], row_ids=[[1], [2]])
+    assert [rows.values.tolist() for rows in again] == [[[2, 3]], [[4, 5]]]
+    assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
 
 
 @pytest.mark.ranks(1)
@@ -358,16 +364,15 @@ def test_rows_that_do_not_fit_a_pull(comm):
         ({"key": "n", "row_ids": [0]}, mpikv.ValueMismatch, "the value of key 'n' is a single number and has no rows"),
     ],
 )
-def test_bad_pulls(comm, arguments, error, text):
-    with filled(comm) as kv:
-        kv.init("n", np.array(1.0))
-        bad = {"key": "s", **arguments}
-        if kv.rank != kv.size - 1:
-            bad = {"key": "s", "row_ids": [0]}
-            error, text = mpikv.PeerFailed, "raised"
-        with pytest.raises(error, match=text):
-            kv.row_sparse_pull(**bad)
-        assert kv.row_sparse_pull("s", row_ids=[5]).values.tolist() == [[10, 11]]
+def test_bad_pulls(kv, arguments, error, text):
+    kv.init("n", np.array(1.0))
+    bad = {"key": "s", **arguments}
+    if kv.rank != kv.size - 1:
+        bad = {"key": "s", "row_ids": [0]}
+        error, text = mpikv.PeerFailed, "raised"
+    with pytest.raises(error, match=text):
+        kv.row_sparse_pull(**bad)
+    assert kv.row_sparse_pull("s", row_ids=[5]).values.tolist() == [[10, 11]]
 
 
 def few():
@@ -378,30 +383,29 @@ def few():
 
 
 @pytest.mark.parametrize("which", ["kind", "shape", "mixture", "dtype", "init", "out"])
-def test_ranks_that_differ(comm, which):
-    with filled(comm) as kv:
-        last = kv.rank == kv.size - 1
-        rows = RowSparse([1], np.ones((1, 2)), (6, 2))
-        calls = {
-            "kind": lambda: kv.push("s", VALUE if last else rows),
-            "shape": lambda: kv.push("s", RowSparse([1], np.ones((1, 3)), (6, 3)) if last else rows),
-            "mixture": lambda: kv.push(["s", "d"], [rows, VALUE if last else rows]),
-            "dtype": lambda: kv.push("s", RowSparse([1], np.ones((1, 2), int), (6, 2)) if last else rows),
-            "init": lambda: kv.init("new", VALUE if last else rows),
-            "out": lambda: kv.pushpull("s", rows, out=np.zeros((6, 2)) if last else empty()),
+def test_ranks_that_differ(kv, which):
+    last = kv.rank == kv.size - 1
+    rows = RowSparse([1], np.ones((1, 2)), (6, 2))
+    calls = {
+        "kind": lambda: kv.push("s", VALUE if last else rows),
+        "shape": lambda: kv.push("s", RowSparse([1], np.ones((1, 3)), (6, 3)) if last else rows),
+        "mixture": lambda: kv.push(["s", "d"], [rows, VALUE if last else rows]),
+        "dtype": lambda: kv.push("s", RowSparse([1], np.ones((1, 2), int), (6, 2)) if last else rows),
+        "init": lambda: kv.init("new", VALUE if last else rows),
+        "out": lambda: kv.pushpull("s", rows, out=np.zeros((6, 2)) if last else empty()),
+    }
+    errors = {"kind": mpikv.RankMismatch, "init": mpikv.RankMismatch, "out": mpikv.RankMismatch}
+    if kv.size > 1 or which not in errors:
+        wanted = errors.get(which, mpikv.ValueMismatch if last else mpikv.PeerFailed)
+        told = {
+            "kind": r"\(item \d: rows against whole arrays\)",
+            "init": r"rows, overwrite \[\] against whole arrays, overwrite \[\]",
         }
-        errors = {"kind": mpikv.RankMismatch, "init": mpikv.RankMismatch, "out": mpikv.RankMismatch}
-        if kv.size > 1 or which not in errors:
-            wanted = errors.get(which, mpikv.ValueMismatch if last else mpikv.PeerFailed)
-            told = {
-                "kind": r"\(item \d: rows against whole arrays\)",
-                "init": r"rows, overwrite \[\] against whole arrays, overwrite \[\]",
-            }
-            with pytest.raises(wanted, match=told.get(which)):
-                calls[which]()
-        np.testing.assert_array_equal(kv.pull("s"), VALUE)
-        kv.push("s", rows)
-        assert kv.pull("s").sum() == 2 * kv.size
+        with pytest.raises(wanted, match=told.get(which)):
+            calls[which]()
+    np.testing.assert_array_equal(kv.pull("s"), VALUE)
+    kv.push("s", rows)
+    assert kv.pull("s").sum() == 2 * kv.size
 
 
 def test_what_excludes_rows(comm):
@@ -472,97 +476,53 @@ def test_optimizers_change_the_rows_in_the_sum(comm, rule, transport):
         assert kv.version("w") == 5
 
 
-@pytest.mark.parametrize("name", ["Signum", "RMSProp", "AdaDelta", "AdamW", "Nadam", "Adamax", "FTRL", "Test"])
-def test_every_elementwise_optimizer_does_to_these_rows_what_it_does_to_all(comm, name):
-    optimizer = mpikv.optimizers.create(name)
-    rng = np.random.default_rng(4)
-    value = rng.standard_normal((50, 3))
-    state = {slot: np.zeros((50, 3), dtype) for slot, dtype in optimizer.slots(value.dtype).items()}
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", value)
-        kv.set_optimizer(name)
-        for count in (1, 2, 3):
-            ids, rows = np.unique(rng.integers(0, 50, 12)), rng.integers(-3, 4, (12, 3)) / 4
-            mine = RowSparse(ids, rows[: ids.size], value.shape)
-            kv.push("w", mine)
-            some, some_state = value[ids], {slot: array[ids] for slot, array in state.items()}
-            optimizer.update(optimizer.step("w", count), kv.size * rows[: ids.size], some, some_state)
-            value[ids] = some
-            for slot, array in some_state.items():
-                state[slot][ids] = array
-        np.testing.assert_array_equal(kv.pull("w"), value)
-
-
-def test_a_function_receives_rows(comm):
+def test_a_function_receives_rows(kv):
     seen = []
 
     def update(key, received, stored):
         seen.append((key, received))
         stored[received.indices] -= received.values
 
-    with filled(comm) as kv:
-        kv.set_updater(update)
-        kv.push(["d", "s"], [RowSparse([kv.rank, 5], np.ones((2, 2)), (6, 2))] * 2)
-        assert [key for key, _ in seen] == (["d", "s"] if kv.is_root else [])
-        assert all(type(rows) is RowSparse and rows.shape == (6, 2) for _, rows in seen)
-        expected = VALUE.copy()
-        expected[: kv.size] -= 1
-        expected[5] -= kv.size
-        np.testing.assert_array_equal(kv.pull("s"), expected)
-        np.testing.assert_array_equal(kv.pull("d"), expected)
+    kv.set_updater(update)
+    kv.push(["d", "s"], [RowSparse([kv.rank, 5], np.ones((2, 2)), (6, 2))] * 2)
+    assert [key for key, _ in seen] == (["d", "s"] if kv.is_root else [])
+    assert all(type(rows) is RowSparse and rows.shape == (6, 2) for _, rows in seen)
+    expected = VALUE.copy()
+    expected[: kv.size] -= 1
+    expected[5] -= kv.size
+    np.testing.assert_array_equal(kv.pull("s"), expected)
+    np.testing.assert_array_equal(kv.pull("d"), expected)
 
 
 # --- With the rest of the store
 
 
-def test_join(comm):
-    with filled(comm) as kv:
-        kv.set_optimizer("test", learning_rate=1.0)
-        with kv.join():
-            for _ in range(kv.rank + 1):
-                rows = RowSparse([1], np.ones((1, 2)), (6, 2))
-                kv.push("s", rows)
-                kv.pushpull("s", rows, out=np.zeros((6, 2)))
-                kv.pushpull("s", rows)  # which then has the new values
-                kv.row_sparse_pull("s", row_ids=[1])
-        pushes = 3 * kv.size * (kv.size + 1) / 2
-        assert kv.pull("s")[1].tolist() == [2 - pushes, 3 - pushes]
-
-
-def test_calls_that_nobody_waits_for(comm):
-    with filled(comm) as kv:
-        kv.set_optimizer("test", learning_rate=1.0)
-        rows = [RowSparse([number], np.ones((1, 2)), (6, 2)) for number in range(4)]
-        works = [kv.push("s", each, wait=False) for each in rows[:3]]
-        last = kv.pushpull("s", rows[3], wait=False)
-        for work in works:
-            work.wait()
-        assert last.wait().values.tolist() == [[6 - kv.size, 7 - kv.size]]
-        assert kv.pull("s").sum() == VALUE.sum() - 8 * kv.size
-
-
-def test_nested_dicts(comm):
-    with mpikv.create(comm=comm) as kv:
-        kv.init({"net": {"words": RowSparse([1], np.ones((1, 2)), (6, 2))}})
-        kv.push({"net": {"words": RowSparse([1, 2], np.ones((2, 2)), (6, 2))}})
-        assert kv.row_sparse_pull("net/words", row_ids=[2]).values.tolist() == [[kv.size] * 2]
-        rows = {"net": {"words": RowSparse([4], np.ones((1, 2)), (6, 2))}}
-        assert kv.pushpull(rows)["net"]["words"].values.tolist() == [[kv.size] * 2]
-
-
-def test_pushes_of_all_rows_and_of_few(comm):
-    with filled(comm) as kv:
-        every, few = RowSparse(np.arange(6), np.ones((6, 2)), (6, 2)), RowSparse([3], np.ones((1, 2)), (6, 2))
-        for rows in (every, every, few, few):
-            before = kv.statistics()["rows"]["bytes_sent"]
+def test_join(kv):
+    kv.set_optimizer("test", learning_rate=1.0)
+    with kv.join():
+        for _ in range(kv.rank + 1):
+            rows = RowSparse([1], np.ones((1, 2)), (6, 2))
             kv.push("s", rows)
-            np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
-            assert (kv.statistics()["rows"]["bytes_sent"] > before) is (kv.size > 1)
+            kv.pushpull("s", rows, out=np.zeros((6, 2)))
+            kv.pushpull("s", rows)  # which then has the new values
+            kv.row_sparse_pull("s", row_ids=[1])
+    pushes = 3 * kv.size * (kv.size + 1) / 2
+    assert kv.pull("s")[1].tolist() == [2 - pushes, 3 - pushes]
 
 
-def test_checkpoints(comm, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rows")
-    name = str(folder if comm is None else comm.bcast(str(folder))) + "/rows.mpikv"
+def test_calls_that_nobody_waits_for(kv):
+    kv.set_optimizer("test", learning_rate=1.0)
+    rows = [RowSparse([number], np.ones((1, 2)), (6, 2)) for number in range(4)]
+    works = [kv.push("s", each, wait=False) for each in rows[:3]]
+    last = kv.pushpull("s", rows[3], wait=False)
+    for work in works:
+        work.wait()
+    assert last.wait().values.tolist() == [[6 - kv.size, 7 - kv.size]]
+    assert kv.pull("s").sum() == VALUE.sum() - 8 * kv.size
+
+
+def test_checkpoints(comm, folder):
+    name = folder / "rows.mpikv"
     rows = RowSparse([1, 2], np.ones((2, 2)), (6, 2))
     with filled(comm) as kv:
         kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
@@ -685,15 +645,6 @@ def test_sums_pass_over_overflows_as_those_of_arrays_do(comm):
             assert np.isinf(kv.pull("s")).all()
             kv.push("s", wide)
             assert np.isinf(kv.pull("s")).all()
-
-
-def test_the_one_key_of_a_list(comm):
-    with filled(comm) as kv:
-        out = empty()
-        kv.row_sparse_pull(["s"], out=[out], row_ids=np.array([1]))
-        assert (out.indices.tolist(), out.values.tolist()) == ([1], [[2, 3]])
-        (rows,) = kv.row_sparse_pull(["s"], row_ids=[4, 1])
-        assert rows.indices.tolist() == [1, 4]
 
 
 # --- What fails on one rank alone

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cluster.mpi_library import library_of
 from mpikv.cluster.runtime import present
 
 ALL = pytest.mark.ranks(1, 2)
@@ -110,17 +109,6 @@ def test_a_store_per_group_of_ranks(comm, transport):
         np.testing.assert_array_equal(half.pull("w"), np.full(3, float(sum(members))))
         np.testing.assert_array_equal(everyone.pull("w"), np.full(3, float(sum(range(comm.size)))))
     group.Free()
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_a_private_store(comm):
-    with mpikv.create(comm=library_of(comm).COMM_SELF) as kv:
-        assert (kv.rank, kv.size, kv.comm, kv.transport) == (0, 1, None, "local")
-        # The ranks do different things; nobody waits.
-        for turn in range((comm.rank if comm else 0) + 1):
-            kv.init(turn, np.ones(2))
-            kv.push(turn, np.full(2, 5.0))
-            np.testing.assert_array_equal(kv.pull(turn), np.full(2, 5.0))
 
 
 @ALL

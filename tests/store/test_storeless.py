@@ -104,14 +104,6 @@ def test_a_trainer_updates_on_each_rank(store):
         mpikv.Trainer(params, "sgd", kvstore=store, update_on_kvstore=True).start()
 
 
-def test_trainer_by_name(comm):
-    if comm is None:
-        with mpikv.Trainer({"w": np.ones(2)}, "sgd", {"learning_rate": 0.5}, kvstore="horovod") as trainer:
-            trainer.set_grads({"w": np.ones(2)})
-            trainer.step(1)
-            np.testing.assert_array_equal(trainer.params["w"].data, np.full(2, 0.5))
-
-
 def test_calls_of_values(store):
     for call in (store.push, store.pull, store.init):
         with pytest.raises(Unsupported, match="keeps no values"):

@@ -18,12 +18,10 @@ LATE = 0.3
 
 
 @pytest.fixture
-def folder(comm, tmp_path_factory, monkeypatch):
-    """Return a folder of all ranks, in which they write their traces."""
-    shared = [tmp_path_factory.mktemp("trace")]
-    shared = shared if comm is None else comm.bcast(shared)
-    monkeypatch.setenv("MPIKV_TRACE", str(shared[0]))
-    return shared[0]
+def folder(folder, monkeypatch):
+    """Return the folder of all ranks, in which they write their traces."""
+    monkeypatch.setenv("MPIKV_TRACE", str(folder))
+    return folder
 
 
 def traced(comm, folder):

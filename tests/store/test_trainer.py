@@ -74,19 +74,6 @@ def raised_by(kv, culprit, error, call, peers=PeerFailed):
 
 
 @BOTH
-@pytest.mark.feature("trainer-step", "trainer-batch-size-changes")
-def test_a_step_is_the_sum_over_the_batch_size(start, on_store):
-    kv, trainer, params = start(on_store)
-    for step, batch_size in enumerate([4, 2, 8.0, np.int64(4)]):
-        before = {name: value.copy() for name, value in params.items()}
-        trainer.set_grads({name: of_rank(kv.rank, value.shape, step) for name, value in params.items()})
-        trainer.step(batch_size)
-        for name, value in params.items():
-            total = sum(of_rank(rank, value.shape, step) for rank in range(kv.size))
-            np.testing.assert_array_equal(value, before[name] - 0.5 * (total / float(batch_size)))
-
-
-@BOTH
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
 @pytest.mark.feature("trainer-both-ways-equal")
@@ -159,8 +146,9 @@ def test_all_ranks_start_from_the_roots_weights(comm, start, on_store):
 @BOTH
 @hypothesis.given(data=strategies.data())
 @hypothesis.settings(max_examples=15)
+@pytest.mark.feature("trainer-step", "trainer-batch-size-changes", "trainer-stale-ignored", "trainer-learning-rate")
 def test_any_sequence_of_steps(start, on_store, data):
-    """SGD with momentum, weight decay, factors and stale gradients, beside numpy in one process."""
+    """SGD with momentum, weight decay, factors that change and stale gradients, beside numpy in one process."""
     shapes = data.draw(
         strategies.dictionaries(
             strategies.sampled_from("abcdef"), strategies.sampled_from([(), (1,), (3,), (2, 3), (0,)]), min_size=1
@@ -168,19 +156,20 @@ def test_any_sequence_of_steps(start, on_store, data):
     )
     momentum = data.draw(strategies.sampled_from([0.0, 0.5]))
     weights = {name: of_rank(9, shape) for name, shape in shapes.items()}
-    mults = {name: data.draw(strategies.sampled_from([None, 0.0, 2.0])) for name in shapes}
-    params = {name: Parameter(np.array(value), lr_mult=mults[name]) for name, value in weights.items()}
+    params = {name: Parameter(np.array(value)) for name, value in weights.items()}
     options = {"learning_rate": 0.25, "momentum": momentum, "wd": 0.5, "lr_mult": {"a": 4.0, "z": 3.0}}
     kv, trainer, _ = start(on_store, params, options=options)
     velocity = {name: np.zeros(shape) for name, shape in shapes.items()}
     for step in range(data.draw(strategies.integers(1, 4))):
         given = data.draw(strategies.sets(strategies.sampled_from(sorted(shapes))))
-        batch_size = data.draw(strategies.sampled_from([1, 2, 8]))
+        batch_size = data.draw(strategies.sampled_from([1, 2.0, np.int64(8)]))
         for name in given:
             trainer.params[name].grad = of_rank(kv.rank, shapes[name], step)
+            params[name].lr_mult = data.draw(strategies.sampled_from([None, 0.0, 2.0]))
         trainer.step(batch_size, ignore_stale_grad=True)
         for name in given:
-            factor = mults[name] if mults[name] is not None else {"a": 4.0}.get(name, 1.0)
+            factor = params[name].lr_mult
+            factor = {"a": 4.0}.get(name, 1.0) if factor is None else factor
             total = sum(of_rank(rank, shapes[name], step) for rank in range(kv.size))
             gradient = total / batch_size + 0.5 * weights[name]
             velocity[name] = momentum * velocity[name] - 0.25 * factor * gradient
@@ -381,6 +370,8 @@ def test_gradients_are_accumulated(start, on_store):
         for _ in range(4):
             trainer.params["w"].grad = np.full(2, step + 1.0)
         trainer.step(4 * kv.size)
+        with pytest.raises(ConfigError, match=r"call zero_grad\(\) after the update"):
+            trainer.params["w"].grad = np.ones(2)
         trainer.zero_grad()
     np.testing.assert_array_equal(params["w"].data, np.full(2, -0.5 * (1 + 2 + 3)))
 
@@ -426,21 +417,6 @@ def test_learning_rates(start, on_store):
 
 
 @BOTH
-@pytest.mark.feature("trainer-learning-rate")
-def test_a_schedule(start, on_store):
-    rates = []
-    options = {"lr_scheduler": lambda count: 1 / count}
-    _, trainer, params = start(on_store, {"w": np.zeros(1)}, options=options)
-    for _ in range(3):
-        rates.append(trainer.learning_rate)
-        step(trainer)
-    assert rates == [1, 1 / 2, 1 / 3]
-    assert params["w"] == -sum(rates)
-    with pytest.raises(ConfigError, match="lr_scheduler gives the rate"):
-        trainer.set_learning_rate(0.1)
-
-
-@BOTH
 @pytest.mark.feature("optimizer-rate-beside-schedule")
 def test_a_rate_beside_a_schedule(start, on_store):
     """As MXNet's own test of the Trainer has it: every second step a tenth of the rate."""
@@ -453,6 +429,8 @@ def test_a_rate_beside_a_schedule(start, on_store):
         np.testing.assert_allclose(trainer.learning_rate, expected, rtol=1e-12)
     total = sum(rate * 0.1 ** (number // 2) for number in range(7))
     np.testing.assert_allclose(params["w"], -total, rtol=1e-12)
+    with pytest.raises(ConfigError, match="lr_scheduler gives the rate"):
+        trainer.set_learning_rate(0.1)
 
 
 @BOTH
@@ -504,17 +482,6 @@ def test_a_stale_gradient_on_one_rank(start, on_store):
     np.testing.assert_array_equal(params["w"], np.full(3, 1 - kv.size))
     with pytest.raises(UserWarning, match=f"parameters 'b' and {len(params) - 1} more were given no gradient"):
         trainer.step(1)
-
-
-@BOTH
-@pytest.mark.feature("trainer-stale-ignored")
-def test_stale_gradients_may_be_left_out(start, on_store):
-    kv, trainer, params = start(on_store)
-    trainer.params["w"].grad = np.ones(3)
-    trainer.step(kv.size, ignore_stale_grad=True)
-    trainer.step(kv.size, ignore_stale_grad=True)  # nothing to do
-    np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
-    np.testing.assert_array_equal(params["b"], np.zeros(2))
 
 
 @BOTH
@@ -636,19 +603,6 @@ def test_halves_with_other_parameters(start):
     np.testing.assert_array_equal(params["w"], np.ones(3))
 
 
-@BOTH
-@pytest.mark.feature("trainer-several-on-one-store")
-def test_two_trainers_do_not_share_a_store(start, on_store):
-    kv, first, params = start(on_store)
-    first.start()
-    second = mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, update_on_kvstore=on_store)
-    with pytest.raises(KeyAlreadyInitialized, match="give each Trainer"):
-        second.start()
-    first.set_grads({name: np.ones_like(value) for name, value in params.items()})
-    first.step(kv.size)
-    np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
@@ -685,26 +639,14 @@ def test_integers_cannot_be_trained(start):
         trainer.start()
 
 
-@BOTH
-def test_torch_parameters(start, on_store):
-    torch = pytest.importorskip("torch")
-    weight = torch.nn.Parameter(torch.ones(3))
-    kv, trainer, _ = start(on_store, {"w": weight})
-    (weight * 2).sum().backward()
-    trainer.params["w"].grad = weight.grad
-    trainer.step(kv.size)
-    assert weight.tolist() == [0, 0, 0]
-
-
 # --- Checkpoints
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.feature("recovery")
-def test_training_goes_on_from_a_checkpoint(comm, start, tmp_path_factory, by_hand):
+def test_training_goes_on_from_a_checkpoint(comm, start, folder, by_hand):
     """Beside one that was not interrupted, bit for bit; optimizer, counts and multipliers included."""
-    shared = [str(tmp_path_factory.mktemp("trainer"))]
-    path = (shared if comm is None else comm.bcast(shared))[0] + "/x.mpikv"
+    path = folder / "x.mpikv"
     options = {"learning_rate": 0.5, "momentum": 0.5, "lr_mult": {"b": 2.0}}
 
     def steps(trainer, params, first, last):
@@ -737,9 +679,8 @@ def test_training_goes_on_from_a_checkpoint(comm, start, tmp_path_factory, by_ha
         np.testing.assert_array_equal(again[name].data, array)
 
 
-def test_the_optimizer_of_a_store_that_was_loaded_meanwhile(comm, start, tmp_path_factory):
-    shared = [str(tmp_path_factory.mktemp("trainer"))]
-    path = (shared if comm is None else comm.bcast(shared))[0] + "/x.mpikv"
+def test_the_optimizer_of_a_store_that_was_loaded_meanwhile(start, folder):
+    path = folder / "x.mpikv"
     kv, trainer, params = start(True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
     trainer.start()
     kv.save(path)
@@ -794,16 +735,6 @@ def test_an_optimizer_is_left_as_it_was(start, on_store):
         step(trainer, 32 * kv.size)
         assert (optimizer.rescale_grad, optimizer.lr_mult) == (1, {"v": 3.0})
         np.testing.assert_array_equal(params["w"], [-1 / 64])
-
-
-@BOTH
-@pytest.mark.feature("trainer-learning-rate")
-def test_a_multiplier_is_taken_back(start, on_store):
-    _, trainer, params = start(on_store, {"w": np.zeros(1)})
-    for factor in (0.0, None, 3.0, None):
-        trainer.params["w"].lr_mult = factor
-        step(trainer)
-    np.testing.assert_array_equal(params["w"], [-0.5 * (0 + 1 + 3 + 1)])
 
 
 # --- Failures of one rank
@@ -958,18 +889,6 @@ def test_an_array_that_held_a_sum_is_given_as_a_gradient(start):
 
 
 @BOTH
-@pytest.mark.feature("trainer-accumulation")
-def test_an_added_gradient_is_used_once(start, on_store):
-    _, trainer, _ = start(on_store, {"w": Parameter(np.zeros(1), grad_req="add")})
-    trainer.params["w"].grad = np.ones(1)
-    trainer.step(1)
-    with pytest.raises(ConfigError, match=r"call zero_grad\(\) after the update"):
-        trainer.params["w"].grad = np.ones(1)
-    trainer.zero_grad()
-    trainer.params["w"].grad = np.ones(1)
-
-
-@BOTH
 @pytest.mark.feature("sparse-trainer")
 def test_sparse_gradients_and_weights_are_refused(comm: Any, on_store: bool) -> None:
     """By name, with what to do; a gradient that is whole comes to its end."""
@@ -985,6 +904,3 @@ def test_sparse_gradients_and_weights_are_refused(comm: Any, on_store: bool) -> 
         trainer.set_grads({"w": np.asarray(rows)})
         trainer.step(kv.size)
         np.testing.assert_array_equal(trainer.params["w"].data, [[1, 1], [1, 1], [0, 0], [1, 1]])
-
-
-# --- A real training

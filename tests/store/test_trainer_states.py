@@ -9,8 +9,6 @@ from hypothesis import strategies
 
 import mpikv
 from mpikv import CheckpointError, ConfigError, Parameter, PeerFailed, RankMismatch, Unsupported, ValueMismatch
-from mpikv.checkpoint import chunks
-from mpikv.checkpoint.header import CHUNK
 from mpikv.cluster.mpi_library import library_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -18,13 +16,6 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 BOTH = pytest.mark.parametrize("on_store", [True, False])
 SHAPES = {"b": (), "empty": (0, 3), "late": (5,), "w": (7, 3)}
 PARTS = 12
-
-
-@pytest.fixture
-def folder(comm, tmp_path_factory):
-    """Return a folder that all ranks have in common."""
-    shared = [tmp_path_factory.mktemp("states")]
-    return (shared if comm is None else comm.bcast(shared))[0]
 
 
 def weights(dtype=np.float64):
@@ -99,24 +90,8 @@ OPTIMIZERS = [
     ("ftrl", {}),
     ("lamb", {"learning_rate": 0.1}),
     ("nadam", {}),
+    ("sgd", {"lr_scheduler": lambda count: 0.5 / count, "momentum": 0.5}),
 ]
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("optimizer", "options"), [*OPTIMIZERS, ("sgd", {"lr_scheduler": lambda count: 0.5 / count, "momentum": 0.5})]
-)
-@pytest.mark.feature("trainer-states")
-def test_training_goes_on_bit_for_bit(trainer_on, folder, on_store, optimizer, options):
-    """The optimizer that goes on is the file's, unless no file can hold it."""
-    _, first = trainer_on(on_store, weights(), optimizer, options)
-    stopped, through = stop(first, folder / "states", 3, 6)
-    _, trainer = trainer_on(on_store, stopped, optimizer, options)
-    trainer.start()
-    before = trainer.optimizer
-    assert go_on(trainer, folder / "states", 3, 6) == through
-    assert trainer.learning_rate == first.learning_rate
-    assert (trainer.optimizer is before) is before.opaque
 
 
 @BOTH
@@ -124,7 +99,10 @@ def test_training_goes_on_bit_for_bit(trainer_on, folder, on_store, optimizer, o
 @hypothesis.settings(max_examples=15)
 @pytest.mark.feature("trainer-states", "trainer-states-masters")
 def test_whatever_was_saved_is_loaded(trainer_on, folder, on_store, data):
-    """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one."""
+    """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one.
+
+    The optimizer that goes on is the file's, unless no file can hold it.
+    """
     shapes = strategies.sampled_from([(), (0,), (1,), (3,), (2, 5), (4, 1, 3)])
     drawn = data.draw(strategies.dictionaries(strategies.text("abé/_", min_size=1, max_size=4), shapes, min_size=1))
     dtypes = {name: data.draw(strategies.sampled_from(["float16", "float32", "float64"])) for name in drawn}
@@ -151,7 +129,10 @@ def test_whatever_was_saved_is_loaded(trainer_on, folder, on_store, data):
         through = go_on(trainer, at, len(plan))
     kv, trainer = trainer_on(on_store, stopped, optimizer, options)
     with kv:
+        trainer.start()
+        before = trainer.optimizer
         trainer.load_states(folder / "states")
+        assert (trainer.optimizer is before) is before.opaque
         assert go_on(trainer, at, len(plan)) == through
 
 
@@ -240,22 +221,6 @@ def test_settings_of_the_optimizer_are_the_files(trainer_on, folder, on_store):
     assert trainer.learning_rate == 0.125
     assert trainer.optimizer.rescale_grad == 1
     train(trainer, 1, 2)
-
-
-def test_large_states_are_written_in_parts(trainer_on, folder, monkeypatch):
-    monkeypatch.setattr(chunks, "_WINDOW", 2 * CHUNK)
-    size = 3 * CHUNK // 8 + 5
-    for name in ("large", "again"):
-        params = {"w": np.zeros(size), "b": np.ones(3)}
-        _, trainer = trainer_on(False, params)
-        if name == "again":
-            trainer.load_states(folder / "large")
-        else:
-            trainer.set_grads({"w": np.arange(size) / 8, "b": np.ones(3)})
-            trainer.step(1)
-        trainer.save_states(folder / name)
-    assert (folder / "large").read_bytes() == (folder / "again").read_bytes()
-    assert (folder / "large").stat().st_size > 6 * CHUNK
 
 
 # --- What the store holds meanwhile
