@@ -137,21 +137,6 @@ def test_bits_are_those_of_the_rule(kind, rule, data):
             assert residual.tobytes() == np.array(expected, F32).tobytes()
 
 
-@pytest.mark.parametrize(("kind", "rule"), RULES)
-def test_bits_of_large_arrays(kind, rule):
-    for size in (16383, 16384, 16385, 50_001):
-        random = np.random.default_rng(size)
-        pushes, expected = random.standard_normal((2, size)).astype(F32), [F32(0)] * size
-        results = [rule(gradient, expected, 0.5) for gradient in pushes]
-        for codec in both(kind(0.5)):
-            residual = np.zeros(size, F32)
-            for gradient, (bits, values) in zip(pushes, results, strict=True):
-                payload = encode(codec, gradient, residual)
-                assert payload.tobytes() == bits
-                np.testing.assert_array_equal(decode(codec, payload, size), np.array(values, F32))
-            np.testing.assert_array_equal(residual, np.array(expected, F32))
-
-
 # --- Half precision
 
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import KVStore, Unsupported, optimizers
+from mpikv import KVStore, optimizers
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.engine.placement import Owners, Replicated, Root, Sharded, place
-from mpikv.errors import ConfigError
 from mpikv.optimizers.updaters import Assign, CallableUpdater
 from mpikv.protocols import Placement, Transport
 from mpikv.testing import PlacementContract, Recording
@@ -79,17 +78,6 @@ CALLABLE = CallableUpdater(lambda key, total, stored: None)
 @pytest.mark.feature("placements")
 def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
     assert type(place(name, transport(4096), updater, 0)) is kind
-
-
-@pytest.mark.parametrize("name", ["sharded", "replicated"])
-def test_a_callable_needs_whole_values_at_one_place(name):
-    with pytest.raises(Unsupported, match=f"placement '{name}' cannot run a Python updater"):
-        place(name, LocalTransport(4096), CALLABLE, 0)
-
-
-def test_an_unknown_placement():
-    with pytest.raises(ConfigError, match=r"unknown placement 'shard' .*did you mean 'sharded'"):
-        place("shard", LocalTransport(4096), Assign(), 0)
 
 
 @pytest.mark.ranks(2, 4)

@@ -193,31 +193,6 @@ def test_a_rank_that_calls_something_else_is_told_on_all(name: str) -> None:
         assert value == 1
 
 
-@pytest.mark.parametrize("at", range(40, 60, 3))
-def test_a_full_disk_leaves_the_old_checkpoint(at: int, tmp_path: Path) -> None:
-    path = str(tmp_path / "w.safetensors")
-
-    def program(comm: Any) -> tuple[str, bool]:
-        with mpikv.create(comm=comm, timeout=10.0) as kv:
-            kv.init("w", np.zeros(100))
-            saved, text = -1.0, ""
-            while not text:
-                try:
-                    kv.save(path)
-                    saved = float(kv.pull("w")[0])
-                    kv.push("w", np.full(100, saved + 1))
-                except (OSError, mpikv.PeerFailed) as error:
-                    text = f"{type(error).__name__}: {error}"
-            kv.load(path)
-            return text, bool((kv.pull("w") == saved).all())
-
-    texts, wholes = zip(*cluster(3, seed=at, faults=[FullDisk(rank=2, at=at)]).run(program), strict=True)
-    assert all(wholes)
-    assert any(text.startswith("OSError: [Errno 28] No space left on device") for text in texts)
-    assert all("No space left on device" in text for text in texts)
-    assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
-
-
 FAULTS = [Kill(0, 0), Kill(1, 0), Raise(1, 0), Leave(1, 0)]
 FAULTS += [FullDisk(0, 0), FullDisk(2, 0), Pause(1, 0, 3.0), Differ(1, 0)]
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.async_store.async_kvstore import AsyncKVStore, Kind
 from mpikv.async_store.ssp import SspClocks
 from mpikv.cluster.agreement import Agreement
 from mpikv.engine.pipeline import TransferPipeline
@@ -58,59 +57,6 @@ def one_half(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShmTransport, "_meet", same)
 
 
-def flag_before_data(patch: pytest.MonkeyPatch) -> None:
-    meet = ShmTransport._meet
-
-    def late(self: ShmTransport, send: Any = None) -> int:
-        half = meet(self)
-        if send is not None and send.base is not self._halves.base:
-            np.copyto(self._halves[half, self.rank][: send.nbytes], send.view(np.uint8))
-        return half
-
-    patch.setattr(ShmTransport, "_meet", late)
-
-
-def one_token_word(patch: pytest.MonkeyPatch) -> None:
-    """A rank that is in the next comparison already overwrites what the others still read."""
-
-    def agree(self: ShmTransport, token: int, send_ready: bool = False) -> bool:
-        self._flags[self._mine + 1] = token
-        self._arrive()
-        if any(self._flags[peer + 1] != token for peer in self._peers):
-            return False
-        self._send_ready = send_ready
-        return True
-
-    patch.setattr(ShmTransport, "agree", agree)
-
-
-def counter_not_advanced(patch: pytest.MonkeyPatch) -> None:
-    """A rank whose call failed by its own fault does not count it."""
-    refuse = Agreement.refuse
-
-    def refuse_uncounted(self: Agreement, call: Any, error: BaseException) -> Any:
-        try:
-            refuse(self, call, error)
-        finally:
-            self.calls -= 1
-
-    patch.setattr(Agreement, "refuse", refuse_uncounted)
-
-
-def answered_twice(patch: pytest.MonkeyPatch) -> None:
-    """The owner takes the first request of rank 1 for two."""
-    act = AsyncKVStore._act
-    seen: set[int] = set()
-
-    def twice(self: AsyncKVStore, rank: int, kind: Any, *rest: Any) -> None:
-        if kind in (Kind.PUSH, Kind.PUSHPULL) and rank == 1 and id(self) not in seen:
-            seen.add(id(self))
-            self._owner.push(rank, rest[0], rest[1], rest[2].copy())
-        act(self, rank, kind, *rest)
-
-    patch.setattr(AsyncKVStore, "_act", twice)
-
-
 def clocks_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the slowest rank."""
     patch.setattr(SspClocks, "wait", lambda self, rank, ticket, least: self._answer(rank, ticket, least))
@@ -140,14 +86,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTED: list[tuple[Plant, Callable[..., None]]] = [
     (no_barrier, random_calls),
     (one_half, random_calls),
-    (flag_before_data, random_calls),
-    (one_token_word, random_calls),
     (plan_not_dropped, random_calls),
     (not_published, random_calls),
     (each_by_itself, random_calls),
     (no_fence_between_hosts, random_calls),
-    (counter_not_advanced, asynchronous),
-    (answered_twice, asynchronous),
     (clocks_not_kept, asynchronous),
 ]
 

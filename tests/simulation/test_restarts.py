@@ -264,16 +264,6 @@ class Stale(Slots):
         pass
 
 
-class Forgetful(Slots):
-    """The last array of a commit, the newest values of a block, is that of the first one."""
-
-    last: Any = None
-
-    def write(self, epoch: int, step: int, text: bytes, arrays: Any) -> None:
-        self.last = arrays[-1].copy() if self.last is None else self.last
-        super().write(epoch, step, text, [*arrays[:-1], self.last])
-
-
 class Early(Commits):
     """A rank goes on before the others have its commit."""
 
@@ -311,7 +301,7 @@ def first_failure(slots: Callable[..., Slots] = Slots, kind: type[Job] = Job) ->
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("slots", [OneSlot, HeaderFirst, Stale, Forgetful])
+@pytest.mark.parametrize("slots", [OneSlot, HeaderFirst, Stale])
 def test_a_fault_of_the_files_is_found(slots: type[Slots]) -> None:
     assert first_failure(slots) is not None
 

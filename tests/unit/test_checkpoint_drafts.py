@@ -93,18 +93,6 @@ def test_a_draft_that_somebody_removes(tmp_path: Path) -> None:
     assert (path.read_text(), (tmp_path / name).read_text()) == ("old", "not ours")
 
 
-def test_drafts_of_two_living_jobs(tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    first, second = create(path), Draft(str(path))
-    with pytest.raises(CheckpointError, match="another store is being saved"):
-        second.create(np.zeros(NONCE, np.uint8))
-    second.close()
-    commit(first, "first")
-    first.close()
-    assert held(path) == "first"
-    assert os.listdir(tmp_path) == ["checkpoint"]
-
-
 def test_leftovers_do_not_grow_in_number(tmp_path: Path) -> None:
     others = ["checkpoints.0123456789abcdef.mpikv-part", "checkpoint.mpikv-part", "checkpoint.01.mpikv-part"]
     for name in (LEFT, LEFT.replace("0", "f"), *others):

@@ -206,11 +206,8 @@ def compressed(tmp_path: Path) -> Path:
     [
         (change("program", "mpikv.residuals", to=[10**15]), "array 'program/0/mpikv.residuals' is"),
         (change("program", "mpikv.residuals", to=[1 << 62] * 2), f"its arrays need {(1 << 63) + 80} bytes"),
-        (change("program", "mpikv.residuals", to=[-1]), "-1 is not a length"),
-        (change("program", "mpikv.residuals", to=True), "a value of the wrong type"),
         (change("program", "mpikv.residuals", to=[True]), "a value of the wrong type"),
         (change("program", to={}), "array 'program/0/mpikv.residuals' is"),
-        (change("program", to={"a": [5]}), "array 'program/0/mpikv.residuals' is"),
     ],
 )
 def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None], text: str) -> None:
@@ -272,8 +269,6 @@ W = {"dtype": "F64", "shape": [2, 3]}
     ("spoil", "text"),
     [
         (header_change("value/w", {**W, "data_offsets": [0, 1 << 60]}), "array 'value/w' is"),
-        (header_change("value/w", {**W, "data_offsets": [8, 56]}), "array 'value/w' is"),
-        (header_change("value/w", {**W, "data_offsets": [-48, 0]}), "array 'value/w' is"),
         (header_change("value/w", {**W, "shape": [1 << 61, 8], "data_offsets": [0, 48]}), "array 'value/w' is"),
         (header_change("value/w", {**W, "dtype": "F32", "data_offsets": [0, 48]}), "array 'value/w' is"),
         (header_change("value/w", None), "array 'value/w' is None"),
@@ -283,16 +278,12 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (twice, "not all different"),
         (change("version", to=3), "version 3 of the format; this mpikv reads version 6"),
         (change("program", to=None), "a value of the wrong type"),
-        (change("program", to={"epoch": 3}), "a value of the wrong type"),
         (change("program", to={"epoch": [-1]}), "-1 is not a length"),
         (change("program", to={"epoch": [1 << 62] * 3}), "its arrays need"),
         (change("program", to={"epoch": [3]}), "array 'program/0/epoch' is None"),
-        (change("program", to={"epoch": [0]}), "array 'program/0/epoch' is None"),
         (change("values", to=False), "array 'value/"),
         (change("keys", 0, to=3), "all numbers or all strings"),
         (change("kind_of", to={}), "a value of the wrong type"),
-        (change("kind_of", to=[0]), "does not say of each of 2 keys which of 2 kinds"),
-        (change("kind_of", to=[0, 0]), "does not say of each of 2 keys which of 2 kinds"),
         (change("kind_of", to=[0, 2]), "does not say of each of 2 keys which of 2 kinds"),
         (change("kind_of", to=[1, 0]), "array 'value/"),
         (change("kinds", 0, "dtype", to="object"), "unknown dtype 'object'"),
@@ -303,9 +294,7 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (change("kinds", 0, "shape", to=[1] * 65), "has an impossible shape"),
         (change("kinds", 0, "shape", to=[1 << 40]), "array 'value/w' is"),
         (change("kinds", 0, "updates", to=-1), "impossible update counts -1 and 0"),
-        (change("kinds", 0, "updates", to=1 << 63), "impossible update counts 9223372036854775808 and 0"),
         (change("kinds", 0, "updates", to=(1 << 63) - 1), "impossible update counts"),
-        (change("kinds", 0, "earlier", to=(1 << 63) - 1), "impossible update counts"),
         (change("kinds", 0, "earlier", to=-2), "impossible update counts 1 and -2"),
         (change("kinds", 0, "state", to={}), "array 'state/"),
         (change("kinds", 0, "state", to={"a/b": "float64"}), "has an invalid state name"),
@@ -318,13 +307,10 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (change(*OPTIONS, "momentum", to=1.5), "momentum=1.5 is not a number"),
         (change(*OPTIONS, "revision", to=1), "unknown option of SGD 'revision'"),
         (change(*OPTIONS, "lr_scheduler", to={"schedule": "math", "arguments": {}}), "no schedule is called 'math'"),
-        (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": {"step": "x"}}), "cannot be made"),
         (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": {"setp": 1}}), "cannot be made"),
-        (change(*OPTIONS, "lr_scheduler", to={"system": "Factor"}), "cannot be made"),
         (factor(step=1 << 63), "is not a whole number in [1, 2**63)"),
         (factor(step=1, base_lr=10**400), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to={"by_key": [[[], 1]]}), "cannot be made"),
-        (change(*OPTIONS, "lr_mult", to={"by_key": 1}), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to=nested(300)), "cannot be made"),
         (change(*OPTIONS, "momentum", to=0.0), "has the states {'momentum': 'float64'} for key 'w'"),
     ],
@@ -577,15 +563,6 @@ def test_state_that_no_reader_would_take(tmp_path: Path, state: Any, text: str) 
         type(optimizer).given = state
         kv.set_optimizer(optimizer)
         unsaved(kv, tmp_path / "checkpoint", text)
-
-
-def test_strange_keys(tmp_path: Path) -> None:
-    for key in ("w\udc80", "", "/", 10**4000, -(10**4000)):
-        with mpikv.create() as kv, mpikv.create() as other:
-            kv.init(key, np.ones(3))
-            kv.save(tmp_path / "checkpoint")
-            other.load(tmp_path / "checkpoint")
-            assert other.keys() == (key,)
 
 
 # --- mpikv info PATH

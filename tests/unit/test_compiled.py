@@ -8,7 +8,6 @@ from support.rules import RULES, bits, in_numpy, run, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.compute.kernels import NumpyKernels
 from mpikv.optimizers.recording import rule_of
 from mpikv.testing import KernelsContract
 
@@ -87,39 +86,6 @@ class TestWhatIsCompiled:
         value[:] = total[:] = 1
         assert not is_compiled(optimizers.SGD(), total, value, {})
         np.testing.assert_array_equal(value, np.full(5, 0.9))
-
-    def test_a_rule_that_was_given_too_little_state(self):
-        with pytest.raises(KeyError, match="variance"):
-            is_compiled(optimizers.Adam(), np.ones(5), np.ones(5), {"mean": np.zeros(5)})
-
-
-def test_options_may_change_at_any_time():
-    """What was bound once does what an optimizer of the present options does."""
-    changes = [
-        {"learning_rate": 0.3},
-        {"momentum": 0.5},
-        {"nesterov": True},
-        {"wd": 0.25},
-        {"clip_gradient": 0.5},
-        {"rescale_grad": 1 / 3, "clip_gradient": None},
-        {"nesterov": False, "wd": 0.0},
-        {"momentum": 0.0},
-    ]
-    results = []
-    for kernels in (NumpyKernels(), compiled):
-        random = np.random.default_rng(0)
-        optimizer = optimizers.SGD(momentum=0.9)
-        total, value, velocity = random.standard_normal((3, 100)).astype(np.float32)
-        update = kernels.bind(optimizer, total, value, {"momentum": velocity})
-        seen = []
-        for change in changes:
-            for name, setting in change.items():
-                setattr(optimizer, name, setting)
-            total[:] = random.standard_normal(100)
-            update(optimizer.step("key", 1))
-            seen.append((bits(value), bits(velocity)))
-        results.append(seen)
-    assert results[0] == results[1]
 
 
 def signatures(optimizer, dtype):

@@ -373,15 +373,6 @@ class TestOptions:
             setattr(optimizer, *next(iter(options.items())))
         assert optimizer.settings() == before
 
-    @pytest.mark.feature("optimizer-unknown")
-    def test_unknown_names_list_the_known(self):
-        with pytest.raises(ConfigError, match=r"unknown optimizer 'adan'.*did you mean 'adam'"):
-            create("adan")
-        with pytest.raises(ConfigError, match=r"unknown option of SGD 'momentun'.*did you mean 'momentum'"):
-            create("sgd", momentun=0.9)
-        with pytest.raises(ConfigError, match="unknown option of SGD 'learning_rat'"):
-            optimizers.SGD().learning_rat = 0.1
-
     @pytest.mark.parametrize(
         ("name", "option", "hint"),
         [
@@ -482,16 +473,6 @@ class TestOptions:
         optimizer.multi_precision = True
         assert optimizer.slots(np.dtype(np.float64)) == {"momentum": np.float64}
         assert optimizer.slots(np.dtype(np.float16)) == {"momentum": np.float32, "master": np.float32}
-
-
-@pytest.mark.feature("optimizer-masters")
-def test_master_keeps_updates_that_rounding_would_lose():
-    optimizer = optimizers.SGD(learning_rate=1e-4, multi_precision=True)
-    value, state = np.ones(3, np.float16), {"master": np.ones(3, np.float32)}
-    for count in range(1, 101):
-        optimizer.update(optimizer.step("a", count), np.ones(3, np.float32), value, state)
-    np.testing.assert_allclose(state["master"], 0.99, rtol=1e-5)
-    np.testing.assert_array_equal(value, np.float16(0.99))
 
 
 def test_missing_state_raises_before_anything_is_written():

@@ -167,16 +167,6 @@ def test_what_an_error_came_from_stays(kv, monkeypatch):
     assert isinstance(raised.value.__cause__, OSError)
 
 
-def test_an_error_that_is_raised_again_grows_by_no_frames(kv):
-    work = kv.push("w", np.ones(4), wait=False)
-    lengths = set()
-    for _ in range(3):
-        with pytest.raises(mpikv.ValueMismatch) as raised:
-            work.wait()
-        lengths.add(len(frames_of(raised.value)))
-    assert lengths == {2}
-
-
 def test_the_variable_keeps_all_frames(kv, monkeypatch):
     monkeypatch.setenv("MPIKV_FULL_TRACEBACK", "1")
     with pytest.raises(mpikv.KeyNotInitialized) as raised:
