@@ -428,7 +428,7 @@ class AsyncKVStore(KVStore):
             self._lock.release()
 
     def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
-        """Run the request of a rank, which may change a value, and answer it, maybe later. Local; the lock is held."""
+        """Run a rank's request on a value or the clocks; answer now, later or (TICK) never. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
             self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)

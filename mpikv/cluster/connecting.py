@@ -83,8 +83,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         if config.abort:
             abort_on_exception(mpi)
     # Whoever asks for shared memory by name knows that the ranks are on one machine.
-    insists = config.transport in ("hierarchical", "shm")
-    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
+    overrules_mpi = config.transport in ("hierarchical", "shm")
+    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, overrules_mpi=overrules_mpi)
     if group.size > 1 and mpi.COMM_WORLD.rank == 0:
         # mpikv run has already named rival libraries.
         rivals = name_rivals(mpi.Get_library_version()) if run_directory() is None else ""

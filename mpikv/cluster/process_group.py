@@ -41,12 +41,12 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0, *, insists: bool = False
+        self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0, *, overrules_mpi: bool = False
     ) -> None:
         """Collective over ``comm``; without one, the group is this process alone.
 
         If ``simulate_ranks_per_host`` is not 0, a host with more ranks is split into several hosts, which share
-        nothing. If MPI divides the ranks of one machine, ``insists`` makes them share memory.
+        nothing. If MPI divides the ranks of one machine, ``overrules_mpi`` makes them share memory.
 
         Raises:
             Stalled: not all ranks have come within ``timeout`` seconds.
@@ -77,16 +77,16 @@ class ProcessGroup:
         self.hosts: tuple[str, ...] = (present().host,)
         self.local_rank = 0
         if self.comm:
-            self._join_hosts(simulate_ranks_per_host, insists)
+            self._join_hosts(simulate_ranks_per_host, overrules_mpi)
         else:
             self.host_cores = len(os.sched_getaffinity(0))
 
-    def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
-        """Set this group's hosts and local ranks, and make the host's and another communicator. Collective."""
+    def _join_hosts(self, simulate_ranks_per_host: int, overrules_mpi: bool) -> None:
+        """Set hosts and local ranks; make host_comm, and a copy of comm for messages about failures. Collective."""
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
         # the next collective.
         self._control = self.comm.Dup()
-        machine = self._join_machine(insists)
+        machine = self._join_machine(overrules_mpi)
         # The union: a launcher may bind each rank to cores of its own.
         cores = len(set().union(*machine.allgather(tuple(os.sched_getaffinity(0)))))
         # Split even into one part: a rank with bad settings has defaults here, and must make the same collectives.
@@ -99,10 +99,10 @@ class ProcessGroup:
         hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
-    def _join_machine(self, insists: bool) -> Any:
+    def _join_machine(self, overrules_mpi: bool) -> Any:
         """Return a new communicator of this machine's ranks; note and log if MPI divides one. Collective.
 
-        MPI's division counts, unless this rank ``insists``.
+        MPI's division counts, unless this rank ``overrules_mpi``.
         """
         machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
         # All ranks of one machine have the same host and boot; another container has its own host.
@@ -115,10 +115,10 @@ class ProcessGroup:
             return machine
         leaders = {leader for leader, _ in hosts}
         self.divided = _tell_division(leaders, firsts, machines)
-        if self.rank == 0 and not insists:
+        if self.rank == 0 and not overrules_mpi:
             warn_once(self.divided)
         # Split even where this rank does not insist, as with bad settings: others may, and Split is collective.
-        ours = self.comm.Split(firsts[self.rank] if insists else hosts[self.rank][0], self.rank)
+        ours = self.comm.Split(firsts[self.rank] if overrules_mpi else hosts[self.rank][0], self.rank)
         machine.Free()
         return ours
 

@@ -94,7 +94,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _start_next(start: Array, right: Array) -> None:
-    """Overwrite ``start`` by these columns for the next push, at a length that cannot overflow a product.
+    """Overwrite ``start`` by the columns of ``right``, of length 1; zero or infinite ones leave the old. Local.
 
     A column of zeros predicts nothing about the next gradient and would stay zero for ever: the old one remains.
     """

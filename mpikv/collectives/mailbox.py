@@ -214,7 +214,7 @@ class Mailbox:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
-        """Begin a call if given one, move what can move, and note ended calls; an error ends all. Takes the lock."""
+        """Begin a call if given one, move what can, note ended calls; a failure ends all, unraised. Takes the lock."""
         with self._lock:
             try:
                 if new is not None:

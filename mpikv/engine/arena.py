@@ -261,7 +261,7 @@ class Arena:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """In a with block: if it raises MemoryError, on all ranks alike, restore the arena as it was before. Local."""
+        """In a with block: at a MemoryError, which all ranks raise alike, restore segments, holes and blocks. Local."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -424,7 +424,7 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
-        """Allocate a segment; note all but its first ``nbytes`` as free; return its number, and byte 0. Collective."""
+        """Allocate ``nbytes`` or ``coming``, the larger; note the rest as free; return its number, 0. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

@@ -183,7 +183,7 @@ class Values:
     # --- Buffers
 
     def add_buffers(self, plan: Plan) -> None:
-        """Give keys without buffers zeroed ones, and blocks the memory for them; may drop all plans. Collective.
+        """Give keys zeroed buffers where they have none; drop all plans if a block gets memory for them. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little.

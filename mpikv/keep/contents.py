@@ -94,7 +94,7 @@ class Contents:
         return self._exchange.values.planner, *self._list_kept()
 
     def collect(self) -> dict[str, Any]:
-        """Return a dict of the store's parts for a commit: its arrays, not copied, counts, texts and numbers."""
+        """Return this rank's part of the store for a commit; values, state and residuals are not copied. Local."""
         values = self._exchange.values
         return {
             "updater": describe_updater(self._exchange.updater),

@@ -203,7 +203,7 @@ class GpuOrder:
             )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``function(*arguments)``, its work on the store's stream; the caller's stream waits for it. Local."""
+        """Run a function on the store's stream, between the caller's earlier and later work; return its result."""
         call = self.call
         if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)

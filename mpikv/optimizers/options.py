@@ -67,7 +67,7 @@ def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return a text equal on every rank: multipliers in order, objects without their address.
+    """Return an option's repr, equal on every rank: multipliers in order, objects without their address.
 
     >>> describe({"b": 0.0, "a": 2.0})
     "{'a': 2.0, 'b': 0.0}"

@@ -148,7 +148,7 @@ class CallableUpdater:
         self._unproven = False
 
     def _warn_unchanged(self, step: Key, received: Array | RowSparse) -> None:
-        """Warn, once, that the function changed nothing; not while its input is zero."""
+        """Log, once, that the function changed nothing, and compare no more; do neither while its input is zero."""
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
             log(

@@ -57,7 +57,7 @@ class Packed:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
-        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return all ranks' rows for this one. Collective.
+        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return the others' for this one. Collective.
 
         ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
@@ -97,7 +97,7 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
-        """Send row numbers by host, then rows by GPU, ``ready`` called between; return each rank's rows. Collective."""
+        """Send row numbers by host, call ``ready``, send rows by GPU; return the others' for this rank. Collective."""
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
         ready(received)

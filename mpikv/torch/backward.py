@@ -120,7 +120,7 @@ class BackwardSync:
         self._census = self._totals
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Register hooks that sum the gradients of these parameters from the next pass on. Local."""
+        """Register hooks that average the gradients of these parameters over ranks, from the next pass on. Local."""
         for name, parameter in named:
             gradient = Gradient(name, parameter)
             self.gradients.append(gradient)

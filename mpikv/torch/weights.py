@@ -45,7 +45,7 @@ def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
 def copy_from(
     kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]
 ) -> None:
-    """Overwrite tensors and optimizer states by those of one rank, in place. Collective.
+    """Overwrite tensors and optimizer states by the leader's, in place; errors stay on their rank. Collective.
 
     The caller must report an error of one rank to the others, e.g. by ``raising_on_all``: user code runs here, and no
     rank waits outside of a call of the store.

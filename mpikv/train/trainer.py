@@ -701,7 +701,7 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; RankMismatch if changed settings differ between ranks.
+        """Make or check states; return the steps, in this order; RankMismatch if changed settings differ between ranks.
 
         Collective if an optimizer has changed.
         """

@@ -182,7 +182,7 @@ class HierarchicalTransport:
         return flight
 
     def wait_for(self, sent: _Flight | None) -> None:
-        """Wait for an exchange's messages, then for this host's ranks if it brings values; None: return. Collective."""
+        """Wait for a flight's messages and, if it brings values, for this host's ranks; no-op for None. Collective."""
         if sent is not None:
             self._requests.complete(*sent.requests)
             self._flying.pop(id(sent), None)

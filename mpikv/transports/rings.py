@@ -135,7 +135,7 @@ class Rings:
         self._ring(source)
 
     def _read(self, source: int, into: Array) -> Iterator[None]:
-        """Fill an array from a rank's ring, by a generator that yields while it is empty; wake a waiting sender."""
+        """Fill an array from a rank's ring, by a generator that yields while bytes are missing; wake the sender."""
         while into.size:
             count, was_full = self._from[source].read(into)
             into = into[count:]

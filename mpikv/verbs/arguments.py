@@ -29,10 +29,10 @@ def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
     ]
 
 
-def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_numbers: bool) -> list[Array]:
+def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_integers: bool) -> list[Array]:
     """Return the one array of each key, in this memory; raise ValueMismatch for a list, or if it does not fit. Local.
 
-    ``checks_numbers`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
+    ``checks_integers`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
     """
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
@@ -42,7 +42,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_n
                 "rank, one for each device; give one of them, or a key to each"
             )
         entry = table[key] if table is not None and key in table else None
-        arrays.append(_fitting(group[0], entry, checks_numbers=checks_numbers) if entry else memory.source(group[0]))
+        arrays.append(_fitting(group[0], entry, checks_integers=checks_integers) if entry else memory.source(group[0]))
     return arrays
 
 
@@ -178,8 +178,8 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     return updater  # type: ignore[no-any-return]
 
 
-def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_numbers: bool = True) -> Array:
-    """Return a value as an array of the store's memory, not cast; raise unless shape and dtype fit the entry. Local."""
+def _fitting(value: Any, entry: Entry, listed: int = 1, checks_integers: bool = True) -> Array:
+    """Return a value as an uncast array of the store's memory; raise unless it fits. ``listed``: it is of so many."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
@@ -187,13 +187,13 @@ def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_numbers: bool
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
-            + ("reshape it, or init the key anew with overwrite=True" if group_size == 1 else _SEVERAL)
+            + ("reshape it, or init the key anew with overwrite=True" if listed == 1 else _SEVERAL)
         )
     if array.dtype != entry.dtype:
         what = f"value of key {entry.key!r}"
         if not castable(array.dtype, entry.dtype):
             raise ValueMismatch(f"{_kinds(what, array.dtype, entry.dtype)}, use astype")
-        if checks_numbers:
+        if checks_integers:
             check_integers(what, array, entry.dtype, memory, WIDER)
     return array
 

@@ -59,7 +59,7 @@ def sum_given(
 def single_rows(
     keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory, apart: Callable[[Array], Array]
 ) -> list[RowSparse]:
-    """Return the one RowSparse of each key, in this memory; raise ValueMismatch if there are others. Local."""
+    """Return each key's one RowSparse, itself or ``apart`` from values; ValueMismatch if a key has several. Local."""
     for key, group in zip(keys, groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:

@@ -67,7 +67,7 @@ def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
 
 
 def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts: int) -> None:
-    """Queue additions of rows, four elements at once if addresses and row length allow it."""
+    """Queue kernel ``name``, an add_rows or sum_runs of ``count`` rows or runs; four elements at once where aligned."""
     places, width = (_address(source), _address(target), _address(ids), starts), prod(target.shape[1:])
     # A vector access must be aligned to its own size; else elements go one by one.
     at_once = width % GROUP == 0 and not any(

@@ -104,7 +104,7 @@ def check_movable(tensor: Any) -> None:
 
 
 def _check_writable(tensors: Iterable[Any]) -> None:
-    """Raise Unsupported unless every element of tensors that are filled has a place of its own, on the host. Local."""
+    """Raise Unsupported unless tensors to fill lie on the host, strided, and none is expanded (stride 0). Local."""
     for tensor in tensors:
         check_movable(tensor)
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
