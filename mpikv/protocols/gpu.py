@@ -65,9 +65,9 @@ class Graph(Protocol):
 
 
 class Gpu(Protocol):
-    """One GPU as far as a store needs it: CuPy's (``mpikv/compute/cuda/gpu.py``), or a stand-in without a GPU.
+    """One GPU as far as a store needs it. CuPy's is in ``mpikv/compute/cuda/gpu.py``.
 
-    Work goes to the thread's current stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in. They have
+    Work goes to the thread's current stream. Arrays are those of one library, as ``cupy.ndarray``. They have
     ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``, ``copy``,
     ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
     """

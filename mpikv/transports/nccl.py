@@ -4,7 +4,7 @@ A call returns when its work is queued. Ranks agree through ``control``, a trans
 deadlines. Work on a GPU has no deadline of its own, so a :class:`~.watchdog.Watchdog` watches it, and aborts the
 communicator when the deadline passes.
 
-``nccl`` is the module ``cupy.cuda.nccl``, with its constants, or a stand-in of the tests.
+``nccl`` is the module ``cupy.cuda.nccl``, with its constants.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/ (in-place operations, group calls, fault tolerance).
 """

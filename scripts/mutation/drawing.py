@@ -29,7 +29,7 @@ AREAS = {
 """What is mutated, in the folder mpikv."""
 
 ON_GPUS = ("transports/nccl.py", "transports/preflight.py", "transports/watchdog.py", "train/array_location.py")
-"""Of these, what runs on GPUs only, or on stand-ins for them."""
+"""Of these, what runs on GPUs only."""
 
 COMPARISONS = {
     ast.Lt: ast.LtE,

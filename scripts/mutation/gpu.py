@@ -1,7 +1,7 @@
 """Plants the faults of gpu_faults.json, kinds of mistakes that often show only on a GPU, each for a test without one.
 
 An entry has its kind and its name; its path in the folder ``mpikv``; what is there once, ``before``, and what it
-becomes, ``after``; the test that has to fail, in ``tests/gpu/stand_ins``, as pytest is told, with the numbers of ranks
+becomes, ``after``; the test that has to fail, in ``tests/gpu/without``, as pytest is told, with the numbers of ranks
 where it takes several; and the ``library`` whose environment the test needs, ``cuda`` where NVRTC is to find the fault.
 It is ``emulated`` where the test is in ``tests/gpu/real``, or in ``emulated/`` beside it, and runs on the emulated GPU.
 Whoever changes a line that a fault is planted in changes it there as well.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .trees import ROOT, Outcome, Tree, in_trees
 
-FOLDER, REAL, BESIDE = "tests/gpu/stand_ins", "tests/gpu/real", "tests/gpu"
+FOLDER, REAL, BESIDE = "tests/gpu/without", "tests/gpu/real", "tests/gpu"
 PAGE = ROOT / "docs" / "reference" / "gpu-faults.md"
 LIMIT = 600.0
 """Seconds for a test, on a busy machine."""
