@@ -1,4 +1,4 @@
-"""Tests of the emulated CUDA itself: they need no GPU, and would say nothing of a real one."""
+"""Tests of the emulated CUDA itself, and those that would take a real one too long or say nothing of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -18,13 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path.parent.name == "emulated":
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture
-def cupy() -> Any:
-    import cupy
-
-    return cupy
 
 
 @pytest.fixture

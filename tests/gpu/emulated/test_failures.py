@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
+
+import mpikv
+from mpikv.compute.cuda.gpu import CupyGpu
 
 PROGRAM = """
 from mpikv.compute.cuda.gpu import CupyGpu
@@ -47,3 +51,20 @@ except Exception as error:
 def test_what_is_raised(run: Callable[..., CompletedProcess[str]], call: str, fails: str, told: str) -> None:
     ended = run(PROGRAM.format(call=call), EMULATED_CUDA_FAIL=fails)
     assert ended.stdout.startswith(told), ended
+
+
+def test_a_failure_that_the_watchdog_finds_ends_the_store(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(gpu: CupyGpu) -> None:
+        raise mpikv.TransportError("an illegal address")
+
+    def use_until_it_fails() -> None:
+        for _ in range(10_000):
+            kv.push("w", cupy.ones(3))
+
+    monkeypatch.setattr(CupyGpu, "watch", watch)
+    kv = mpikv.create("nccl", timeout=20, bucket_bytes=1 << 14)
+    kv.init("w", cupy.zeros(3))
+    with pytest.raises(mpikv.TransportError, match="an illegal address"):
+        use_until_it_fails()
+    with pytest.raises(mpikv.Closed, match="an illegal address"):
+        kv.push("w", cupy.ones(3))

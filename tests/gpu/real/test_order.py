@@ -16,6 +16,8 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.compute.cuda.gpu import CupyGpu
 
+from .test_sums import Lent
+
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
 
 SIZE = 1 << 20
@@ -311,11 +313,6 @@ def test_arrays_of_other_libraries_are_in_order_already(kv, cupy, monkeypatch):
         adopted.append(ordered)
         return adopt(gpu, value, ordered)
 
-    class Lent:
-        def __init__(self, array):
-            self.shape, self.__dlpack__ = array.shape, array.__dlpack__
-            self.__dlpack_device__ = array.__dlpack_device__
-
     monkeypatch.setattr(CupyGpu, "adopt", noted)
     out = cupy.zeros(3)
     kv.init("w", cupy.zeros(3))
@@ -339,35 +336,6 @@ def test_a_store_that_is_left_by_an_error_with_calls_pending(cupy):
         work.wait(20)
     with pytest.raises(mpikv.Closed, match="ZeroDivisionError"):
         kv.pull("w")
-
-
-@pytest.mark.ranks(1)
-def test_a_failure_that_the_watchdog_finds_ends_the_store(cupy, monkeypatch):
-    def watch(gpu):
-        raise mpikv.TransportError("an illegal address")
-
-    def use_until_it_fails():
-        for _ in range(10_000):
-            kv.push("w", cupy.ones(3))
-
-    monkeypatch.setattr(CupyGpu, "watch", watch)
-    kv = mpikv.create("nccl", timeout=20)
-    kv.init("w", cupy.zeros(3))
-    with pytest.raises(mpikv.TransportError, match="an illegal address"):
-        use_until_it_fails()
-    with pytest.raises(mpikv.Closed, match="an illegal address"):
-        kv.push("w", cupy.ones(3))
-
-
-def test_arrays_of_the_host(kv, cupy):
-    array = np.arange(1000, dtype=np.float32)
-    kv.init("w", array)
-    kv.push("w", array)
-    array[...] = -1
-    out = np.empty_like(array)
-    kv.pull("w", out)
-    assert (out == np.arange(1000) * kv.size).all()
-    assert isinstance(kv.pull("w"), cupy.ndarray)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

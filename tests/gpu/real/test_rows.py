@@ -143,7 +143,7 @@ class Facade:
 
         def call(*arguments, **options):
             # The buffers of a push without values were filled on the first.
-            with self.streams[self.rng.integers(3) if arguments[1:] or options else 0]:
+            with self.streams[0 if name == "push" and len(arguments) == 1 else self.rng.integers(3)]:
                 given = [self.there(each) for each in arguments]
                 result = found(*given, **{option: self.there(value) for option, value in options.items()})
                 for mine, filled in zip(rows_of(arguments), rows_of(given), strict=True):

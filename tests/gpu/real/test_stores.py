@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from itertools import permutations
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,25 +32,10 @@ PLACEMENTS = ("root", "sharded", "replicated")
 # each step of a sum: so what all stores have in common is tried on two ranks at most.
 @pytest.mark.ranks(1, 2)
 class TestStore(StoreContract):
-    options: Mapping[str, Any] = MappingProxyType({})
-
     def create(self, **options: Any) -> mpikv.KVStore:
-        store = mpikv.create("nccl", **{"bucket_bytes": 1 << 14, **self.options, **options})
+        store = mpikv.create("nccl", bucket_bytes=1 << 14, **options)
         assert store.is_capable("gpu")
         return store
-
-
-class TestInAFixedOrder(TestStore):
-    options = MappingProxyType({"deterministic": True})
-
-
-class TestReplicas(TestStore):
-    options = MappingProxyType({"placement": "replicated"})
-    callables = False
-
-
-class TestAtTheRoot(TestStore):
-    options = MappingProxyType({"placement": "root"})
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -125,32 +108,21 @@ class InOrder(Wrapper):
 class TestTransport(TransportContract):
     gathers = False
 
-    @pytest.fixture(autouse=True)
-    def counting(self, cupy):
-        class Counting(cupy.cuda.MemoryHook):
-            name, count = "counting", 0
-
-            def malloc_preprocess(self, **_):
-                self.count += 1
-
-        with Counting() as self._counting:
-            yield
-
     def address(self, transport, array):
         return int(transport.memory.gpu.address(array))
 
-    def test_sums_allocate_nothing(self, transport):
+    def test_sums_allocate_nothing(self, transport, scarce):
         for dtype in (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int16)):
             send = transport.memory.source(np.ones(self.limit // dtype.itemsize, dtype))
             recv = transport.memory.source(np.empty(send.size, accumulator(dtype)))
             counts = divisions(send.size, transport.size)[0]
             transport.all_to_all(send.view(np.uint8), None)
-            before = self._counting.count
+            scarce.taken.clear()
             transport.allreduce(send, recv)
             transport.reduce(send, recv, 0)
             transport.reduce_scatter(send, recv[: counts[transport.rank]], counts)
             transport.all_to_all(send.view(np.uint8), [count * dtype.itemsize for count in counts])
-            assert self._counting.count == before
+            assert scarce.taken == []
 
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)

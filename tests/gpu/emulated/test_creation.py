@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import pytest
 
 import mpikv
 from mpikv.errors import PeerFailed, TransportUnavailable, Unsupported
+
+from ..real.test_sums import Lent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
 
@@ -96,14 +97,6 @@ def test_what_does_not_fit_a_store_on_a_gpu(cupy: Any) -> None:
         with pytest.raises(TypeError, match=r"returned a numpy\.ndarray for key 'w', whose value is a .*ndarray; "):
             kv.push("w", np.ones(3))
         assert kv.pull("w").tolist() == [2] * 3
-
-
-class Lent(SimpleNamespace):
-    """An array of another library."""
-
-    def __init__(self, array: Any) -> None:
-        super().__init__(shape=array.shape, dtype=array.dtype)
-        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
 @pytest.mark.ranks(1, 2)

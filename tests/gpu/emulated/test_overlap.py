@@ -158,7 +158,6 @@ def log(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> Log:
     return Log(cupy, monkeypatch)
 
 
-@pytest.mark.ranks(1)
 @pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["large", "small"])
 def test_one_rank_copies_once_before_an_update_or_in_place_of_it(cupy: Any, log: Log, sizes: Sequence[int]) -> None:
     copies = []

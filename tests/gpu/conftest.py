@@ -1,0 +1,53 @@
+"""What tests on GPUs share, and on the emulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def gpu(cupy: Any, comm: Any) -> Any:
+    """Return this rank's GPU, which is the thread's present one."""
+    from mpikv.compute.cuda.gpu import CupyGpu
+
+    gpu = CupyGpu(cupy, (comm.rank if comm else 0) % cupy.cuda.runtime.getDeviceCount())
+    gpu.use()
+    return gpu
+
+
+class Scarce:
+    """The memory of a process's GPU, of which an allocation may fail."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._memory, self._pool = cupy.cuda.memory, cupy.get_default_memory_pool()
+        self.spare: int | None = None
+        """How many allocations are left before one fails, once; None: none fails."""
+        self.taken = list[int]()
+        """The bytes of each."""
+
+    def take(self, nbytes: int) -> Any:
+        if nbytes:
+            self.taken.append(nbytes)
+            if self.spare is not None:
+                self.spare = self.spare - 1 if self.spare else None
+                if self.spare is None:
+                    raise self._memory.OutOfMemoryError(nbytes, 0, 0)
+        return self._pool.malloc(nbytes)
+
+
+@pytest.fixture
+def scarce(cupy: Any) -> Iterator[Scarce]:
+    made = Scarce(cupy)
+    cupy.cuda.set_allocator(made.take)
+    yield made
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)
