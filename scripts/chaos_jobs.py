@@ -22,7 +22,7 @@ from chaos_growth import ALLOCATOR
 from chaos_ranks import SHAPES, SMALL, Task, fill, perform
 
 import mpikv
-from mpikv.testing.simulation import Cut, Delay, Fault, Missed, Pause, cluster, draw_faults
+from mpikv.testing.simulation import Fault, Missed, cluster
 
 HARD_DEADLINE = 60.0
 """Seconds after which a job hangs."""
@@ -132,9 +132,7 @@ def _simulate(task: Task, folder: Path) -> None:
 
 
 def _faults(task: Task, seed: int) -> tuple[Fault, ...]:
-    """Return the end that a job plants; for random programs, what they have to bear."""
-    if not task.faults:
-        return tuple(f for f in draw_faults(seed, task.size, task.hosts) if isinstance(f, (Pause, Delay, Cut)))
+    """Return the end that a job plants."""
     fault = ALL[task.faults[0]]
     if not isinstance(fault, End) or fault.simulated is None:
         return ()

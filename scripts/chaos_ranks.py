@@ -224,16 +224,12 @@ class Trial:
     def run_programs(self) -> None:
         """Run random programs until the time is over, and record what they did and what grew."""
         started, number, counts, resources = present().now(), self.task.only or 0, Counter[str](), Resources(self.comm)
-        drawn = self.task.transport == "auto" and not self.task.simulated
         while True:
             self.write("begun", {"number": number})
-            given = {} if drawn else {"transport": self.task.transport}
-            calls = 20 if self.task.simulated else 0
+            given = {} if self.task.transport == "auto" else {"transport": self.task.transport}
             # Not kept in a variable: what it holds would be there when the resources are looked at.
-            counts += Program(self.comm, f"{self.task.seed} {number}", **given).run(calls)
+            counts += Program(self.comm, f"{self.task.seed} {number}", **given).run()
             number += 1
-            if self.task.simulated:
-                break
             resources.sample()
             soon = present().now() - started < 60 * self.task.minutes or number < FEWEST
             more = self.task.only is None and soon

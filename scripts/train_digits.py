@@ -29,7 +29,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -251,57 +250,21 @@ def compare(digits: Digits, settings: Settings, placement: str, reference: Array
 
 
 class Reporter:
-    """Shows the progress of a training: a bar on a terminal where rich is installed, else now and then a line."""
+    """Shows the progress of a training, now and then in a line."""
 
     def __init__(self, digits: Digits, epochs: int) -> None:
         self.losses: list[float] = []
         self.accuracies: list[float] = []
         self._digits, self._epochs = digits, epochs
-        self._show = self._bar() or self._line
 
     def __call__(self, params: Arrays) -> None:
         """Measure and show one epoch."""
         self.losses.append(measure(params, self._digits.images, self._digits.labels)[0])
         self.accuracies.append(measure(params, self._digits.test_images, self._digits.test_labels)[1])
         epoch = len(self.losses)
-        self._show(epoch, f"epoch {epoch:2}  loss {self.losses[-1]:.4f}  test accuracy {self.accuracies[-1]:.4f}")
-
-    def _line(self, epoch: int, text: str) -> None:
         if epoch % max(1, self._epochs // 5) == 0 or epoch == self._epochs:
-            print(text, flush=True)
-
-    def _bar(self) -> Callable[[int, str], None] | None:
-        if not sys.stdout.isatty():
-            return None
-        try:
-            from rich.progress import Progress
-        except ImportError:
-            return None
-        bar = Progress(transient=True)
-        task = bar.add_task("", total=self._epochs)
-
-        def show(epoch: int, text: str) -> None:
-            bar.start()
-            bar.update(task, completed=epoch, description=text)
-            if epoch == self._epochs:
-                bar.stop()
-
-        return show
-
-    def plot(self, path: str) -> None:
-        """Draw both curves into a file."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-        epochs = range(1, len(self.losses) + 1)
-        left.semilogy(epochs, self.losses)
-        left.set(xlabel="epoch", ylabel="training loss")
-        right.plot(epochs, self.accuracies)
-        right.set(xlabel="epoch", ylabel="test accuracy")
-        figure.savefig(path, dpi=150)
+            text = f"loss {self.losses[-1]:.4f}  test accuracy {self.accuracies[-1]:.4f}"
+            print(f"epoch {epoch:2}  {text}", flush=True)
 
 
 def positive(text: str) -> int:
@@ -333,7 +296,6 @@ def arguments() -> argparse.Namespace:
     add("--batch", type=positive, default=64, help="images per update, over all ranks; default: 64")
     add("--seed", type=int, default=0, help="default: 0")
     add("--trainer", action="store_true", help="train through mpikv.Trainer instead of pushpull")
-    add("--plot", metavar="FILE", help="draw loss and accuracy, as PNG, PDF or SVG")
     add(
         "--verify",
         action="store_true",
@@ -347,8 +309,6 @@ def arguments() -> argparse.Namespace:
     options.kvstore = options.kvstore or ("nccl" if options.device == "gpu" else "dist_sync")
     if options.device == "gpu" and (options.verify or options.trainer or options.compression):
         parser.error("--device gpu has no --verify, --trainer and --compression")
-    if options.plot and not find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib:  pip install matplotlib")
     return options
 
 
@@ -374,8 +334,6 @@ def main() -> int:
         is_root = kv.is_root
     different = options.verify and not verified(digits, settings, options.placement, is_root)
     if is_root:
-        if options.plot:
-            report.plot(options.plot)
         print(f"test accuracy {report.accuracies[-1]:.4f} ({setting})", flush=True)
     return 1 if different else 0
 

@@ -16,7 +16,7 @@ SUITES: Mapping[str, Sequence[str]] = {
     "latency": ("push-pull", "allreduce", "sizes"),
     "sets": ("resnet50", "bert-base", "many"),
     "files": ("large-file", "many-file"),
-    "torch": ("resnet18", "bert-small", "muon"),
+    "torch": ("resnet18", "bert-small"),
     "c10d": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
 }
 GPU_SUITES: Mapping[str, Sequence[str]] = {
@@ -29,8 +29,8 @@ Measure all that the record of docs/bench has: what mpikv bench does, and more b
 of a group are timed in turns, and each result is checked."""
 
 EPILOG = """\
-what is measured (--suite latency is the first three, sets the next three, files the next two, torch the next three,
-c10d the last four):
+what is measured (--suite latency is the first three, sets the next three, files the next two, torch the next two, c10d
+the last four):
   push-pull  a single key of 64 B and a list of 100, SGD-momentum, beside Comm.Allreduce and an update per key
   allreduce  the sum of one array of 64 MB, beside one Comm.Allreduce
   sizes, resnet50, bert-base, many
@@ -41,7 +41,6 @@ c10d the last four):
   many-file  the same of 10,000 arrays of 1 to 100 floats
   resnet18   a training step of a ResNet-18 in PyTorch: alone, with mpikv.torch, with DDP over mpikv and over gloo
   bert-small the same of a transformer with six layers (90 MB)
-  muon       an update by PyTorch's Muon: of all matrices, and shared out among ranks
   all-reduce, all-gather, reduce-scatter, broadcast
              calls of torch.distributed on 64 B to 64 MB of float32 and bfloat16, over mpikv's backend and over gloo
 

@@ -1,5 +1,4 @@
-"""Training steps of PyTorch models: the cost of exchanging gradients, beside DDP over gloo; and an optimizer's step
-shared among ranks, beside the whole step on each.
+"""Training steps of PyTorch models: the cost of exchanging gradients, beside DDP over gloo.
 
 The timing includes DDP's strength in a real step: it hides the exchange behind the backward pass.
 """
@@ -12,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from mpikv.cli.bench.cases import Comparison, Factory, Group, Skipped, unless
+from mpikv.cli.bench.cases import Comparison, Factory, Group, unless
 from mpikv.cli.bench.keysets import KeySet
 from mpikv.protocols import Array
 
@@ -31,10 +30,10 @@ def training_steps(comm: Any, options: Options, name: str) -> Group:
     title, build = _MODELS[name]
     shapes = () if torch_is_missing else tuple(tuple(one.shape) for one in build(options.quick)[0].parameters())
     keys = KeySet(title, shapes)
-    cases, comparisons = (_update_cases if name == "muon" else _step_cases)(comm, options, title, build)
+    cases, comparisons = _step_cases(comm, options, title, build)
     return Group(
         name,
-        f"{title} ({keys.nbytes / 1e6:.3g} MB), a training step" if name != "muon" else f"{title}, an update by Muon",
+        f"{title} ({keys.nbytes / 1e6:.3g} MB), a training step",
         keys,
         None,
         options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
@@ -70,21 +69,6 @@ def _step_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[
         Comparison(backend, "DDP, mpikv", "torch DDP", beyond="alone"),
         Comparison(communication, "DDP, mpikv", "torch DDP", bound, beyond="DDP, silent"),
     ]
-
-
-def _update_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[dict[str, Factory], list[Comparison]]:
-    def case(attach: Callable[[Any, Any], Any]) -> Factory:
-        def make() -> Callable[[], _Update]:
-            if not hasattr(import_module("torch.optim"), "Muon"):
-                raise Skipped(f"PyTorch {import_module('torch').__version__} has no Muon")
-            return partial(_Update, build, options.quick, attach)
-
-        return make
-
-    cases = {"whole": case(lambda model, optimizer: None), "attach, store": case(_attach("store"))}
-    bound = 0.65 if comm.size == 2 and not options.quick else None
-    goal = f"{title}, Muon: update shared out / whole on each rank"
-    return cases, [Comparison(goal, "attach, store", "whole", bound)]
 
 
 def _attach(update: str) -> Callable[[Any, Any], Any]:
@@ -126,33 +110,6 @@ class _TrainingStep:
     def step(self) -> None:
         self._optimizer.zero_grad()
         self._forward(*self._batch).square().mean().backward()
-        self._optimizer.step()
-
-    def results(self) -> list[Array]:
-        return []
-
-    def close(self) -> None:
-        if self._attached is not None:
-            self._attached.detach()
-
-
-class _Update:
-    """A step of Muon on a model's matrices; the gradients stay as they are."""
-
-    exact = None
-
-    def __init__(self, build: Model, quick: bool, attach: Callable[[Any, Any], Any]) -> None:
-        """Collective. Each rank uses one thread."""
-        torch = import_module("torch")
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        model, batch = build(quick)
-        matrices = [one for one in model.parameters() if one.dim() == 2]
-        self._optimizer = torch.optim.Muon(matrices, lr=1e-4)
-        self._attached = attach(model, self._optimizer)
-        model(*batch).square().mean().backward()
-
-    def step(self) -> None:
         self._optimizer.step()
 
     def results(self) -> list[Array]:
@@ -210,16 +167,7 @@ def _bert(quick: bool) -> tuple[Any, tuple[Any, ...]]:
     return model, (torch.randint(0, words, (_SENTENCES, _WORDS)),)
 
 
-def _perceptron(quick: bool) -> tuple[Any, tuple[Any, ...]]:
-    """Return eight square matrices, and a batch."""
-    torch = import_module("torch")
-    width = 64 if quick else 768
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
-    return model, (torch.randn(_IMAGES, width),)
-
-
 _MODELS: dict[str, tuple[str, Model]] = {
     "resnet18": ("ResNet-18", _resnet18),
     "bert-small": ("BERT of half width, 6 layers", _bert),
-    "muon": ("8 matrices of 768 x 768", _perceptron),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from support.launching import why_no_mpi
 
 from mpikv.cli.job import run_job
 from mpikv.cli.launchers import clean
-from mpikv.transports.shm import ShmTransport
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -171,13 +169,6 @@ def test_some_programs(size: str) -> None:
     assert "fault text for an array" in done.stdout
 
 
-@pytest.mark.one_library
-def test_some_programs_on_simulated_ranks() -> None:
-    done = chaos("soak", "--simulated", "--minutes", "0.1", "--seed", "7", "--ranks", "2", "3", "5")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "fault " in done.stdout
-
-
 def test_a_wrong_sum_is_found(tmp_path: Path) -> None:
     """A transport that loses one rank's contribution once in a while must not go unnoticed."""
     done = chaos("soak", "--minutes", "0.1", "--seed", "7", "--ranks", "1", scripts=planted(tmp_path, LOSSY))
@@ -191,20 +182,6 @@ def test_a_leak_is_found(tmp_path: Path) -> None:
     done = chaos("soak", "--minutes", "0.1", "--seed", "7", "--ranks", "1", scripts=planted(tmp_path, LEAKY))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "open files rose from" in done.stdout
-
-
-@pytest.mark.one_library
-def test_a_missing_wait_of_simulated_ranks_is_found_and_found_again(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main = runpy.run_path(str(SCRIPTS / "chaos"))["main"]
-    monkeypatch.setattr(ShmTransport, "_await_peers", lambda self, peer, arrivals: None)
-    assert main(["soak", "--simulated", "--seed", "1", "--ranks", "2", "3"]) == 1
-    first = capsys.readouterr().out
-    again = first[first.index("scripts/chaos soak") :].splitlines()[0].split()
-    assert main(again[1:]) == 1
-    wrong = first[first.index("WRONG") : first.index("  again:")]
-    assert wrong in capsys.readouterr().out
 
 
 def resources(**samples: list[int]) -> Resources:
