@@ -30,7 +30,7 @@ from .allocation import find_allocation
 from .gpus import survey
 from .launchers import core_count, environment, find_launcher, find_library
 
-OPTIONAL = ("ml_dtypes", "numba", "rich", "matplotlib", "scikit-learn")
+OPTIONAL = ("ml_dtypes", "numba", "scikit-learn")
 
 Report = dict[str, Any]
 

@@ -10,7 +10,6 @@ import numpy as np
 from mpikv.cli.bench.report import seconds_text
 from mpikv.cli.bench.rounds import Case
 
-from .gpu_cases import bus_factor
 from .work import Work
 
 Report = dict[str, Any]
@@ -20,28 +19,16 @@ SHARED = "functional only: ranks share a GPU"
 
 NOTES = """
 Times are those of the GPU's clock, of the slowest rank; "returned" is the host's time until the work was queued.
-algbw is bytes / time; busbw that by the share of the bytes that a link must carry, as nccl-tests define them: for n
-ranks 2 (n - 1) / n of an allReduce, (n - 1) / n of a reduceScatter or an allGather, 1 of a reduce or a broadcast."""
-
-
-def bandwidths(nbytes: int, seconds: float, collectives: str, size: int) -> tuple[float, float | None]:
-    """Return algbw and busbw in GB/s; busbw is None without a collective.
-
-    >>> bandwidths(8_000_000, 0.001, "allReduce", 4)
-    (8.0, 12.0)
-    """
-    algorithm = 1e-9 * nbytes / seconds
-    return algorithm, algorithm * bus_factor(collectives, size) if collectives else None
+algbw is bytes / time; busbw that by 2 (n - 1) / n, the share of the bytes that a link must carry in a sum of n ranks,
+as nccl-tests define them."""
 
 
 def on_gpu(work: Work, size: int, case: Case) -> Report:
     """Return the further fields of a case timed on GPUs."""
-    collectives = work.collectives.get(case.name, "")
-    median = float(np.median(case.seconds))
     found: Report = {"returned": float(np.median(case.returned)), "returned_seconds": case.returned}
-    if case.name in work.collectives or (work.collectives and case.name == "copy"):
-        algbw, busbw = bandwidths(work.group.keys.nbytes, median, collectives, size)
-        found |= {"collectives": collectives, "algbw": algbw, "busbw": busbw}
+    if work.sums:
+        algbw = 1e-9 * work.group.keys.nbytes / float(np.median(case.seconds))
+        found |= {"algbw": algbw, "busbw": algbw * 2 * (size - 1) / size if case.name in work.sums else None}
     return found
 
 
@@ -64,11 +51,3 @@ def size_rows(sizes: Sequence[Report]) -> Iterator[tuple[str, ...]]:
             busbw = "" if case["busbw"] is None else f"{case['busbw']:.3g}"
             result = "wrong" if case["name"] in group["wrong"] else f"{case['algbw']:.3g}"
             yield group["title"].removeprefix("sum of "), case["name"], *times, result, busbw
-
-
-def of_the_copy(case: Report, group: Report) -> str:
-    """Return the case's share of a copy's bandwidth; empty if it is unknown."""
-    copies = [one for one in group["cases"] if one["name"] == "copy" and one["floor"]]
-    if not copies or not case["floor"] or "returned" not in case:
-        return ""
-    return f"{case['floor'] * copies[0]['median'] / (copies[0]['floor'] * case['median']):.0%}"

@@ -1,4 +1,4 @@
-"""Groups of cases on GPUs: sums of all sizes, kernels, and whole key sets with an optimizer."""
+"""Groups of cases on GPUs: sums of all sizes, and whole key sets with an optimizer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from mpikv.cli.bench.single import shown
 from mpikv.cli.bench.stores import PrivateArrays, SharedStore, Verb
 from mpikv.protocols import Array
 
-from .gpu_cases import COLLECTIVES, Copy, FlatUpdate, Nccl, OnGpu, Pack, Tiled, Update
+from .gpu_cases import Copy, FlatUpdate, Nccl, OnGpu
 from .gpus import RankGpu
 from .options import Options
-from .rules import RULES, Rule, floor
+from .rules import RULES, Rule
 from .torch_peer import TorchBuckets, torch_problem
 from .work import Work
 
 _ROUNDS, _SET_ROUNDS, _QUICK_ROUNDS = 41, 15, 2
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(12)), (64, 1 << 16, 1 << 20)
-# An array larger than any cache, of equal tiles, since the oracle is slower than a GPU.
-_TILE, _TILES, _QUICK_TILE, _QUICK_TILES = 1 << 20, 64, 1000, 4
-_PARTS = 160
 # Sums stay on every rank: a push is an allReduce, and a pull a copy.
 _REPLICATED = {"placement": "replicated"}
-_VERBS = {"push": "allReduce", "pull": "", "pushpull": "allReduce"}
+_VERBS = ("push", "pull", "pushpull")
 
 
 def gpu_works(comm: Any, options: Options, own: RankGpu) -> Iterator[Work]:
@@ -38,10 +35,6 @@ def gpu_works(comm: Any, options: Options, own: RankGpu) -> Iterator[Work]:
         if name == "sizes":
             for nbytes in _QUICK_SIZES if options.quick else _SIZES:
                 yield _sum(options, own, nbytes)
-        elif name == "kernels":
-            yield _kernels(options, own, None)
-            for optimizer in options.optimizers:
-                yield _kernels(options, own, RULES[optimizer])
         else:
             for optimizer in options.optimizers:
                 yield _whole_set(comm, options, own, name, RULES[optimizer])
@@ -82,16 +75,12 @@ def _sum(options: Options, own: RankGpu, nbytes: int) -> Work:
 
         return prepare
 
-    def nccl(name: str) -> Factory:
-        def prepare() -> Callable[[], Contender]:
-            own.find_nccl()
-            return partial(Nccl, own, name, arrays.gradients[0])
-
-        return prepare
+    def nccl() -> Callable[[], Contender]:
+        own.find_nccl()
+        return partial(Nccl, own, arrays.gradients[0])
 
     factories: dict[str, Factory] = {name: verb(name) for name in _VERBS}
-    factories |= {name: nccl(name) for name in COLLECTIVES}
-    factories["copy"] = lambda: partial(Copy, own, arrays.gradients[0])
+    factories |= {"allReduce": nccl, "copy": lambda: partial(Copy, own, arrays.gradients[0])}
     group = Group(
         f"sizes/{nbytes}",
         f"sum of {keys.title}",
@@ -99,39 +88,9 @@ def _sum(options: Options, own: RankGpu, nbytes: int) -> Work:
         None,
         _rounds(options, _ROUNDS),
         factories,
-        [Comparison(f"sum of {keys.title}: {case} / NCCL's allReduce", case, "allReduce") for case in ("pushpull",)],
+        [Comparison(f"sum of {keys.title}: pushpull / NCCL's allReduce", "pushpull", "allReduce")],
     )
-    return Work(group, collectives={**_VERBS, **{name: name for name in COLLECTIVES}})
-
-
-def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Work:
-    """Return the kernel of an optimizer, or of packing, beside a copy; each rank by itself, all with one gradient."""
-    tile, tiles = (_QUICK_TILE, _QUICK_TILES) if options.quick else (_TILE, _TILES)
-    keys = KeySet(f"{tiles * tile:,} floats", ((tile,),))
-
-    def whole() -> Array:
-        (gradient,) = gradients(0, keys.shapes)
-        return own.upload(np.tile(gradient, tiles))
-
-    def tiled(make: Callable[[Array], Contender]) -> Factory:
-        def prepare() -> Callable[[], Contender]:
-            array = whole()
-            return lambda: Tiled(make(array), tiles)
-
-        return prepare
-
-    factories: dict[str, Factory] = {"copy": tiled(lambda array: Copy(own, array, checked=rule is None))}
-    floors = {"copy": 8}
-    if rule is None:
-        factories["pack"] = tiled(lambda array: Pack(own, array, _PARTS))
-        floors["pack"] = 8
-    else:
-        factories["update"] = unless(lambda: _no_kernel(rule), tiled(lambda array: Update(own, rule, array)))
-        floors["update"] = floor(rule, 1, private=False)
-    what = f"{_PARTS} parts by one launch" if rule is None else f"the kernel of {rule.title}"
-    rounds = _rounds(options, _SET_ROUNDS)
-    name = f"kernels/{'copy' if rule is None else rule.name}"
-    return Work(Group(name, f"{what}, {keys.title}", keys, rule, rounds, factories, summed=1, tiles=tiles), floors)
+    return Work(group, sums=frozenset(("push", "pushpull", "allReduce")))
 
 
 def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule) -> Work:

@@ -20,7 +20,7 @@ SUITES: Mapping[str, Sequence[str]] = {
     "c10d": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
 }
 GPU_SUITES: Mapping[str, Sequence[str]] = {
-    "latency": ("sizes", "kernels"),
+    "latency": ("sizes",),
     "sets": ("resnet50", "bert-base", "small", "many"),
 }
 
@@ -45,8 +45,7 @@ the last four):
              calls of torch.distributed on 64 B to 64 MB of float32 and bfloat16, over mpikv's backend and over gloo
 
 On GPUs (--device gpu), with one rank for each:
-  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL by itself and a copy
-  kernels    what packs arrays and what updates weights, beside a copy
+  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL's allReduce and a copy
   resnet50, bert-base, many, and small, which are 1,000 arrays of 4 KB
              one pushpull with an optimizer, beside one allReduce and one kernel, beside PyTorch's NCCL, and a copy
 """

@@ -8,7 +8,7 @@ from typing import Any
 from mpikv.cli.bench import report as common
 from mpikv.cli.bench.report import seconds_text
 
-from .gpu_report import NOTES, gpu_head, of_the_copy, size_rows
+from .gpu_report import NOTES, gpu_head, size_rows
 from .rules import LAMB_NOTE, RULES
 
 Report = dict[str, Any]
@@ -43,5 +43,4 @@ _COLUMNS: Mapping[str, common.Column] = {
     **{name: common.COLUMNS[name] for name in ("middle half", "a turn")},
     "at least": lambda case, group: f"{case['floor']} B/element" if case["floor"] else "",
     "that is": _bandwidth,
-    "of the copy": of_the_copy,
 }

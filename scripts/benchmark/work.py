@@ -15,5 +15,5 @@ class Work:
     group: Group
     floors: Mapping[str, int] = field(default_factory=dict)
     """Bytes per element that a case must move, over all ranks."""
-    collectives: Mapping[str, str] = field(default_factory=dict)
-    """For a case on GPUs, the names of NCCL's collectives over all bytes, with commas."""
+    sums: frozenset[str] = frozenset()
+    """The cases on GPUs that sum over ranks, where bandwidths are told."""

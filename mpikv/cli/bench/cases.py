@@ -50,10 +50,6 @@ class Group:
     comparisons: Sequence[Comparison] = ()
     needed_bytes: int = 0
     """Approximate memory of all cases on this host."""
-    summed: int = 0
-    """Number of ranks in the sums; 0: all."""
-    tiles: int = 1
-    """How often the arrays repeat the keys' content: the oracle computes one repetition only."""
 
 
 class Inputs:

@@ -130,7 +130,7 @@ def measure_group(
     """Make the cases of a group, time them, check their results, and free all. ``describe`` adds fields to the report
     of a case. Collective.
     """
-    began, elements = time.monotonic(), group.keys.elements * group.tiles
+    began, elements = time.monotonic(), group.keys.elements
     report: Report = {"name": group.name, "title": group.title, "elements": elements, "rounds": group.rounds}
     release_freed()
     comm.Barrier()
@@ -207,7 +207,7 @@ def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
         if case.contender.exact is not None:
             case.run_once()
     found: dict[str, str] = {}
-    found_here = mismatches(cases, group.keys, group.summed or comm.size, group.rule)
+    found_here = mismatches(cases, group.keys, comm.size, group.rule)
     for rank, wrong in enumerate(comm.allgather(found_here)):
         for name, text in wrong.items():
             found.setdefault(name, f"rank {rank}: {text}")

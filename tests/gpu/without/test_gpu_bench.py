@@ -1,4 +1,4 @@
-"""``scripts/bench --device gpu``: its formulas, clocks, tables and options. ``tests/gpu/emulated`` has jobs of it."""
+"""``scripts/bench --device gpu``: its clocks, tables and options. ``tests/gpu/emulated`` has jobs of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from support.launching import why_no_mpi
 
@@ -23,43 +22,9 @@ from mpikv.cli.launchers import clean
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))  # before what follows: the benchmark is in no package
 from benchmark import report  # noqa: E402
-from benchmark.gpu_cases import common_part  # noqa: E402
-from benchmark.gpu_report import SHARED, bandwidths  # noqa: E402
+from benchmark.gpu_report import SHARED, on_gpu  # noqa: E402
 from benchmark.gpus import time_gpu  # noqa: E402
 from benchmark.options import GPU_SUITES, parse  # noqa: E402
-
-# --- Formulas
-
-
-@pytest.mark.parametrize(
-    ("collectives", "ranks", "factor"),
-    [
-        # doc/PERFORMANCE.md of nccl-tests.
-        ("allReduce", 1, 0.0),
-        ("allReduce", 2, 1.0),
-        ("allReduce", 4, 1.5),
-        ("allReduce", 8, 1.75),
-        ("reduceScatter", 2, 0.5),
-        ("reduceScatter", 8, 0.875),
-        ("allGather", 4, 0.75),
-        ("reduce", 4, 1.0),
-        ("broadcast", 8, 1.0),
-        ("reduce,broadcast", 8, 2.0),
-        ("", 4, None),
-    ],
-)
-def test_bandwidths_are_those_of_nccl_tests(collectives: str, ranks: int, factor: float | None) -> None:
-    # 1 GB in 10 ms are 100 GB/s.
-    bus = None if factor is None else 100.0 * factor
-    assert bandwidths(10**9, 0.01, collectives, ranks) == pytest.approx((100.0, bus))
-
-
-def test_parts_that_differ_are_wrong() -> None:
-    whole = np.tile(np.arange(3.0), 4)
-    assert (common_part(whole, 4) == np.arange(3.0)).all()
-    whole[7] = 1.5
-    assert np.isnan(common_part(whole, 4)).tolist() == [False, True, False]
-
 
 # --- Clocks
 
@@ -104,6 +69,14 @@ def test_each_time_is_that_of_the_slowest_rank() -> None:
     assert case.returned == pytest.approx([1e-5] * 3)
 
 
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    # 1 GB in 10 ms are 100 GB/s; of 4 ranks in a sum each link carries 1.5 times as much.
+    work: Any = SimpleNamespace(group=SimpleNamespace(keys=SimpleNamespace(nbytes=10**9)), sums={"push"})
+    for name, busbw in (("push", pytest.approx(150.0)), ("copy", None)):
+        found = on_gpu(work, 4, Case(name, work, seconds=[0.01], returned=[0.001]))
+        assert (found["algbw"], found["busbw"]) == (pytest.approx(100.0), busbw)
+
+
 # --- Tables
 
 
@@ -119,21 +92,17 @@ def job(**changes: Any) -> dict[str, Any]:
         "elements": 1 << 18,
         "rounds": 2,
         "cases": [
-            case("pushpull", 2e-3, collectives="allReduce", algbw=0.5, busbw=0.75),
-            case("copy", 1e-4, collectives="", algbw=10.0, busbw=None),
+            case("pushpull", 2e-3, algbw=0.5, busbw=0.75),
+            case("copy", 1e-4, algbw=10.0, busbw=None),
         ],
         "comparisons": [],
         "skipped": {"allReduce": "no NCCL"},
         "wrong": {},
     }
-    kernels = sums | {
-        "name": "kernels/sgd",
-        "title": "the kernel of SGD-momentum",
-        "cases": [case("copy", 1e-3, floor=8), case("update", 4e-3, floor=20)],
-    }
+    small = sums | {"name": "small/sgd", "title": "20 keys, SGD-momentum", "cases": [case("store", 4e-3)]}
     machine = {"cpu": "a CPU", "numpy": "2", "python": "3"}
     return {"ranks": 4, "library": "MPI 5", "transport": "nccl", "pinned": False, "crowded": False, "cores": 2,
-            "idle": 0.99, "settings": {}, "groups": [sums, kernels], "gpus": ["H200", "H200"], "cupy": "14.2.0",
+            "idle": 0.99, "settings": {}, "groups": [sums, small], "gpus": ["H200", "H200"], "cupy": "14.2.0",
             "nccl": "2.32.3", "functional_only": "", "machine": machine} | changes  # fmt: skip
 
 
@@ -146,9 +115,8 @@ def test_a_table_has_both_bandwidths_and_both_times() -> None:
     assert ["GPUs:", "2", "x", "H200;", "CuPy", "14.2.0,", "NCCL", "2.32.3"] in lines
     assert ["1", "MB", "pushpull", "2.00", "ms", "200", "µs", "0.5", "0.75"] in lines
     assert ["1", "MB", "copy", "100", "µs", "10.0", "µs", "10"] in lines
-    # 20 bytes in 4 ms, where a copy moves 8 in one.
-    (update,) = (line for line in lines if line[:1] == ["update"])
-    assert update[1:5] + update[-5:] == ["4.00", "ms", "400", "µs", "20", "B/element", "1.31", "GB/s", "62%"]
+    (store,) = (line for line in lines if line[:1] == ["store"])
+    assert store[1:5] == ["4.00", "ms", "400", "µs"]
     assert "allReduce: no NCCL" in text_of(job())
 
 
@@ -156,7 +124,7 @@ def test_what_ranks_shared_is_labelled_at_every_table() -> None:
     assert SHARED not in text_of(job())
     text = text_of(job(functional_only=SHARED))
     assert text.count(f"warning: {SHARED}") == 1
-    for title in ("sums without an updater", "the kernel of SGD-momentum", "left out"):
+    for title in ("sums without an updater", "20 keys, SGD-momentum", "left out"):
         assert f"{title} ({SHARED})" in text
 
 
@@ -168,7 +136,7 @@ def test_what_ranks_shared_is_labelled_at_every_table() -> None:
     [
         ("", (*GPU_SUITES["latency"], *GPU_SUITES["sets"]), ("sgd", "adam")),
         ("--suite latency", GPU_SUITES["latency"], ("sgd", "adam")),
-        ("--only small,kernels --optimizer adam", ("kernels", "small"), ("adam",)),
+        ("--only many,small --optimizer adam", ("small", "many"), ("adam",)),
     ],
 )
 def test_what_is_chosen(arguments: str, groups: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
