@@ -4,7 +4,7 @@
     mpikv run -n 4 scripts/bench_async.py --pushes 4000 --rate-seconds 1
     mpikv run -n 2 scripts/bench_async.py --only answers
 
-Four parts, each printed by the first rank; the exit status is 1 if a promise was broken:
+Three parts, each printed by the first rank; the exit status is 1 if a promise was broken:
 
 *exact*: ranks push random integers to random keys, so that the sums are known exactly. Each push also counts its rank
 in a vector of clocks, which is pulled now and then: by how much do they differ at that moment? That is measured
@@ -12,8 +12,6 @@ by what was applied, not by what the store says of itself.
 
 *rates*: the pushes per second of a fast rank with the slow one, beside those that it makes when all others do nothing.
 A step is a sleep of some milliseconds for work, so that ranks that share cores do not slow each other by that.
-
-*idle*: the share of a core that the thread of a rank takes while nobody asks for anything.
 
 *answers*: the time of a push and a pull of 8 KiB from another rank, while the owner sleeps, computes in numpy, or runs
 pure Python. All other ranks sleep.
@@ -132,17 +130,6 @@ def rates(options: argparse.Namespace) -> list[str]:
         return [f"rates   a fast rank, {1000 * options.work:.0f} ms of work per step, no bound: {text}"]
 
 
-def idle(seconds: float = 2.0) -> list[str]:
-    """Measure what a rank takes while it sleeps in an open store."""
-    with mpikv.create("dist_async") as kv:
-        kv.barrier()
-        time.sleep(1)  # past the first, shorter naps
-        before = time.process_time()
-        time.sleep(seconds)
-        share = 100 * (time.process_time() - before) / seconds
-        return [f"idle    the first rank's thread takes {share:.2f} % of a core"]
-
-
 def run_python() -> None:
     """Take some milliseconds in Python alone."""
     for number in range(100_000):
@@ -196,10 +183,10 @@ def main() -> int:
     add("--work", type=float, default=0.01, help="seconds of sleep in a step of the rates; default: 0.01")
     add("--rate-seconds", type=float, default=8.0, help="how long each rate is measured; default: 8")
     add("--seed", type=int, default=0)
-    add("--only", choices=("exact", "rates", "idle", "answers"), help="one part; default: all")
+    add("--only", choices=("exact", "rates", "answers"), help="one part; default: all")
     options = parser.parse_args()
     lines, right = exact(options) if options.only in (None, "exact") else ([], True)
-    for name, part in (("rates", partial(rates, options)), ("idle", idle), ("answers", partial(answers, options))):
+    for name, part in (("rates", partial(rates, options)), ("answers", partial(answers, options))):
         if options.only in (None, name):
             lines += part()
     with mpikv.create() as kv:

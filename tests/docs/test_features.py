@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 from support.feature_page import PAGE, ROOT, contract_tests, faults, marked, page
@@ -16,21 +15,6 @@ def test_every_row_is_shown_and_every_marker_known() -> None:
 
 def test_the_page_is_not_stale() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(FEATURES, marked(ROOT / "tests")), "run scripts/features"
-
-
-def test_marked_tests_are_found_in_functions_and_classes(tmp_path: Path) -> None:
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    (folder / "test_it.py").write_text(
-        "@pytest.mark.feature('a', 'b')\n@other\ndef test_one(): ...\n"
-        "@pytest.mark.feature('b')\nclass TestAll:\n    @pytest.mark.feature('c')\n    def test_two(self): ...\n"
-        "@pytest.mark.feature('d')\ndef helper(): ...\n"
-    )
-    assert marked(folder) == {
-        "a": ["tests/test_it.py::test_one"],
-        "b": ["tests/test_it.py::test_one", "tests/test_it.py::TestAll"],
-        "c": ["tests/test_it.py::TestAll::test_two"],
-    }
 
 
 @pytest.mark.parametrize(

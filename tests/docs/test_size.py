@@ -12,7 +12,7 @@ import io
 import subprocess
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -206,19 +206,6 @@ def test_code_is_counted_without_docstrings_and_comments() -> None:
 
 def test_no_modules_import_each_other() -> None:
     longest_chain(imports_of(core(), for_types=True))
-
-
-def test_imports_for_types_can_be_left_out() -> None:
-    source = "if TYPE_CHECKING:\n    from ..errors import MPIKVError\nfrom ..options import count\n"
-    tree = ast.parse(source)
-    assert {target for _, target in own_imports(tree, "store/door", PACKAGE)} == {"errors", "options"}
-    assert {target for _, target in own_imports(_WithoutTypes().visit(tree), "store/door", PACKAGE)} == {"options"}
-
-
-def test_the_longest_chain_is_found() -> None:
-    assert longest_chain({"a": {"b", "d"}, "b": {"c"}, "c": {"d"}, "d": set()}) == 4
-    with pytest.raises(CycleError):
-        longest_chain({"a": {"b"}, "b": {"a"}})
 
 
 def test_private_names_and_patches_are_counted() -> None:

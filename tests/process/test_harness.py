@@ -277,32 +277,22 @@ def test_a_failure_costs_one_test_and_not_the_rest(session: Session) -> None:
 @pytest.mark.parametrize(
     ("test", "words"),
     [
-        ("test_fails_on_rank_1", ["rank 1 of 2", "a reason", "assert comm.rank == 0", "rank 0: did not finish"]),
-        ("test_dies", ["rank 1: signal 9", "rank 0: did not finish; last started test_cases.py::test_dies"]),
-        ("test_hangs", ["did not finish in 1 s", "in the_line_that_hangs"]),
-        ("test_leaves", ["rank 1: exit status 3"]),
-        ("test_with_a_broken_fixture", ["rank 0: failed: LookupError: no fixture"]),
-        ("test_is_skipped", ["a cause"]),
-        ("test_is_expected_to_fail", ["known"]),
+        ("fails_on_rank_1[ranks=2]", ["rank 1 of 2", "a reason", "assert comm.rank == 0", "rank 0: did not finish"]),
+        ("dies[ranks=2]", ["rank 1: signal 9", "rank 0: did not finish; last started test_cases.py::test_dies"]),
+        ("hangs[ranks=2]", ["did not finish in 1 s", "in the_line_that_hangs"]),
+        ("leaves[ranks=2]", ["rank 1: exit status 3"]),
+        ("with_a_broken_fixture[ranks=2]", ["rank 0: failed: LookupError: no fixture"]),
+        ("is_skipped[ranks=2]", ["a cause"]),
+        ("is_expected_to_fail[ranks=2]", ["known"]),
+        ("never_starts[1-ranks=4]", ["no module here"]),
+        ("never_starts[2-ranks=4]", ["not run"]),
+        ("hangs_here", ["did not finish in 0.5 s"]),
+        ("exit_of_the_job[ranks=3]", ["all tests ended, but then rank 2: exit status 4"]),
     ],
 )
 def test_a_report_tells_what_happened(session: Session, test: str, words: list[str]) -> None:
-    text = session.texts[f"{test}[ranks=2]"] + session.output
+    text = session.texts[f"test_{test}"] + session.output
     assert [word for word in words if word not in text] == []
-
-
-def test_a_job_that_does_not_start_is_started_once(session: Session) -> None:
-    assert "no module here" in session.texts["test_never_starts[1-ranks=4]"]
-    assert "not run" in session.texts["test_never_starts[2-ranks=4]"]
-
-
-def test_a_deadline_holds_without_a_job_too(session: Session) -> None:
-    assert "did not finish in 0.5 s" in session.texts["test_hangs_here"]
-
-
-def test_a_job_that_fails_after_its_last_test_is_an_error(session: Session) -> None:
-    text = session.texts["test_exit_of_the_job[ranks=3]"]
-    assert "all tests ended, but then rank 2: exit status 4" in text
 
 
 def test_the_summary_counts_by_number_of_ranks(session: Session) -> None:
