@@ -398,7 +398,7 @@ def run(
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environ, check=False)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("mistake", SAYS)
 def test_a_planted_mistake_ends_the_job_by_name(tmp_path: Path, mistake: str, size: int) -> None:
     # Longer than ranks of a busy machine differ in their starts.

@@ -387,14 +387,14 @@ MEANWHILE = {
 RANK = "import os; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK', '0')))"
 
 
-@pytest.mark.parametrize("meanwhile", MEANWHILE)
 @pytest.mark.parametrize(
-    ("end", "status", "shown"),
+    ("meanwhile", "end", "status", "shown"),
     [
-        ("raise ValueError('two\\nlines')", 1, ["Traceback", "ValueError: two", "lines", "in fail"]),
-        ("raise SystemExit(3)", 3, []),
-        ("raise SystemExit('no data')", 1, ["no data"]),
-        ("raise KeyboardInterrupt", 130, ["interrupted at"]),
+        ("in a barrier", "raise ValueError('two\\nlines')", 1, ["Traceback", "ValueError: two", "lines", "in fail"]),
+        ("in a barrier", "raise SystemExit(3)", 3, []),
+        ("in MPI_Init", "raise SystemExit('no data')", 1, ["no data"]),
+        ("in MPI_Init", "raise SystemExit(3)", 3, []),
+        ("without MPI", "raise KeyboardInterrupt", 130, ["interrupted at"]),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(
@@ -798,8 +798,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("threads", ["1", "3"])
-@pytest.mark.parametrize("through", ["mpikv run", "mpiexec"])
+@pytest.mark.parametrize(("through", "threads"), [("mpikv run", "3"), ("mpiexec", "1")])
 def test_one_rank_tells_once_what_slows_a_job(tmp_path: Path, library: Library, through: str, threads: str) -> None:
     """More ranks than cores, and two MPI libraries of pip's, of which one is loaded."""
     path = script(tmp_path, CROWDED.replace("CORE", str(min(os.sched_getaffinity(0)))))

@@ -59,8 +59,10 @@ def run(tmp_path: Path, launcher: str, ending: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
-@pytest.mark.parametrize("launcher", ["mpikv run", "mpiexec"])
-@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize(
+    ("streams", "launcher"),
+    [*((name, "mpikv run") for name in STREAMS), ("a full disk", "mpiexec"), ("no flush", "mpiexec")],
+)
 def test_an_uncaught_exception_ends_the_job(tmp_path: Path, streams: str, launcher: str) -> None:
     done = run(tmp_path, launcher, f"{STREAMS[streams]}; raise ValueError('wrong')")
     assert done.returncode == 1, done.stderr
