@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Done, python
 from support.launching import why_no_mpi
 
 from mpikv.cli.job import run_job
-from mpikv.cli.launchers import clean
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -73,12 +72,11 @@ Draft._draft_path = lambda self, nonce: self.path
 """
 
 
-def chaos(*arguments: str, scripts: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
+def chaos(*arguments: str, scripts: Path = SCRIPTS) -> Done:
     """Run the driver, without MPI on simulated ranks alone."""
     if "--simulated" not in arguments and (reason := why_no_mpi()):
         pytest.skip(reason)
-    command = [sys.executable, str(scripts / "chaos"), *arguments]
-    return subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=580, check=False)
+    return python(scripts / "chaos", *arguments, timeout=580)
 
 
 def planted(folder: Path, text: str) -> Path:

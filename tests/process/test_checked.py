@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.launching import why_no_mpi
+from support import commands
+from support.commands import Done
 from support.pages import blocks
 
 import mpikv
@@ -389,13 +388,9 @@ SAYS = {
 
 def run(
     folder: Path, program: str, size: int, *words: str, options: Sequence[str] = ("--check",), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    if reason := why_no_mpi():
-        pytest.skip(reason)
+) -> Done:
     (folder / "planted.py").write_text(program)
-    command = [sys.executable, "-m", "mpikv", "run", *options, "-n", str(size), "planted.py", *words]
-    environ = {**os.environ, **variables}
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=environ, check=False)
+    return commands.mpikv("run", *options, "-n", size, "planted.py", *words, cwd=folder, **variables)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import commands
 from support.launching import why_no_mpi
 
 from mpikv.cli.boards import Boards
@@ -47,8 +48,7 @@ def environ(folder: Path) -> dict[str, str]:
 
 
 def mpikv(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mpikv", *arguments]
-    return subprocess.run(command, env=environ(folder), capture_output=True, text=True, timeout=DEADLINE, check=False)
+    return commands.mpikv(*arguments, timeout=DEADLINE, TMPDIR=str(folder))
 
 
 @pytest.fixture

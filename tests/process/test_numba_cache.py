@@ -1,12 +1,7 @@
 """Compiled kernels on disk: several ranks compile at once, and the next job loads what they have kept."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-
-from mpikv.cli.launchers import clean
+from support.commands import mpikv, python
 
 pytest.importorskip("numba")
 
@@ -24,11 +19,9 @@ with mpikv.create(kernels="numba") as kv:
 def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(script)]
     kept = []
     for _ in range(2):
-        environ = {**clean(os.environ), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+        done = mpikv("run", "-n", 4, script, NUMBA_CACHE_DIR=str(tmp_path / "kept"))
         assert done.returncode == 0, done.stderr
         kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
     assert [name.partition("-")[0] for name in sorted(kept[0])] == ["rules.sgd_rule"] * 2
@@ -39,11 +32,5 @@ def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
 def test_a_full_disk(tmp_path):
     # No file may have any content.
     full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", full + TRAINING],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", full + TRAINING, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from mpikv.cli.launchers import clean
+from support.commands import mpikv, python
 
 pytestmark = pytest.mark.deadline(120)
 
@@ -92,12 +88,6 @@ if kv.rank == 1:
 """
 
 
-def ran(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], env=clean(os.environ), capture_output=True, text=True, timeout=55, check=False
-    )
-
-
 def late_pushes(stderr: str) -> list[str]:
     """Return rank 0's warnings of late pushes; on a busy machine an init may be late, too."""
     return [line for line in stderr.splitlines() if re.search(r"rank 0 has waited .* push\(", line)]
@@ -106,7 +96,7 @@ def late_pushes(stderr: str) -> list[str]:
 def test_ends_of_children_of_a_fork(tmp_path: Path) -> None:
     """MPI at the end of one would be that of its parent, and an exception in one would end the job."""
     (tmp_path / "children.py").write_text(CHILDREN)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "children.py"))
+    done = mpikv("run", "-n", 2, tmp_path / "children.py")
     assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
     assert "MPI" not in done.stderr.replace("Open MPI refuses", "")
 
@@ -114,7 +104,7 @@ def test_ends_of_children_of_a_fork(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_without_a_launcher_are_told_once(tmp_path: Path, method: str) -> None:
     (tmp_path / "workers.py").write_text(WORKERS)
-    done = ran(str(tmp_path / "workers.py"), method)
+    done = python(tmp_path / "workers.py", method)
     assert (done.returncode, done.stdout) == (0, "1 rank\n" * 2), done.stderr
     assert done.stderr.count("whose store has one rank and shares nothing with the stores of other") == 1
 
@@ -123,7 +113,7 @@ def test_workers_without_a_launcher_are_told_once(tmp_path: Path, method: str) -
 def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
     """They inherit the variables of a rank, and would wait in the start of MPI for ever."""
     (tmp_path / "workers.py").write_text(WORKERS)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "workers.py"), method)
+    done = mpikv("run", "-n", 2, tmp_path / "workers.py", method)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         told = f"multiprocessing started this process in rank {rank} of 2, and it is not a rank itself; use the"
@@ -132,7 +122,7 @@ def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
 
 def test_asking_a_late_rank_calls_no_handler_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "handlers.py").write_text(HANDLERS)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "handlers.py"))
+    done = mpikv("run", "-n", 2, tmp_path / "handlers.py")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert ["is now at" in line for line in late_pushes(done.stderr)] == [True] * 6 + [False] * 3
 
@@ -142,7 +132,7 @@ def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken
     """Also where code has, of which Python's own ``getsignal`` knows nothing."""
     (tmp_path / "taken.py").write_text(TAKEN)
     where = "Python" if taken_by == "Python" else str(tmp_path / "answers")
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "taken.py"), where)
+    done = mpikv("run", "-n", 2, tmp_path / "taken.py", where)
     assert (done.returncode, done.stdout) == (0, "called\n" * (taken_by == "Python")), done.stderr
     assert ["does not answer" in line for line in late_pushes(done.stderr)] == [True]
 
@@ -159,7 +149,7 @@ if second.is_root:
 
 def test_a_rank_at_the_end_of_its_program_is_said_to_be_there(tmp_path: Path) -> None:
     (tmp_path / "ended.py").write_text(ENDED)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "ended.py"))
+    done = mpikv("run", "-n", 2, tmp_path / "ended.py")
     assert done.returncode != 0
     assert "rank 1 began call #1 init('w') last and has reached the end of its program" in done.stderr
 
@@ -175,7 +165,7 @@ if kv.rank == 0:
 
 def test_a_rank_that_skips_its_last_call_has_reached_the_end_of_its_program(tmp_path: Path) -> None:
     (tmp_path / "skipping.py").write_text(SKIPPING)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "skipping.py"))
+    done = mpikv("run", "-n", 2, tmp_path / "skipping.py")
     assert done.returncode == 1
     told = "rank 0 calls push('w'); rank 1 has reached the end of its program, after call #1 init('w');"
     assert f"push: ranks disagree at call #2: {told}" in done.stderr
@@ -198,7 +188,7 @@ except mpikv.PeerFailed:
 def test_the_rank_that_ends_the_job_leaves_the_others_time_for_their_line(tmp_path: Path) -> None:
     """It ended them before one that had to wait for a processor had printed its own."""
     (tmp_path / "slow.py").write_text(SLOW)
-    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "slow.py"))
+    done = mpikv("run", "-n", 2, tmp_path / "slow.py")
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "[rank 1/2] mpikv.errors.PeerFailed: push('w'): rank 0 raised ValueMismatch" in done.stderr

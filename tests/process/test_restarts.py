@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.commands import python
 from support.launching import mpi, why_no_mpi
 from support.launching import wait as wait_until
 from support.processes import is_running
@@ -93,8 +94,8 @@ ASYNC = ("--store", "dist_async")
 @pytest.mark.feature("restarts-async")
 def test_killed_ranks_change_no_bit(seed: int, options: tuple[str, ...]) -> None:
     """On 2, 3 or 4 ranks; in ``dist_async``, no push is lost or made twice."""
-    command = [sys.executable, SCRIPTS / "restart_faults", f"--first={seed}", "--restarts=1", "--deaths=3", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
+    command = [SCRIPTS / "restart_faults", f"--first={seed}", "--restarts=1", "--deaths=3", *options]
+    done = python(*command, timeout=2 * DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -205,11 +206,11 @@ def test_the_folder_of_a_killed_command_is_removed_by_the_next(run: Start, tmp_p
 @pytest.mark.parametrize("fault", ["full tmpfs", "disk fills", "out of memory"])
 def test_a_fault_of_the_host_is_survived_or_named(fault: str) -> None:
     apart = ["unshare", "--mount", *["--map-root-user"] * (os.getuid() != 0), "true"]
-    command = [sys.executable, str(SCRIPTS / "restart_faults"), "--only", fault]
-    for each in (apart, command):
-        done = subprocess.run(each, capture_output=True, text=True, timeout=2 * DEADLINE, stdin=subprocess.DEVNULL)
-        if done.returncode and (each == apart or "may make no cgroup" in done.stderr):
-            pytest.skip(f"this host refuses it: {done.stderr.strip()}")
+    if refused := subprocess.run(apart, capture_output=True, text=True).stderr:
+        pytest.skip(f"this host refuses it: {refused}")
+    done = python(SCRIPTS / "restart_faults", "--only", fault, timeout=2 * DEADLINE)
+    if "may make no cgroup" in done.stderr:
+        pytest.skip(f"this host refuses it: {done.stderr}")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.launching import why_no_mpi
-
-from mpikv.cli.launchers import clean
+from support.commands import ROOT, mpikv, python
 
 pytestmark = pytest.mark.one_library
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/train_synthetic.py"
 SMALL = ("--gigabytes", "0.004", "--steps", "3")
 
 
 def run(ranks: int, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    if ranks > 1 and why_no_mpi():
-        pytest.skip(why_no_mpi())
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    line = [*start, *through, str(SCRIPT), *SMALL, *arguments]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    start = partial(mpikv, "run", "-n", ranks) if ranks > 1 else python
+    return start(*through, SCRIPT, *SMALL, *arguments, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.deadline(120)

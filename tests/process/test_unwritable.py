@@ -1,4 +1,4 @@
-"""How a job ends of which a rank fails whose output cannot be written, while another rank waits for it in MPI."""
+"""Jobs and commands whose output cannot be written, or is not read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launching import launch
+from support.launching import launch, why_no_mpi
 
 from mpikv.cli.launchers import clean
+from mpikv.cli.output import UNREAD, has_lost_reader, until_unread
 
-pytestmark = pytest.mark.deadline(120)
+pytestmark = [pytest.mark.deadline(120), pytest.mark.skipif(bool(why_no_mpi()), reason=why_no_mpi())]
 
 PROGRAM = """
 import os, sys
@@ -88,3 +89,62 @@ def test_a_job_of_a_command_with_closed_files_runs(tmp_path: Path, closed: str) 
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=clean(os.environ), timeout=110, check=False)
     assert done.returncode == 0
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+
+
+def test_a_job_that_fails_where_nothing_can_be_said_has_its_status(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
+    command = f"{sys.executable} -m mpikv run -n 2 fail.py >/dev/full 2>&1"
+    environ = {**clean(os.environ), "PYTHONUNBUFFERED": ""}
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, timeout=110, check=False).returncode == 3
+
+
+# --- Output that nobody reads any more, as after ``mpikv info | head -1``: a command ends without a word
+
+
+def run_unread(*arguments: str) -> tuple[int, str]:
+    """Return the status of a command, and what it says on stderr, with a pipe as stdout that has no reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mpikv", *arguments]
+    with os.fdopen(writer, "wb") as unread:
+        ran = subprocess.run(
+            command, env=clean(os.environ), stdout=unread, stderr=subprocess.PIPE, text=True, timeout=110, check=False
+        )
+    return ran.returncode, ran.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info"], ["info", "--json"]])
+def test_a_command(arguments):
+    assert run_unread(*arguments) == (UNREAD, "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job(tmp_path, ranks):
+    script = tmp_path / "count.py"
+    script.write_text("import time\nfor number in range(200):\n    print(number, flush=True)\n    time.sleep(0.1)\n")
+    status, said = run_unread("run", "-n", str(ranks), str(script))
+    assert status == UNREAD
+    assert "mpikv run: rank" not in said
+    assert "Traceback" not in said
+
+
+def test_a_job_that_fails_says_so(tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("raise SystemExit(3)\n")
+    status, said = run_unread("run", "-n", "2", str(script))
+    assert status == 3
+    assert "ended with status 3" in said
+
+
+def test_a_command_without_a_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert until_unread(lambda: 3) == 3
+
+
+def test_a_broken_pipe_of_another_kind_is_an_error():
+    def command() -> int:
+        raise BrokenPipeError
+
+    assert not has_lost_reader()
+    with pytest.raises(BrokenPipeError):
+        until_unread(command)
