@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What a store holds in memory beyond its values: optimizer state, sizes that come and go, plans, many ranks.
+"""What a store holds in memory beyond its values: optimizer state, plans, many ranks.
 
 scripts/bench_memory.py                     # all cases, each in a job of its own
-scripts/bench_memory.py adam lists          # these
+scripts/bench_memory.py adam keys           # these
 mpikv run -n 4 scripts/bench_memory.py adam # one, in the ranks of this job
 """
 
@@ -24,14 +24,13 @@ from mpikv.cluster.environment import launch_of
 MIB = 1 << 20
 
 
-def grown(run: Callable[[], object]) -> tuple[float, float]:
-    """Return how many MiB of private and of shared memory this rank holds more than before."""
+def grown(run: Callable[[], object]) -> float:
+    """Return how many MiB of private memory this rank holds more than before."""
     release_freed()
-    before = Memory.now()
+    before = Memory.now().private
     run()
     release_freed()
-    after = Memory.now()
-    return (after.private - before.private) / MIB, (after.shared - before.shared) / MIB
+    return (Memory.now().private - before) / MIB
 
 
 def adam(kv: mpikv.KVStore) -> str:
@@ -46,46 +45,9 @@ def adam(kv: mpikv.KVStore) -> str:
             kv.barrier()
             seconds.append(time.perf_counter() - started)
 
-    private, _ = grown(steps)
+    private = grown(steps)
     first, later = seconds[0], sorted(seconds[1:])[1]
     return f"private {private:.0f} MiB, share {512 / kv.size:.0f}; first step {first:.2f} s, later ones {later:.2f} s"
-
-
-def lengths() -> list[int]:
-    """Return lengths near 8 MB, which vary."""
-    return [int(length) for length in np.random.default_rng(0).integers(MIB, 2 * MIB, 300)]
-
-
-def allreduce(kv: mpikv.KVStore) -> str:
-    for _ in range(32):  # which touches the memory of messages
-        kv.pushpull("first", np.ones(MIB, np.float32))
-    kv.delete("first")
-    seconds = -time.perf_counter()
-    _, shared = grown(lambda: [kv.pushpull("logits", np.ones(length, np.float32)) for length in lengths()])
-    seconds += time.perf_counter()
-    _, deleted = grown(lambda: kv.delete("logits"))
-    largest = 4 * max(lengths()) / MIB
-    return f"shared +{shared:.1f} MiB, largest {largest:.1f}; delete {deleted:.1f} MiB; {seconds:.2f} s"
-
-
-def init(kv: mpikv.KVStore) -> str:
-    def run() -> None:
-        for length in sorted(lengths()):
-            kv.init("w", np.ones(length, np.float32))
-            kv.delete("w")
-        kv.init("w", np.ones(length, np.float32))
-
-    seconds = -time.perf_counter()
-    _, shared = grown(run)
-    seconds += time.perf_counter()
-    return f"shared +{shared:.1f} MiB, largest {4 * max(lengths()) / MIB:.1f}; {seconds:.2f} s"
-
-
-def lists(kv: mpikv.KVStore) -> str:
-    arrays = [np.ones(4, np.float32)] * 1500
-    kv.init(list(range(1500)), arrays)
-    private, _ = grown(lambda: [kv.push(list(range(length)), arrays[:length]) for length in range(1, 1501)])
-    return f"private +{private:.0f} MiB"
 
 
 def keys(kv: mpikv.KVStore) -> str:
@@ -107,26 +69,23 @@ def keys(kv: mpikv.KVStore) -> str:
 def ranks(kv: mpikv.KVStore) -> str:
     """Return what each rank of many holds beyond the values."""
     array = np.ones(4 * MIB, np.float32)
-    before = grown(lambda: None)[0]
+    before = grown(lambda: None)
     kv.init("w", array)
-    private, _ = grown(lambda: [kv.pushpull("w", array) for _ in range(8)])
+    private = grown(lambda: [kv.pushpull("w", array) for _ in range(8)])
     return f"private {before + private:.0f} MiB more than before"
 
 
-CASES: dict[str, tuple[Callable[[mpikv.KVStore], str], str, tuple[int, ...]]] = {
-    "adam": (adam, "dist_sync", (2, 4, 8)),
-    "allreduce": (allreduce, "horovod", (2,)),
-    "init": (init, "dist_sync", (2,)),
-    "lists": (lists, "dist_sync", (2,)),
-    "keys": (keys, "dist_sync", (2,)),
-    "ranks": (ranks, "dist_sync", (64,)),
+CASES: dict[str, tuple[Callable[[mpikv.KVStore], str], tuple[int, ...]]] = {
+    "adam": (adam, (2, 4, 8)),
+    "keys": (keys, (2,)),
+    "ranks": (ranks, (64,)),
 }
 
 
 def measure(name: str) -> None:
     """Print the figures of one case, those of the root."""
-    run, kind, _ = CASES[name]
-    with mpikv.create(kind, warn_after=600, timeout=1200) as kv:
+    run, _ = CASES[name]
+    with mpikv.create(warn_after=600, timeout=1200) as kv:
         text = run(kv)
         if kv.is_root:
             print(f"{name} on {kv.size} ranks: {text}", flush=True)
@@ -141,7 +100,7 @@ def main() -> None:
             measure(name)
         return
     for name in names:
-        for size in CASES[name][2]:
+        for size in CASES[name][1]:
             subprocess.run([sys.executable, "-m", "mpikv", "run", "-n", str(size), __file__, name], check=True)
 
 
