@@ -28,7 +28,6 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.testing.simulation import Fault, Kill, Pause
 
 TIMEOUT = 2.0
 """Seconds after which a store of the table gives up."""
@@ -124,8 +123,6 @@ class Mistake:
     repair: Call = lambda scene: None
     anonymous: bool = False
     """Whether the ranks that find it cannot tell who it was."""
-    real: bool = False
-    """Whether it takes processes."""
     promise = "mistake"
 
     def fits(self, program: Any) -> bool:
@@ -467,15 +464,11 @@ MISTAKES = (
         Closed,
         None,
         ALONE,
-        real=True,
     ),
 )
 
 
 # --- Ends: the job is over
-
-Simulation = Callable[[int, int], Fault]
-"""Gives the fault of a rank at one of its scheduling points."""
 
 
 @dataclass(frozen=True)
@@ -498,8 +491,6 @@ class End:
     """Whether the culprit makes its call after all, and is to raise too."""
     in_peace: bool = False
     """Whether the other ranks do as if the error were no reason to fail; by default they leave it uncaught."""
-    simulated: Simulation | None = None
-    """The same on simulated ranks, at any scheduling point."""
 
 
 LEAVE = "the culprit returns from the loop"
@@ -534,10 +525,6 @@ def _come_late(trial: Any) -> None:
     time.sleep(TIMEOUT + 0.7)
 
 
-def _stay_away(rank: int, at: int) -> Fault:
-    return Pause(rank, at, 30 * TIMEOUT)
-
-
 _KILL, _STOP = _signal(signal.SIGKILL), _signal(signal.SIGSTOP)
 _CLOSE = either(r"reached the end of its program", r"push\('a'\)")
 
@@ -551,21 +538,21 @@ ENDS = (
     End("normal end early", lambda t: LEAVE, "death", _CLOSE),
     End("SIGTERM to a rank", _signal(signal.SIGTERM), "death", "SIGTERM"),
     End("SIGINT to a rank", _signal(signal.SIGINT), "death", "interrupted"),
-    End("SIGKILL, as from the OOM killer", _KILL, "death", "SIGKILL", simulated=Kill),
+    End("SIGKILL, as from the OOM killer", _KILL, "death", "SIGKILL"),
     End("SIGSEGV", _signal(signal.SIGSEGV), "death", "SIGSEGV"),
     End("SIGKILL before create", _KILL, "death", "SIGKILL", "create"),
     End("SIGKILL in the updater", _KILL, "death", "SIGKILL", "updater"),
     End("SIGKILL in an exchange", _KILL, "death", "SIGKILL", "exchange"),
-    End("SIGKILL in a save", _KILL, "death", "SIGKILL", "save", simulated=Kill),
-    End("SIGKILL in a save with wait=False", _KILL, "death", "SIGKILL", "save", aside=True, simulated=Kill),
-    End("SIGKILL while others wait aside", _KILL, "death", "SIGKILL", aside=True, simulated=Kill),
+    End("SIGKILL in a save", _KILL, "death", "SIGKILL", "save"),
+    End("SIGKILL in a save with wait=False", _KILL, "death", "SIGKILL", "save", aside=True),
+    End("SIGKILL while others wait aside", _KILL, "death", "SIGKILL", aside=True),
     End("out of memory", _exhaust_memory, "death", "MemoryError"),
     End("sys.exit(0) in the updater", lambda t: sys.exit(0), "death", "", "updater"),
     End("sys.exit(0) in an updater aside", lambda t: sys.exit(0), "death", "", "updater", aside=True),
     End("sys.exit(0) while others wait aside", lambda t: sys.exit(0), "death", "next", aside=True),
     End("SIGINT to mpikv run", lambda t: None, "signal", "stopped by SIGINT"),
     End("SIGTERM to mpikv run", lambda t: None, "signal", "stopped by SIGTERM"),
-    End("SIGSTOP", _STOP, "stall", "stopped", simulated=_stay_away),
+    End("SIGSTOP", _STOP, "stall", "stopped"),
     End("endless Python loop", _loop, "stall", "_loop"),
     End("endless call that holds the GIL", _hold_the_lock, "stall", "_hold_the_lock"),
     End("endless numpy call", _numpy, "stall", "_numpy|convolve"),
@@ -576,7 +563,7 @@ ENDS = (
     End("endless loop in an updater aside", _loop, "stall", "_loop", "updater", aside=True),
     End("endless loop while others wait aside", _loop, "stall", "_loop", aside=True),
     End("endless loop before create", _loop, "stall", "create", "create"),
-    End("SIGSTOP, and the others end in peace", _STOP, "stall", "stopped", in_peace=True, simulated=_stay_away),
+    End("SIGSTOP, and the others end in peace", _STOP, "stall", "stopped", in_peace=True),
 )
 
 # What must be found out: trials that do not end as faults should.
@@ -603,8 +590,3 @@ FAILURES = (
 FAULTS: dict[str, Mistake | End] = {fault.name: fault for fault in (*MISTAKES, *ENDS)}
 CONTROLS: dict[str, Mistake | End] = {fault.name: fault for fault in FAILURES}
 ALL = {**FAULTS, **CONTROLS}
-
-
-def simulated(fault: Mistake | End) -> bool:
-    """Return whether simulated ranks can have it."""
-    return not fault.real if isinstance(fault, Mistake) else fault.simulated is not None

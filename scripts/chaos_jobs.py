@@ -1,34 +1,28 @@
-"""Runs a job of ``scripts/chaos`` on real or simulated ranks, and returns what came of it."""
+"""Runs a job of ``scripts/chaos``, and returns what came of it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_faults import ALL, End
 from chaos_growth import ALLOCATOR
-from chaos_ranks import SHAPES, SMALL, Task, fill, perform
+from chaos_ranks import Task, fill
 
 import mpikv
-from mpikv.testing.simulation import Fault, Missed, cluster
+from mpikv.testing.simulation import cluster
 
 HARD_DEADLINE = 60.0
 """Seconds after which a job hangs."""
 LAUNCHER_SIGNALS = {"SIGINT to mpikv run": signal.SIGINT, "SIGTERM to mpikv run": signal.SIGTERM}
-POINTS = 50, 800
-"""The first and the last scheduling point at which a simulated end comes; before the first ranks make their stores."""
 
 Records = dict[str, dict[int, dict[str, Any]]]
 
@@ -78,7 +72,6 @@ class Job:
         path, begun = self.folder / "checkpoint", int((self.folder / "begun").read_text())
         if not path.exists():
             return "no checkpoint" if begun else "old"
-        shapes = SMALL if self.task.simulated else SHAPES
 
         def save_loaded(comm: Any) -> None:
             with mpikv.create(comm=comm) as kv:
@@ -87,7 +80,7 @@ class Job:
 
         def save_filled(comm: Any, number: int) -> None:
             with mpikv.create(comm=comm) as kv:
-                fill(kv, number, shapes)
+                fill(kv, number)
                 kv.save(self.folder / "reference")
 
         try:
@@ -105,41 +98,6 @@ class Job:
 
 def run_job(task: Task, folder: Path) -> Job:
     """Run a job to its end."""
-    return _run_simulated(task, folder) if task.simulated else _run_real(task, folder)
-
-
-def _run_simulated(task: Task, folder: Path) -> Job:
-    # In a process of its own, whose end takes what a killed rank has: the lock of its draft, above all.
-    process = multiprocessing.get_context("fork").Process(target=_simulate, args=(task, folder))
-    process.start()
-    process.join()
-    return Job(task, folder, process.exitcode or 0, 0.0, (folder / "output").read_text())
-
-
-def _simulate(task: Task, folder: Path) -> None:
-    seed = random.Random(f"{task.seed} {task.only} cluster").getrandbits(32)
-    made = cluster(task.size, hosts=task.hosts, seed=seed, faults=_faults(task, seed))
-    status, output = 0, ""
-    try:
-        with warnings.catch_warnings():
-            # A drawn pause may come after the end. The table sees an end that does not come by its outcome.
-            warnings.simplefilter("ignore", Missed)
-            made.run(lambda comm: perform(task, comm, folder))
-    except Exception as error:
-        status, output = 1, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-    (folder / "output").write_text(output)
-    os._exit(status)  # a thread of the pool has forked, which would wait for itself at an orderly end
-
-
-def _faults(task: Task, seed: int) -> tuple[Fault, ...]:
-    """Return the end that a job plants."""
-    fault = ALL[task.faults[0]]
-    if not isinstance(fault, End) or fault.simulated is None:
-        return ()
-    return (fault.simulated(task.culprit, random.Random(seed).randint(*POINTS)),)
-
-
-def _run_real(task: Task, folder: Path) -> Job:
     (folder / "task").write_text(json.dumps(asdict(task)))
     command = [sys.executable, "-m", "mpikv", "run", "-n", str(task.size), str(Path(__file__).with_name("chaos"))]
     with (folder / "output").open("wb") as file:

@@ -1,4 +1,4 @@
-"""What the ranks of a job of ``scripts/chaos`` do, real or simulated, and what they leave for the judge.
+"""What the ranks of a job of ``scripts/chaos`` do, and what they leave for the judge.
 
 A rank writes to the job's folder who it is, what it raised and when; ``scripts/chaos`` judges.
 """
@@ -36,8 +36,6 @@ CALIBRATIONS = 5
 SAVES = 2
 """The fault comes within the time of so many saves, however long they take then."""
 SHAPES = {"matrix": (1000, 300), "wide": (70_001,), "half": (5_003,), **{f"small{n}": (3,) for n in range(50)}}
-SMALL = {"matrix": (100, 30), "wide": (701,), "half": (503,)}
-"""The same for simulated ranks."""
 DTYPES = {"matrix": np.float32, "wide": np.float64, "half": np.float16}
 _OURS = re.compile(r"/(?:dev/shm|tmp/ompi[^/\s]*)/\S+")
 
@@ -56,9 +54,6 @@ class Task:
     """How long random programs are run; of each number of them one at least."""
     only: int | None = None
     """The number of the random program that is run alone."""
-    simulated: bool = False
-    hosts: int = 1
-    """Of simulated ranks."""
 
 
 def perform(task: Task, comm: Any, folder: Path) -> None:
@@ -94,9 +89,8 @@ class Trial:
 
     def introduce(self) -> None:
         """Write this process and the files that it shares with other ranks."""
-        if not self.task.simulated:
-            files = sorted(set(_OURS.findall(Path("/proc/self/maps").read_text())))
-            self.write("rank", {"pid": os.getpid(), "files": [file for file in files if os.path.exists(file)]})
+        files = sorted(set(_OURS.findall(Path("/proc/self/maps").read_text())))
+        self.write("rank", {"pid": os.getpid(), "files": [file for file in files if os.path.exists(file)]})
 
     # --- Mistakes
 
@@ -145,12 +139,12 @@ class Trial:
             present().sleep(0.01)
 
     def plant(self, end: End) -> Any:
-        """Let the fault happen, on the culprit. A simulated one happens by itself, after one of these calls."""
+        """Let the fault happen, on the culprit."""
         if not self.odd:
             return None
         if not list(self.folder.glob("end.*.json")):
             self.write("fault", {})
-        return None if self.task.simulated else end.act(self)
+        return end.act(self)
 
     def train(self, end: End) -> None:
         """Push in a loop."""
@@ -161,7 +155,7 @@ class Trial:
             if step == PLANTED_AT and end.moment == "updater":
                 program.use_function(returns=False)
                 program.functions[0].before = lambda key: self.plant(end)
-            if end.moment == "call" and (step == PLANTED_AT or self.task.simulated):
+            if end.moment == "call" and step == PLANTED_AT:
                 if self.plant(end) is LEAVE:
                     return
                 self.write("ready", {})
@@ -189,30 +183,25 @@ class Trial:
         aside, ranks push before they wait for it.
         """
         del self.options["root"]
-        shapes = SMALL if self.task.simulated else SHAPES
         kv, path, seconds, delay = mpikv.create(comm=self.comm, **self.options), self.folder / "checkpoint", [], 0.0
         for number in itertools.count():
-            fill(kv, number, shapes)
+            fill(kv, number)
             if number == CALIBRATIONS:
                 kv.load(path)
-                fill(kv, number, shapes)
+                fill(kv, number)
                 delay = random.Random(self.task.seed).uniform(0, SAVES) * statistics.median(seconds)
             if kv.is_root:
                 (self.folder / "begun").write_text(str(number))
             kv.barrier()
             began, saved = time.perf_counter(), threading.Event()
-            if self.task.simulated:
-                self.plant(end)
-            elif self.odd and number >= CALIBRATIONS:
+            if self.odd and number >= CALIBRATIONS:
                 threading.Thread(target=self.plant_unless, args=(saved, delay, end), daemon=True).start()
             work = kv.save(path, wait=not end.aside)
             if work is not None:
-                kv.push({key: np.ones(shape, DTYPES.get(key, np.float32)) for key, shape in shapes.items()})
+                kv.push({key: np.ones(shape, DTYPES.get(key, np.float32)) for key, shape in SHAPES.items()})
                 work.wait()
             saved.set()
             seconds.append(time.perf_counter() - began)
-            if kv.is_root:
-                (self.folder / "saved").write_text(str(number))
             delay = max(delay - seconds[-1], 0.0)
 
     def plant_unless(self, saved: threading.Event, delay: float, end: End) -> None:
@@ -239,12 +228,12 @@ class Trial:
         self.write("done", {"counts": counts, "grown": resources.growth(), "samples": [*samples[:1], *samples[-1:]]})
 
 
-def fill(kv: mpikv.KVStore, number: int, shapes: dict[str, tuple[int, ...]]) -> None:
+def fill(kv: mpikv.KVStore, number: int) -> None:
     """Give the store state ``number``, whose bits do not depend on the number of ranks: all sums are exact."""
     chances = np.random.default_rng(number)
-    dtypes = {key: DTYPES.get(key, np.float32) for key in shapes}
-    kv.init({key: chances.normal(size=shape).astype(dtypes[key]) for key, shape in shapes.items()}, overwrite=True)
+    dtypes = {key: DTYPES.get(key, np.float32) for key in SHAPES}
+    kv.init({key: chances.normal(size=shape).astype(dtypes[key]) for key, shape in SHAPES.items()}, overwrite=True)
     kv.set_optimizer("adam", learning_rate=1 / (2 + number), multi_precision=True)
     for _ in range(2):
-        whole = {key: chances.integers(-8, 9, shape).astype(dtypes[key]) for key, shape in shapes.items()}
+        whole = {key: chances.integers(-8, 9, shape).astype(dtypes[key]) for key, shape in SHAPES.items()}
         kv.push({key: array if kv.is_root else np.zeros_like(array) for key, array in whole.items()})

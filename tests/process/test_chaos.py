@@ -21,11 +21,10 @@ from mpikv.cli.job import run_job
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-from chaos_faults import ALL, CONTROLS, FAULTS, End, simulated  # noqa: E402
+from chaos_faults import ALL, CONTROLS, FAULTS  # noqa: E402
 from chaos_growth import Resources  # noqa: E402
 
 pytestmark = pytest.mark.deadline(600)
-SIMULATED = [name for name, fault in FAULTS.items() if simulated(fault)]
 SAVES = ["table", "--ranks", "2", "--transports", "shm", "--only"]
 KILLED, KILLED_ASIDE = "SIGKILL in a save", "SIGKILL in a save with wait=False"
 
@@ -73,8 +72,8 @@ Draft._draft_path = lambda self, nonce: self.path
 
 
 def chaos(*arguments: str, scripts: Path = SCRIPTS) -> Done:
-    """Run the driver, without MPI on simulated ranks alone."""
-    if "--simulated" not in arguments and (reason := why_no_mpi()):
+    """Run the driver."""
+    if reason := why_no_mpi():
         pytest.skip(reason)
     return python(scripts / "chaos", *arguments, timeout=580)
 
@@ -103,31 +102,17 @@ def real() -> Mapping[str, Mapping[str, Any]]:
     return rows_of("--ranks", "3", "--alternate", "--jobs", "2", "--only", *ALL)
 
 
-@pytest.fixture(scope="module")
-def virtual() -> Mapping[str, Mapping[str, Any]]:
-    mistakes = [name for name, control in CONTROLS.items() if not isinstance(control, End)]
-    return rows_of("--simulated", "--ranks", "3", "--only", *SIMULATED, *mistakes)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_as_promised(real: Mapping[str, Mapping[str, Any]], fault: str) -> None:
     assert real[fault]["problems"] == []
 
 
-@pytest.mark.one_library
-@pytest.mark.parametrize("fault", SIMULATED)
-def test_a_fault_of_a_simulated_rank_ends_as_promised(virtual: Mapping[str, Mapping[str, Any]], fault: str) -> None:
-    assert virtual[fault]["problems"] == []
-
-
-@pytest.mark.parametrize("kind", ["real", "virtual"])
-def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
-    rows = request.getfixturevalue(kind)
-    problems = {fault: "; ".join(rows[fault]["problems"]) for fault in CONTROLS if fault in rows}
+def test_a_trial_can_fail(real: Mapping[str, Mapping[str, Any]]) -> None:
+    problems = {fault: "; ".join(real[fault]["problems"]) for fault in CONTROLS}
     assert "raised None, not" in problems["control: no error"]
     assert "all values after control: another value" in problems["control: another value"]
     assert "does not name the culprit" in problems["control: another rank named"]
-    assert kind == "virtual" or "the job reports success; rank" in problems["control: nothing happens"]
+    assert "the job reports success; rank" in problems["control: nothing happens"]
 
 
 # --- Kills in saves
@@ -136,21 +121,16 @@ def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
 @pytest.mark.one_library
 @pytest.mark.feature("recovery")
 @pytest.mark.parametrize("fault", [KILLED, KILLED_ASIDE])
-@pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "20")])
-def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str, fault: str) -> None:
-    done = chaos(*SAVES, fault, *place, "--seed", "1", "--repeat", repeat)
+def test_a_killed_save_leaves_the_old_state_or_the_new(fault: str) -> None:
+    done = chaos(*SAVES, fault, "--seed", "1", "--repeat", "6")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{repeat} of {repeat} as promised" in done.stdout
+    assert "6 of 6 as promised" in done.stdout
     assert re.search("(old|new) state", done.stdout)
-    if place:  # on real ranks it is by chance where in a save they are killed
-        assert "old state" in done.stdout
-        assert "new state" in done.stdout
 
 
 @pytest.mark.one_library
-@pytest.mark.parametrize(("place", "repeat"), [((), "8"), (("--simulated",), "12")])
-def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
-    done = chaos(*SAVES, KILLED, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
+def test_a_save_that_is_not_atomic_is_found(tmp_path: Path) -> None:
+    done = chaos(*SAVES, KILLED, "--seed", "1", "--repeat", "8", scripts=planted(tmp_path, IN_PLACE))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "again:  scripts/chaos table" in done.stdout
 

@@ -198,7 +198,7 @@ FAULTS += [FullDisk(0, 0), FullDisk(2, 0), Pause(1, 0, 3.0), Differ(1, 0)]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault).__name__}{fault.rank}")
-@pytest.mark.parametrize("at", range(40, 99, 11))
+@pytest.mark.parametrize("at", range(40, 99, int(os.environ.get("SAVE_STEP", "11"))))
 def test_a_save_that_is_not_waited_for_is_whole_or_absent(fault: Any, at: int, tmp_path: Path) -> None:
     """Whatever happens between its call and its end; no rank waits for ever, and none misses an error."""
     path = str(tmp_path / "w.safetensors")
