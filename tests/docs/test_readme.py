@@ -58,6 +58,7 @@ RATIOS = {
 def test_the_figures_of_speed_are_those_of_the_record() -> None:
     rows = dict(re.findall(r"^\| ([^|]+) (\|(?: (?:[\d.]+ [mµ]s )?\|){4})$", README, re.MULTILINE))
     assert rows.keys() == RATIOS.keys()
+    assert rows["ResNet-50: 161 arrays, 102 MB"] in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     for row, (file, name) in RATIOS.items():
         record = (ROOT / "docs" / "bench" / f"{file}.txt").read_text(encoding="utf-8").splitlines()
         recorded = {figure for line in record if line.startswith(name) for figure in re.findall(r"[\d.]+ [mµ]s", line)}
