@@ -12,8 +12,6 @@ from mpikv.optimizers.recording import rule_of
 if find_spec("numba") is None:
     pytest.skip("numba is not installed: pip install 'mpikv[numba]'", allow_module_level=True)
 
-SHARED = [{"transport": "shm"}, {"transport": "shm", "placement": "root", "bucket_bytes": 4096}]
-APART = [{"transport": "mpi", "bucket_bytes": 4096}, {"transport": "mpi", "placement": "replicated"}]
 OPTIMIZERS = {
     "sgd": {"momentum": 0.9, "wd": 0.01, "clip_gradient": 1.5},
     "adam": {"rescale_grad": 0.3},
@@ -22,6 +20,13 @@ OPTIMIZERS = {
     "ftrl": {},
     "lamb": {"wd": 0.1},
 }
+CASES = [
+    *(("shm", name, more) for name in OPTIMIZERS for more in ({}, {"placement": "root", "bucket_bytes": 4096})),
+    *(("mpi", name, {"bucket_bytes": 4096}) for name in ("sgd", "lamb")),
+    *(("mpi", name, {"placement": "replicated"}) for name in ("sgd", "lamb")),
+    *(("hierarchical", name, {"bucket_bytes": 1 << 16}) for name in ("sgd", "adam", "lamb")),
+    ("shm", "adam", {"deterministic": True}),
+]
 VALUES = {
     "large": ((333, 331), np.float32),
     "small": ((7,), np.float32),
@@ -58,54 +63,12 @@ def training(random, **options):
             yield {key: array.tobytes() for key, array in result.items()}
 
 
-def described(options):
-    return "-".join(map(str, options.values()))
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("name", ["sgd", "adam"])
-@pytest.mark.parametrize("options", SHARED, ids=described)
-def test_same_bits_as_a_store_with_numpy(name, options, comm):
-    compare(name, options, comm)
-
-
-# What depends on the number of ranks depends on no rule.
-@pytest.mark.ranks(2)
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("name", ["adamw", "rmsprop", "ftrl", "lamb"])
-@pytest.mark.parametrize("options", SHARED, ids=described)
-def test_same_bits_of_other_rules(name, options, comm):
-    compare(name, options, comm)
-
-
-@pytest.mark.ranks(3, 4)
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
-@pytest.mark.parametrize("transport", ["hierarchical"])
-def test_same_bits_on_several_hosts(name, transport, comm):
-    compare(name, {"transport": transport, "bucket_bytes": 1 << 16}, comm)
-
-
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.deadline(120)
-def test_same_bits_where_sums_are_made_in_pairs(comm):
-    compare("adam", {"transport": "shm", "deterministic": True}, comm)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.deadline(120)
-@pytest.mark.parametrize("name", ["sgd", "lamb"])
-@pytest.mark.parametrize("options", APART, ids=described)
-def test_same_bits_where_mpi_adds(name, options, comm):
-    compare(name, options, comm)
-
-
-def compare(name, options, comm):
-    results = [
-        list(training(np.random.default_rng(5), name=name, comm=comm, kernels=kernels, **options))
-        for kernels in ("numpy", "numba")
-    ]
+@pytest.mark.parametrize(("transport", "name", "options"), CASES)
+def test_same_bits_as_a_store_with_numpy(transport, name, options, comm):
+    options = {"name": name, "comm": comm, "transport": transport, **options}
+    results = [list(training(np.random.default_rng(5), kernels=kernels, **options)) for kernels in ("numpy", "numba")]
     assert results[0] == results[1]
     assert len({result["large"] for result in results[0]}) == 6
 

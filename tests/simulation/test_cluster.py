@@ -383,28 +383,3 @@ def test_a_communicator_is_used_by_its_own_rank_alone() -> None:
 def test_a_rank_that_does_not_exist_or_is_not_agreed_on_is_named(call: Callable[[Any], Any], text: str) -> None:
     with pytest.raises(SimulatedError, match=text):
         cluster(2).run(call)
-
-
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-class Frozen(Exception):
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"frozen {name}")
-
-
-@pytest.mark.parametrize("kind", [Silent, Frozen])
-def test_an_odd_error_of_a_program_is_raised_with_its_seed(kind: type[Exception]) -> None:
-    def program(comm: Any) -> None:
-        raise kind
-
-    raised = None
-    try:
-        cluster(2, seed=3).run(program)
-    except kind as error:  # pytest.raises would set an attribute
-        raised = error
-    notes = vars(raised)["__notes__"]
-    assert "in cluster(2, hosts=1, seed=3)" in notes
-    assert any(f"raised {kind.__name__}: " in note for note in notes)

@@ -164,21 +164,6 @@ def test_a_message_tells_of_some_hosts(size: int, hosts: int, silent: int, lost:
     assert last == f"{rest} late ranks"
 
 
-def test_a_planted_error_is_raised_where_the_program_waits() -> None:
-    def program(comm: Any) -> str:
-        started = time.monotonic()
-        try:
-            time.sleep(0)
-            for _ in range(9):
-                time.sleep(1)
-        except Planted as error:
-            return f"{time.monotonic() - started:.0f} s: {error}"
-        return "done"
-
-    planted = "3 s: planted at scheduling point 5 of rank 1"
-    assert cluster(3, faults=[Raise(1, 5)]).run(program) == ["done", planted, "done"]
-
-
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_a_rank_that_calls_something_else_is_told_on_all(name: str) -> None:
     def program(comm: Any) -> tuple[str, float]:
@@ -293,18 +278,6 @@ def test_what_a_killed_rank_has_of_a_pending_save_goes_with_it(tmp_path: Path) -
     assert len([each.name for each in tmp_path.iterdir() if each.name.endswith("-part")]) == 1
     cluster(2).run(saves)
     assert [each.name for each in tmp_path.iterdir()] == ["w"]
-
-
-def test_the_disk_of_another_host_has_room(tmp_path: Path) -> None:
-    def program(comm: Any) -> str:
-        (tmp_path / f"{comm.rank}").touch()
-        try:
-            os.rename(tmp_path / f"{comm.rank}", tmp_path / f"{comm.rank}.new")
-        except OSError as error:
-            return error.strerror or ""
-        return ""
-
-    assert cluster(4, hosts=2, faults=[FullDisk(3, 1)]).run(program) == ["", "", *["No space left on device"] * 2]
 
 
 def test_faults_are_drawn_by_a_seed() -> None:

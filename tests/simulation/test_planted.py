@@ -11,9 +11,7 @@ import pytest
 
 import mpikv
 from mpikv.async_store.ssp import SspClocks
-from mpikv.cluster.agreement import Agreement
 from mpikv.engine.pipeline import TransferPipeline
-from mpikv.engine.values import Values
 from mpikv.testing.explore import explore
 from mpikv.transports.hierarchical import HierarchicalTransport
 from mpikv.transports.requests import Requests
@@ -45,35 +43,14 @@ def no_barrier(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShmTransport, "_await_peers", lambda self, peer, arrivals: None)
 
 
-def one_half(patch: pytest.MonkeyPatch) -> None:
-    """The staging area has two halves, but one of them is used for all exchanges."""
-    meet = ShmTransport._meet
-
-    def same(self: ShmTransport, send: Any = None) -> int:
-        half = meet(self, send)
-        self.slot = half
-        return half
-
-    patch.setattr(ShmTransport, "_meet", same)
-
-
 def clocks_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the slowest rank."""
     patch.setattr(SspClocks, "wait", lambda self, rank, ticket, least: self._answer(rank, ticket, least))
 
 
-def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Values, "invalidate", lambda self: None)
-
-
 def not_published(patch: pytest.MonkeyPatch) -> None:
     """Other hosts keep the values that they have."""
     patch.setattr(TransferPipeline, "publish", lambda self, plan, outs=(): None)
-
-
-def each_by_itself(patch: pytest.MonkeyPatch) -> None:
-    """Ranks do not compare how many calls are pending before they choose the next."""
-    patch.setattr(Agreement, "least", lambda self, number: number)
 
 
 def no_fence_between_hosts(patch: pytest.MonkeyPatch) -> None:
@@ -85,10 +62,7 @@ def no_fence_between_hosts(patch: pytest.MonkeyPatch) -> None:
 Plant = Callable[[pytest.MonkeyPatch], None]
 PLANTED: list[tuple[Plant, Callable[..., None]]] = [
     (no_barrier, random_calls),
-    (one_half, random_calls),
-    (plan_not_dropped, random_calls),
     (not_published, random_calls),
-    (each_by_itself, random_calls),
     (no_fence_between_hosts, random_calls),
     (clocks_not_kept, asynchronous),
 ]

@@ -26,7 +26,6 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.async_store.async_kvstore import AsyncKVStore
 from mpikv.engine.alltoallv import gather
 from mpikv.keep.commits import Commits, Restored
 from mpikv.keep.folder import Briefing, Commit, read_header, write_briefing
@@ -249,14 +248,6 @@ class OneSlot(Slots):
         return super().read(Commit(0, *commit[1:]))
 
 
-class HeaderFirst(Slots):
-    """A commit counts before its arrays are there."""
-
-    def write(self, epoch: int, step: int, text: bytes, arrays: Any) -> None:
-        super().write(epoch, step, text, [np.zeros_like(array) for array in arrays])
-        super().write(epoch, step, text, arrays)
-
-
 class Stale(Slots):
     """A commit of a dead attempt, that not all ranks have, stays."""
 
@@ -277,31 +268,25 @@ def newest_of_any(*arguments: Any) -> Any:
     return np.broadcast_to(table.max(axis=0), table.shape)
 
 
-def drain_elsewhere(store: Any, verb: str, drain: Callable[..., Any] = AsyncKVStore._drain) -> Any:
-    """Leave pushes in flight where ranks commit."""
-    return None if verb == "steps" else drain(store, verb)
-
-
 PARTS = {
-    "async_store.async_kvstore.AsyncKVStore._drain": drain_elsewhere,
     "keep.commits.Commits": Early,
     "keep.commits.gather": newest_of_any,
     "keep.contents.ensure_residuals": lambda *_: None,
 }
 
 
-def first_failure(slots: Callable[..., Slots] = Slots, kind: type[Job] = Job) -> Exception | None:
+def first_failure(slots: Callable[..., Slots] = Slots) -> Exception | None:
     """Return the error of the first trial that fails: wrong bits, a committed step made again, or a rank's error."""
     for seed in range(200):
         try:
-            trial(seed, slots, kind)
+            trial(seed, slots)
         except Exception as error:
             return error
     return None
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize("slots", [OneSlot, HeaderFirst, Stale])
+@pytest.mark.parametrize("slots", [OneSlot, Stale])
 def test_a_fault_of_the_files_is_found(slots: type[Slots]) -> None:
     assert first_failure(slots) is not None
 
@@ -310,7 +295,7 @@ def test_a_fault_of_the_files_is_found(slots: type[Slots]) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_fault_of_the_protocol_is_found(part: str) -> None:
     with mock.patch(f"mpikv.{part}", PARTS[part]):
-        assert first_failure(kind=AsyncJob if part.startswith("async") else Job) is not None
+        assert first_failure() is not None
 
 
 # --- What is refused, and what is left then

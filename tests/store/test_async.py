@@ -56,8 +56,9 @@ def push_often(kv):
         kv.pushpull("w", np.ones(2), out=np.empty(2))
 
 
-def adding(kv):
-    """Let pushes add up."""
+def adding(kv, **values):
+    """Let pushes add up, to these values."""
+    kv.init(values)
     kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
 
 
@@ -66,8 +67,7 @@ def adding(kv):
 
 @ALL
 def test_a_pushpull_of_a_list_reads_all_before_it_fills(kv):
-    kv.init(["a", "b", "c"], [np.zeros(2)] * 3)
-    adding(kv)
+    adding(kv, a=np.zeros(2), b=np.zeros(2), c=np.zeros(2))
     kv.barrier()
     if kv.is_root:
         one, ten, six = (np.full(2, number) for number in (1.0, 10.0, 6.0))
@@ -158,8 +158,7 @@ def test_settings_that_differ(kv):
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_no_rank_is_further_ahead_than_the_bound(kv, staleness):
     """One rank is slow. What it reads has at most the bound more of the others, and theirs not less than that of it."""
-    kv.init("clocks", np.zeros(kv.size))
-    adding(kv)
+    adding(kv, clocks=np.zeros(kv.size))
     slow = kv.rank == kv.size - 1
     for count in range(1, 31):
         if slow:
@@ -179,8 +178,7 @@ def test_no_rank_is_further_ahead_than_the_bound(kv, staleness):
 
 @SEVERAL
 def test_without_a_bound_nobody_waits(kv, comm):
-    kv.init("clocks", np.zeros(kv.size))
-    adding(kv)
+    adding(kv, clocks=np.zeros(kv.size))
     if kv.rank:
         for _ in range(20):
             kv.push("clocks", unit(kv))
@@ -193,8 +191,7 @@ def test_without_a_bound_nobody_waits(kv, comm):
 @ALL
 @BOUNDS
 def test_a_rank_that_has_left_is_not_waited_for(kv):
-    kv.init("clocks", np.zeros(kv.size))
-    adding(kv)
+    adding(kv, clocks=np.zeros(kv.size))
     for _ in range(4):  # in unequal portions
         for _ in range(1 + 3 * kv.rank):
             kv.push("clocks", unit(kv))
@@ -262,8 +259,7 @@ def test_an_owner_answers_while_it_computes(folder, work, transport):
 def test_an_idle_rank_takes_no_core(transport):
     """Not even after long messages, and then it wakes up again."""
     with create(transport=transport) as kv:
-        kv.init(["small", "large"], [np.zeros(4), np.zeros(400_000)])
-        adding(kv)
+        adding(kv, small=np.zeros(4), large=np.zeros(400_000))
         for turn in range(2):
             kv.push(["small", "large"], [np.ones(4), np.ones(400_000)])
             kv.barrier()
@@ -283,8 +279,7 @@ def test_a_push_that_comes_before_its_owner_is_ready(kv, monkeypatch):
     if kv.is_root:
         monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
     began = time.monotonic()
-    kv.init("clocks", np.zeros(kv.size))
-    adding(kv)
+    adding(kv, clocks=np.zeros(kv.size))
     kv.push("clocks", unit(kv))
     kv.init("clocks", np.ones(kv.size), overwrite=True)
     kv.push("clocks", unit(kv))
@@ -298,8 +293,7 @@ def test_a_push_that_comes_before_its_owner_is_ready(kv, monkeypatch):
 @ALL
 def test_reads_are_whole(kv):
     """Of a value that takes long to copy, while others change it."""
-    kv.init("w", np.zeros(400_000))
-    adding(kv)
+    adding(kv, w=np.zeros(400_000))
     last = 0.0
     for _ in range(15):
         kv.push("w", np.ones(400_000))
@@ -339,8 +333,7 @@ def test_an_updater_gets_what_was_pushed(kv):
 @TRANSPORTS
 def test_collective_calls_see_all_that_was_pushed(transport):
     with create(transport=transport) as kv:
-        kv.init(["a", "b"], [np.zeros(3), np.zeros(3)])
-        adding(kv)
+        adding(kv, a=np.zeros(3), b=np.zeros(3))
         kv.push(["a", "b"], [np.ones(3)] * 2)
         kv.set_optimizer("test", learning_rate=0.5, rescale_grad=-1.0)
         kv.push("a", np.full(3, 4.0))
@@ -403,8 +396,7 @@ def test_a_group_of_ranks(ranks):
         if part is not None:
             with part:
                 assert (part.size, part.staleness, part.type) == (1, 1, "dist_async")
-                part.init("w", np.zeros(2))
-                adding(part)
+                adding(part, w=np.zeros(2))
                 assert part.pushpull("w", np.ones(2)).tolist() == [1, 1]
 
 
@@ -425,8 +417,7 @@ def test_memory_is_given_back():
     """Also that which ranks share, which stays as long as anything of the store looks at it."""
     before = count_promised()
     with create(transport="shm") as kv:
-        kv.init(["v", "w"], [np.zeros(1000), np.zeros(300_000)])
-        adding(kv)
+        adding(kv, v=np.zeros(1000), w=np.zeros(300_000))
         kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
         kv.barrier()
     assert count_promised() <= before  # that of earlier stores, in cycles, may be freed with this
@@ -478,8 +469,7 @@ def test_a_push_without_an_updater(kv):
     ],
 )
 def test_bad_calls_concern_one_rank(kv, call, kind, text):
-    kv.init(["w", "x"], [np.ones(2), np.ones(2)])
-    adding(kv)
+    adding(kv, w=np.ones(2), x=np.ones(2))
     if kv.rank == kv.size - 1:
         with pytest.raises(kind, match=text) as caught:
             call(kv)
@@ -534,8 +524,7 @@ def test_ranks_that_differ_about_the_bound(comm):
 def test_collective_calls_that_differ(comm):
     """With pushes on the way: all raise, nothing is lost, and the store goes on."""
     with create(staleness=1) as kv:
-        kv.init("clocks", np.zeros(kv.size))
-        adding(kv)
+        adding(kv, clocks=np.zeros(kv.size))
         odd = kv.rank == kv.size - 1
         for shape in (2, 3):
             kv.push("clocks", unit(kv))
@@ -630,8 +619,7 @@ def test_an_updater_that_calls_the_store(kv):
 def test_a_late_rank_is_named(comm):
     """By those that wait for its pushes, although it owns nothing that they ask for."""
     kv = create(staleness=2, timeout=2.0)
-    kv.init("w", np.zeros(2))
-    adding(kv)
+    adding(kv, w=np.zeros(2))
     late = kv.size - 1
     if kv.rank != late:
         time.sleep(kv.is_root)  # it counts pushes, and has to be there when the others ask for whom they wait
@@ -652,8 +640,7 @@ def test_a_late_rank_is_named(comm):
 @SEVERAL
 def test_a_rank_that_does_not_come_to_a_collective_call(comm):
     kv = create(timeout=1.0)
-    kv.init("w", np.zeros(2))
-    adding(kv)
+    adding(kv, w=np.zeros(2))
     kv.push("w", np.ones(2))
     if kv.rank != 1:
         with pytest.raises(Stalled, match=r"barrier: waited [1-9]\.\d s for "):

@@ -60,19 +60,3 @@ def test_the_page_has_the_listed_faults(mutation):
     rows = [line[2:].split(" | ")[0] for line in mutation.gpu.PAGE.read_text().splitlines() if line.startswith("| ")]
     assert rows[-len(titles) :] == titles
     assert len(set(titles)) == len(titles)
-
-
-def test_a_text_that_is_in_no_name_of_a_fault_is_refused(mutation):
-    with pytest.raises(SystemExit, match="no fault has 'regsters' in its name"):
-        mutation.gpu.plant(["32 bits", "regsters"], 1)
-
-
-def test_a_planted_fault_is_taken_out_again(mutation, tmp_path):
-    tree = object.__new__(mutation.trees.Tree)
-    tree.folder, fault = tmp_path / "tree", mutation.gpu.FAULTS[0]
-    path = tree.folder / "mpikv" / fault.path
-    path.parent.mkdir(parents=True)
-    path.write_text(fault.before)
-    with tree.planted(fault):
-        assert path.read_text() == fault.after
-    assert path.read_text() == fault.before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -39,6 +37,11 @@ def pair(kv: Any, make: Any = network, optimizer: Any = sgd, **options: Any) -> 
             tensor.zero_()  # the root's come
     own, shared = optimizer(alone), optimizer(model)
     return alone, own, model, shared, attach(model, shared, kv=kv, **options)
+
+
+def train_both(alone: Any, own: Any, model: Any, shared: Any, steps: Any, kv: Any) -> None:
+    train(alone, own, steps)
+    train(model, shared, steps, kv)
 
 
 # --- Parameters without a gradient
@@ -111,8 +114,7 @@ class WithEmpty(nn.Module):
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_models(kv, update, make, optimizer):
     alone, own, model, shared, attached = pair(kv, make, optimizer, update=update, bucket_bytes=100)
-    train(alone, own, range(4))
-    train(model, shared, range(4), kv)
+    train_both(alone, own, model, shared, range(4), kv)
     assert_close(model, alone)
     assert attached.statistics()["passes"] == 4
     assert len(attached.statistics()["bucket_bytes"]) > 1
@@ -161,8 +163,7 @@ def test_narrow_weights(kv, update, dtype):
     alone, own, model, shared, _ = pair(
         kv, partial(network, 0, dtype), lambda model: sgd(model, lr=0.05), update=update
     )
-    train(alone, own, range(6))
-    train(model, shared, range(6), kv)
+    train_both(alone, own, model, shared, range(6), kv)
     assert model[0].weight.dtype == dtype
     assert_equal_over_ranks(kv, *model.parameters())
     # Each step rounds the mean of rounded gradients.
@@ -255,8 +256,7 @@ def test_a_rank_that_has_no_batch(kv):
 
 def test_a_parameter_that_is_added(kv, update):
     alone, own, model, shared, attached = pair(kv, update=update)
-    train(alone, own, range(2))
-    train(model, shared, range(2), kv)
+    train_both(alone, own, model, shared, range(2), kv)
     for one, optimizer in ((alone, own), (model, shared)):
         torch.manual_seed(9)
         one.append(nn.Linear(3, 3).double())
@@ -265,8 +265,7 @@ def test_a_parameter_that_is_added(kv, update):
         model[3].weight.add_(kv.rank)  # the root's comes
     for name, parameter in model[3].named_parameters():
         attached.add(f"3.{name}", parameter)
-    train(alone, own, range(2, 5))
-    train(model, shared, range(2, 5), kv)
+    train_both(alone, own, model, shared, range(2, 5), kv)
     assert_close(model, alone)
 
 
@@ -275,15 +274,13 @@ def test_a_layer_that_is_made_trainable(kv, update):
         return sgd(model[2])
 
     alone, own, model, shared, attached = pair(kv, frozen, optimizer, update=update)
-    train(alone, own, range(2))
-    train(model, shared, range(2), kv)
+    train_both(alone, own, model, shared, range(2), kv)
     for one, of_one in ((alone, own), (model, shared)):
         one[0].requires_grad_(True)
         of_one.add_param_group({"params": one[0].parameters()})
     for name, parameter in model[0].named_parameters():
         attached.add(f"0.{name}", parameter)
-    train(alone, own, range(2, 5))
-    train(model, shared, range(2, 5), kv)
+    train_both(alone, own, model, shared, range(2, 5), kv)
     assert_close(model, alone)
 
 
@@ -301,8 +298,7 @@ def resumed(optimizer: Any, states: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_states_are_those_of_one_process(kv, update, optimizer):
     alone, own, model, shared, _ = pair(kv, network, optimizer, update=update)
-    train(alone, own, range(3))
-    train(model, shared, range(3), kv)
+    train_both(alone, own, model, shared, range(3), kv)
     state = shared.state_dict()
     assert_close(state["state"], own.state_dict()["state"])
     assert state["param_groups"] == own.state_dict()["param_groups"]
@@ -318,8 +314,7 @@ def test_states_are_those_of_one_process(kv, update, optimizer):
 @pytest.mark.parametrize("after", ["local", "store"])
 def test_a_state_is_resumed_on_other_ranks(comm, kv, update, optimizer, after):
     alone, own, model, shared, _ = pair(kv, network, optimizer, update=update)
-    train(alone, own, range(3))
-    train(model, shared, range(3), kv)
+    train_both(alone, own, model, shared, range(3), kv)
     states = deepcopy([model.state_dict(), shared.state_dict()])
     train(alone, own, range(3, 6))
     fewer = kv.group(range(max(1, kv.size - 1)))
@@ -363,8 +358,7 @@ def test_memory_of_a_state(kv):
 
 def test_detach(kv, update):
     alone, own, model, shared, attached = pair(kv, network, adam, update=update)
-    train(alone, own, range(3))
-    train(model, shared, range(3), kv)
+    train_both(alone, own, model, shared, range(3), kv)
     loss_of(alone, 3).backward()
     loss_of(model, 3, kv).backward()
     attached.detach()
@@ -520,8 +514,7 @@ def test_optimizers_of_whole_parameters(kv, update, name):
         return getattr(optim, name)(model.parameters(), lr=0.05)
 
     alone, own, model, shared, _ = pair(kv, make, optimizer, update=update)
-    train(alone, own, range(4))
-    train(model, shared, range(4), kv)
+    train_both(alone, own, model, shared, range(4), kv)
     # Muon iterates in bfloat16, which makes steps of rounding errors.
     assert_close(model, alone, 1e-3 if name == "Muon" else 1e-10)
 
@@ -564,8 +557,7 @@ def test_two_models_on_a_store(kv, update, update_of_second):
 def test_a_store_that_holds_something(kv):
     kv.init("0.weight", torch.zeros(2))
     alone, own, model, shared, _ = pair(kv, update="store")
-    train(alone, own, range(2))
-    train(model, shared, range(2), kv)
+    train_both(alone, own, model, shared, range(2), kv)
     kv.pushpull("0.weight", torch.ones(2), out := torch.zeros(2))
     assert out.tolist() == [kv.size] * 2
     assert_close(model, alone)
@@ -577,27 +569,13 @@ def test_compression(kv, update, compression):
         kv, partial(network, 0, torch.float32), update=update, compression=compression
     )
     before = loss_of(model, 0).item()
-    train(alone, own, range(6))
-    train(model, shared, range(6), kv)
+    train_both(alone, own, model, shared, range(6), kv)
     assert_equal_over_ranks(kv, *model.parameters())
     if isinstance(compression, str):
         assert_close(model, alone, 0.02)
     else:
         assert loss_of(model, 0).item() < before
     attached.detach()
-
-
-def test_reentrant_checkpointing_in_the_way_that_works(kv, update):
-    from torch.utils.checkpoint import checkpoint_sequential
-
-    alone, own, model, shared, _ = pair(kv, update=update)
-    for step in range(3):
-        for one, optimizer, store in ((alone, own, None), (model, shared, kv)):
-            inputs, targets = share(batch(step), store)
-            optimizer.zero_grad()
-            (checkpoint_sequential(one, 2, inputs, use_reentrant=False) - targets).square().mean().backward()
-            optimizer.step()
-    assert_close(model, alone)
 
 
 def test_gradients_that_were_moved_to_shared_memory(kv, update):
@@ -656,8 +634,7 @@ def test_an_optimizer_that_is_given_more_of_the_model(kv, update):
     alone, model = network(), network()
     own, shared = (optim.SGD(one[2].parameters(), lr=0.1) for one in (alone, model))
     attach(model, shared, kv=kv, update=update)
-    train(alone, own, range(2))
-    train(model, shared, range(2), kv)
+    train_both(alone, own, model, shared, range(2), kv)
     for one, optimizer in ((alone, own), (model, shared)):
         optimizer.add_param_group({"params": one[0].parameters(), "lr": 0.05})
     for one, optimizer, store in ((alone, own, None), (model, shared, kv)):
@@ -688,15 +665,6 @@ def test_buffers_after_a_join(kv, more):
     assert_equal_over_ranks(kv, *model.buffers())
 
 
-def test_memory_after_detach(kv, update):
-    _, _, model, shared, attached = pair(kv, update=update)
-    train(model, shared, range(2), kv)
-    held = weakref.ref(attached._sync.buckets[0].arrays[0])
-    attached.detach()
-    gc.collect()
-    assert held() is None
-
-
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("first", ["hook", "attach"])
 def test_a_hook_that_changes_a_gradient_of_its_rank(kv, first):
@@ -710,8 +678,7 @@ def test_a_hook_that_changes_a_gradient_of_its_rank(kv, first):
     attach(model, shared, kv=kv, bucket_bytes=1)
     if first == "attach":
         model[0].weight.register_hook(lambda gradient: 10 * gradient)
-    train(alone, own, range(3))
-    train(model, shared, range(3), kv)
+    train_both(alone, own, model, shared, range(3), kv)
     assert_close(model, alone)
 
 

@@ -152,8 +152,7 @@ def test_add_is_given_no_parameter_on_one_rank(kv, update):
 
 
 def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
-    model, optimizer, attached = attached_pair(kv, update="store")
-    train(model, optimizer, range(2), kv)
+    model, _, attached = attached_pair(kv, update="store", steps=2)
     if is_last(kv):
         monkeypatch.setattr("mpikv.torch.sharded._join_state", planted)
         with pytest.raises(ArithmeticError, match="planted"):
@@ -172,8 +171,7 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_a_hook_of_a_step_in_shards_fails_on_one_rank(kv, when):
-    model, optimizer, _ = attached_pair(kv, update="store")
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update="store", steps=2)
     if is_last(kv):
         handle = getattr(optimizer, f"register_step_{when}_hook")(planted)
     last_fails(kv, ArithmeticError, "planted", lambda: train(model, optimizer, range(2, 3), kv))

@@ -67,8 +67,7 @@ def add_in_place(model: Any) -> None:
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
 @pytest.mark.parametrize("passes", [0, 5])
 def test_one_rank_changes_its_weights(kv, update, change, passes):
-    model, optimizer, _ = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update=update, steps=passes)
     if is_last(kv):
         change(model)
     differ(lambda: train(model, optimizer, range(1), kv), r"broadcast\(model\): .*other than on the root: ")
@@ -81,8 +80,7 @@ def test_one_rank_changes_its_weights(kv, update, change, passes):
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
 def test_the_root_changes_weights_between_backward_and_step(kv, change):
     """With update="store" every rank then gets the root's part of them."""
-    model, optimizer, attached = attached_pair(kv, adam, update="local")
-    train(model, optimizer, range(4), kv)
+    model, optimizer, attached = attached_pair(kv, adam, update="local", steps=4)
     loss_of(model, 4, kv).backward()
     if kv.is_root:
         change(model)
@@ -102,8 +100,7 @@ def test_a_frozen_layer_that_one_rank_loads(kv, update):
 
 
 def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
-    model, optimizer, _ = attached_pair(kv, adam, update="local")
-    train(model, optimizer, range(4), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update="local", steps=4)
     if kv.is_root:
         model[0].weight.data.add_(1)
     differ(lambda: train(model, optimizer, range(4, 8), kv), "other than on the root: 0.weight")
@@ -111,8 +108,7 @@ def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
 
 
 def test_the_state_that_one_rank_loads(kv, update):
-    model, optimizer, _ = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(3), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update=update, steps=3)
     state = copy.deepcopy(optimizer.state_dict())
     train(model, optimizer, range(3, 5), kv)
     if kv.is_root:
@@ -140,8 +136,7 @@ def test_all_ranks_change_their_weights(kv, update, frequent):
 
 
 def test_all_ranks_load_a_state(kv, update):
-    model, optimizer, attached = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, attached = attached_pair(kv, adam, update=update, steps=2)
     states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, range(2, 4), kv)
     expected = copy.deepcopy(model.state_dict())
@@ -196,8 +191,7 @@ def test_weights_that_are_infinite_or_none(kv, roots, own, same):
 
 def test_a_loaded_state_with_an_infinity(kv):
     """As of a squared gradient that was too large."""
-    model, optimizer, _ = attached_pair(kv, adam, update="local")
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update="local", steps=2)
     state = copy.deepcopy(optimizer.state_dict())
     state["state"][0]["exp_avg_sq"][0, 0] = INFINITY
     if is_last(kv):
@@ -207,8 +201,7 @@ def test_a_loaded_state_with_an_infinity(kv):
 
 
 def test_a_model_that_is_copied_while_it_is_attached(kv, update):
-    model, optimizer, _ = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(1), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update=update, steps=1)
     twin = copy.deepcopy(model)
     train(model, optimizer, range(1, 3), kv)
     assert not torch.equal(twin[0].weight, model[0].weight)
@@ -224,8 +217,7 @@ def end(request, kv):
 
 
 def test_the_last_step_is_left_out_on_one_rank(kv, end):
-    model, optimizer, attached = attached_pair(kv, adam, update="local")
-    train(model, optimizer, range(2), kv)
+    model, optimizer, attached = attached_pair(kv, adam, update="local", steps=2)
     optimizer.zero_grad()
     loss_of(model, 2, kv).backward()
     if not is_last(kv):
@@ -236,8 +228,7 @@ def test_the_last_step_is_left_out_on_one_rank(kv, end):
 
 @pytest.mark.parametrize("change", ["clip", "zero", "None"])
 def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
-    model, optimizer, attached = attached_pair(kv, lambda model: sgd(model, momentum=0), update="local")
-    train(model, optimizer, range(4), kv)
+    model, optimizer, attached = attached_pair(kv, lambda model: sgd(model, momentum=0), update="local", steps=4)
     optimizer.zero_grad()
     loss_of(model, 4, kv).backward()
     if kv.is_root and change == "clip":
@@ -251,8 +242,7 @@ def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
 
 
 def test_a_step_of_an_optimizer_that_is_not_attached(kv):
-    model, optimizer, _ = attached_pair(kv, adam, update="local")
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, adam, update="local", steps=2)
     other = optim.SGD(model.parameters(), lr=1.0)
     optimizer.zero_grad()
     loss_of(model, 2, kv).backward()
@@ -264,8 +254,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached(kv):
 
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place, lambda model: model.half()])
 def test_weights_that_one_rank_changes_for_an_export(kv, update, end, change):
-    model, optimizer, attached = attached_pair(kv, adam, update=update)
-    train(model, optimizer, range(3), kv)
+    model, _, attached = attached_pair(kv, adam, update=update, steps=3)
     if kv.is_root:
         change(model)
     end(attached)

@@ -388,8 +388,7 @@ def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=SEVERAL)], ids=["all", "last"])
 def test_a_model_that_changed_its_dtype(kv, update, passes, zero, alone):
-    model, optimizer, _ = attached_pair(kv, update=update)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, steps=passes)
     if zero:
         optimizer.zero_grad()
     saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -411,8 +410,7 @@ def test_a_model_that_changed_its_dtype(kv, update, passes, zero, alone):
 def test_reentrant_checkpointing(kv, passes):
     from torch.utils.checkpoint import checkpoint_sequential
 
-    model, optimizer, _ = attached_pair(kv, bucket_bytes=1)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, bucket_bytes=1, steps=passes)
     inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
 
     def backward(use_reentrant: bool) -> None:
@@ -422,7 +420,6 @@ def test_reentrant_checkpointing(kv, passes):
     optimizer.zero_grad()
     backward(use_reentrant=False)
     optimizer.step()
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -430,7 +427,6 @@ def test_a_gradient_with_a_graph(kv):
     model, optimizer, _ = attached_pair(kv)
     with pytest.warns(UserWarning, match="create_graph"):
         fails(kv, Unsupported, "create_graph=True", lambda: loss_of(model, 0, kv).backward(create_graph=True))
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -450,13 +446,11 @@ def taken(parameter: Any) -> None:
 @pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
 @pytest.mark.parametrize("hook", [clamped, clamped_in_place, taken])
 def test_a_hook_that_changes_a_gradient_after_it_was_taken(kv, update, passes, hook):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1, steps=passes)
     handle = model[0].weight.register_post_accumulate_grad_hook(hook)
     optimizer.zero_grad()
     fails(kv, Unsupported, "a hook that was registered after attach", lambda: loss_of(model, 0, kv).backward())
     handle.remove()
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -468,7 +462,6 @@ def test_a_closure_whose_gradients_stay_on_their_rank(kv, update):
             loss_of(model, 0, kv).backward()
 
     fails(kv, ConfigError, r"no_sync\(\)", lambda: optimizer.step(closure))
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -545,7 +538,6 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
         optimizer.zero_grad()
         last_fails(kv, Unsupported, "the buffer '1.seen'", lambda: loss_of(model, 0, kv).backward())
     model[1].seen = before
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer, with_a_buffer)
 
 
@@ -556,18 +548,15 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
 def test_a_rank_that_leaves_out_a_backward_and_steps(kv, update, passes):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=64)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=64, steps=passes)
     text = differ(kv, optimizer.step, lambda: loss_of(model, 0, kv).backward())
     assert "optimizer.step" in text
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
 @SEVERAL
 def test_a_rank_that_leaves_out_a_step(kv):
-    model, optimizer, _ = attached_pair(kv, update="store")
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update="store", steps=2)
     loss_of(model, 2, kv).backward()
     differ(kv, lambda: loss_of(model, 3, kv).backward(), optimizer.step)
     end_all_the_same(kv)
@@ -587,13 +576,11 @@ def test_a_rank_that_has_a_batch_less(comm):
 
 
 def test_a_step_whose_gradients_stayed_on_one_rank(kv, update):
-    model, optimizer, attached = attached_pair(kv, update=update)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, attached = attached_pair(kv, update=update, steps=2)
     if is_last(kv):
         with attached.no_sync():
             loss_of(model, 2, kv).backward()
     last_fails(kv, ConfigError, "no_sync", optimizer.step, lambda: loss_of(model, 2, kv).backward())
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -622,8 +609,7 @@ def break_backward(model: Any, raises: bool) -> None:
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, bucket_bytes):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=passes)
     optimizer.zero_grad()
     if is_last(kv):
         with pytest.raises(ArithmeticError, match="planted"):
@@ -634,33 +620,28 @@ def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, b
         assert caught.value.rank == kv.size - 1
     train(model, optimizer, range(20, 22), kv)
     assert_equal_over_ranks(kv, *model.parameters())
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.usefixtures("overlapping")
 def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_bytes):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=2)
     optimizer.zero_grad()
     with pytest.raises(ArithmeticError, match="planted"):
         break_backward(model, True)
     fails(kv, ConfigError, "the last backward has failed", optimizer.step)
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
 @pytest.mark.usefixtures("overlapping")
 def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1, steps=2)
     optimizer.zero_grad()
     with pytest.raises(ArithmeticError, match="planted"):
         break_backward(model, True)
     optimizer.zero_grad(set_to_none=False)
     fails(kv, Unsupported, "sums of the last backward, which did not end", lambda: loss_of(model, 0, kv).backward())
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -683,8 +664,7 @@ def test_an_exception_in_backward_of_one_rank_that_ends(comm):
 
 @SEVERAL
 def test_an_exception_in_backward_that_is_handled_by_detach(kv, update):
-    model, optimizer, attached = attached_pair(kv, update=update)
-    train(model, optimizer, range(2), kv)
+    model, _, attached = attached_pair(kv, update=update, steps=2)
     told = ""
     try:
         break_backward(model, is_last(kv))
@@ -718,8 +698,7 @@ def test_add_refuses_what_is_there(kv):
 
 
 def test_a_parameter_that_the_optimizer_alone_was_given(kv):
-    model, optimizer, _ = attached_pair(kv, update="store")
-    train(model, optimizer, range(1), kv)
+    _model, optimizer, _ = attached_pair(kv, update="store", steps=1)
     extra = nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [extra]})
     extra.grad = torch.ones(2)
@@ -763,13 +742,11 @@ def test_a_frozen_parameter_is_not_added(kv):
 
 
 def test_an_optimizer_in_backward(kv, update):
-    model, optimizer, _ = attached_pair(kv, update=update)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, steps=2)
     last = next(iter(model.parameters()))
     handle = last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     fails(kv, Unsupported, "in a hook of a backward", lambda: loss_of(model, 2, kv).backward())
     handle.remove()
-    optimizer.zero_grad()
     check_trains(kv, model, optimizer)
 
 
@@ -782,8 +759,7 @@ def test_a_hook_that_takes_the_gradient_away(kv):
 
 @SEVERAL
 def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
-    model, optimizer, _ = attached_pair(kv)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, steps=2)
     loss_of(model, 2, kv).backward()
     if not is_last(kv):
         optimizer.step()
@@ -797,8 +773,7 @@ def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
 @SEVERAL
 @pytest.mark.parametrize("form", [float, np.float32, np.float64, torch.tensor])
 def test_ranks_with_other_learning_rates(kv, update, form):
-    model, optimizer, _ = attached_pair(kv, update=update)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, update=update, steps=2)
     optimizer.param_groups[0]["lr"] = form(0.2 if is_last(kv) else 0.1)
     loss_of(model, 2, kv).backward()
     optimizer.step()

@@ -63,11 +63,13 @@ def adam(model: Any) -> Any:
     return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def attached_pair(kv: Any, make: Callable[[Any], Any] = sgd, **options: Any) -> tuple[Any, Any, Any]:
-    """Return a new model, its optimizer and their attachment."""
+def attached_pair(kv: Any, make: Callable[[Any], Any] = sgd, steps: int = 0, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a new model, its optimizer and their attachment, after so many steps."""
     model = network()
     optimizer = make(model)
-    return model, optimizer, attach(model, optimizer, kv=kv, **options)
+    attached = attach(model, optimizer, kv=kv, **options)
+    train(model, optimizer, range(steps), kv)
+    return model, optimizer, attached
 
 
 def is_last(kv: Any) -> bool:
