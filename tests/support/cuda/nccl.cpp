@@ -331,8 +331,11 @@ ncclResult_t launch() {
 
 ncclResult_t call(int kind, const void* source, void* target, size_t count, int type, int operation, int root, int peer, ncclComm* comm, cudaStream_t handle) {
     Stream* stream = stream_of(handle);
-    if (int status = planned(NAMES[kind])) failed((ncclResult_t)status, "as planned");
-    else if (comm->aborted) failed(ncclInvalidUsage, "the communicator was aborted");
+    const bool aborted = comm && comm->aborted;  // a call that was held returns as if all were well
+    const int status = planned(NAMES[kind]);
+    if (!comm) return ncclInvalidArgument;
+    if (status) failed((ncclResult_t)status, "as planned");
+    else if (aborted) failed(ncclInvalidUsage, "the communicator was aborted");
     else if (root < 0 || root >= comm->size || peer < 0 || peer >= comm->size) failed(ncclInvalidArgument, "no such rank");
     else if (stream->gone || stream->device != comm->device) failed(ncclInvalidUsage, "the stream is of another GPU or was destroyed");
     size_t bytes = count * width(type), n = comm->size;
