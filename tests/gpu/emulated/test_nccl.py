@@ -126,7 +126,7 @@ waiting.start()
 time.sleep(0.3)
 assert waiting.is_alive()
 comms[0].abort()
-waiting.join()
+waiting.join(), time.sleep(3)  # a rank that ends would end the other's wait
 print("ended")
 """
     )
