@@ -45,7 +45,7 @@ def sessions(area: str) -> list[list[str]]:
     left_out = [f"--ignore={file}" for file in listed("long")]
     whole = [f"tests/{folder}" for folder in ("unit", "docs", "simulation", "store", "contract")]
     first = [f"tests/{file}.py" for file in FIRST[area].split()]
-    return [[*fast, *first], [*fast, *left_out, *whole], ["--ranks=2", "tests/gpu/real"]]
+    return [[*fast, *first], [*fast, *left_out, *whole], ["--ranks=2", "tests/gpu/real", "tests/gpu/emulated"]]
 
 
 def noticed(tree: Tree, arguments: Sequence[str]) -> str:
