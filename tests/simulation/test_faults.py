@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import operator
 import os
@@ -255,29 +254,6 @@ def test_a_rank_that_ends_in_a_save_or_a_close_is_named_by_the_others(fault: Any
         texts = cluster(3, seed=at, faults=[fault(rank, at)]).run(program)
         others = [text for other, text in enumerate(texts) if other != rank]
         assert all(text == "done" or f"ranks [{rank}]" in text or f"rank {rank} raised" in text for text in others)
-
-
-def test_what_a_killed_rank_has_of_a_pending_save_goes_with_it(tmp_path: Path) -> None:
-    """The lock of its draft, and not the draft, which the next save to the path removes."""
-    path = tmp_path / "w"
-
-    def program(comm: Any) -> None:
-        kv = mpikv.create(comm=comm, timeout=10.0)
-        kv.init("w", np.zeros(100))
-        kv.save(path, wait=False)
-        for _ in range(60):
-            time.sleep(1.0)
-
-    def saves(comm: Any) -> None:
-        with mpikv.create(comm=comm) as kv:
-            kv.init("w", np.ones(100))
-            kv.save(path)
-
-    cluster(2, faults=[Kill(0, 60)]).run(program)
-    gc.collect()
-    assert len([each.name for each in tmp_path.iterdir() if each.name.endswith("-part")]) == 1
-    cluster(2).run(saves)
-    assert [each.name for each in tmp_path.iterdir()] == ["w"]
 
 
 def test_faults_are_drawn_by_a_seed() -> None:

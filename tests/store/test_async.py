@@ -16,7 +16,6 @@ import pytest
 import mpikv
 from mpikv import Closed, ConfigError, KeyNotInitialized, PeerFailed, RankMismatch, Stalled, Unsupported, ValueMismatch
 from mpikv.cli.launchers import clean
-from mpikv.cluster.runtime import owned
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
@@ -410,21 +409,6 @@ def test_a_trainer_is_refused(kv, on_store):
     with pytest.raises(Unsupported, match=r"start: the store .* does not know the batch size"):
         trainer.start()
     assert kv.keys() == ()
-
-
-@SEVERAL
-def test_memory_is_given_back():
-    """Also that which ranks share, which stays as long as anything of the store looks at it."""
-    before = count_promised()
-    with create(transport="shm") as kv:
-        adding(kv, v=np.zeros(1000), w=np.zeros(300_000))
-        kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
-        kv.barrier()
-    assert count_promised() <= before  # that of earlier stores, in cycles, may be freed with this
-
-
-def count_promised():
-    return sum(memory() is not None for memory, _ in owned("promised memory"))
 
 
 # --- What goes wrong

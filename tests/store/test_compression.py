@@ -255,7 +255,7 @@ def test_the_order_of_a_list_of_arrays(comm, deterministic):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.feature("compression-everywhere")
+@pytest.mark.feature("compression-everywhere", "pushpull-compressed")
 def test_buffers_are_compressed(comm, name):
     with mpikv.create(comm=comm, compression=name) as kv, mpikv.create(comm=comm, compression=name) as other:
         for store in (kv, other):

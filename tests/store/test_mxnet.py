@@ -182,15 +182,3 @@ def test_dense_values_are_pulled_in_any_case(kv, ignore):
     out = np.zeros(2)
     assert kv.pull("w", out=out, ignore_sparse=ignore) is out
     np.testing.assert_array_equal(out, np.ones(2))
-
-
-@pytest.mark.feature("pushpull-compressed", "compression-set")
-def test_a_compressed_pushpull_is_a_compressed_push_and_a_pull(kv):
-    gradient = np.array([0.7, -0.6, 0.2, 0.3], np.float32)
-    kv.init("w", np.zeros(4, np.float32))
-    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-    out = kv.pushpull("w", gradient, out=np.zeros(4, np.float32))
-    np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0], np.float32) * kv.size)
-    kv.pushpull("w", gradient, out=out)
-    np.testing.assert_array_equal(out, np.array([0.5, -0.5, 0, 0.5], np.float32) * kv.size)
-    np.testing.assert_array_equal(kv.pull("w"), out)

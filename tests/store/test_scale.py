@@ -111,22 +111,6 @@ def test_a_store_per_group_of_ranks(comm, transport):
     group.Free()
 
 
-@ALL
-@pytest.mark.feature("several-stores")
-def test_several_stores_at_once(transport):
-    stores = [mpikv.create(transport=transport, bucket_bytes=4096, root=0) for _ in range(4)]
-    for number, kv in enumerate(stores):
-        kv.init("w", np.full(2000, float(number)))
-    stores[1].set_optimizer("sgd", learning_rate=1.0)
-    for number, kv in reversed(list(enumerate(stores))):
-        kv.push("w", np.full(2000, number + 1.0))
-    for number, kv in enumerate(stores):
-        expected = 1.0 - 2 * kv.size if number == 1 else (number + 1.0) * kv.size
-        np.testing.assert_array_equal(kv.pull("w"), np.full(2000, expected))
-    for kv in stores[::-1]:
-        kv.close()
-
-
 @pytest.mark.processes
 @ALL
 @pytest.mark.parametrize("verb", ["delete", "overwrite"])

@@ -525,19 +525,6 @@ def kv(comm):
         yield made
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_a_training_begins_from_the_roots_weights(kv):
-    """init reads the caller's arrays, and broadcast fills them."""
-    params = {"w": np.full(3, 1.0 + kv.rank), "layer": {"b": np.full((2, 2), 5.0 + kv.rank)}}
-    kv.init({"other": params["w"]})
-    np.testing.assert_array_equal(params["w"], np.full(3, 1.0 + kv.rank))
-    for turn in range(2):  # again, it overwrites
-        params["w"][...] = turn + 1.0 + kv.rank
-        assert kv.broadcast(params) is params
-        np.testing.assert_array_equal(params["w"], np.full(3, turn + 1.0))
-        np.testing.assert_array_equal(params["layer"]["b"], np.full((2, 2), 5.0))
-
-
 @pytest.mark.ranks(1, 2)
 def test_a_compiled_call_needs_arrays_that_can_be_written(kv):
     kv.init("w", np.zeros(3))
