@@ -591,7 +591,9 @@ def test_a_folder_that_is_not_there(kv, folder):
     assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
     assert os.listdir(folder) == []
     kv.barrier()
-    assert isinstance(outcome(kv.load, folder / "checkpoint"), FileNotFoundError)
+    error = outcome(kv.load, folder / "checkpoint")
+    assert isinstance(error, FileNotFoundError)
+    assert error.__notes__ == [f"in load on rank {kv.rank} of {kv.size}"]
     assert isinstance(outcome(kv.load, 3.5), TypeError)
     kv.save(folder / "checkpoint")
     kv.load(folder / "checkpoint")

@@ -951,12 +951,3 @@ def test_a_schedule_returns_no_number(comm, given):
             kv.push("w", np.ones(2))
         with pytest.raises(ConfigError, match="lr_scheduler is the class Factor; pass an object"):
             kv.set_optimizer("sgd", lr_scheduler=mpikv.schedules.Factor)
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_a_file_is_not_there(comm):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(2))
-        with pytest.raises(FileNotFoundError) as caught:
-            kv.load("/nowhere/checkpoint")
-        assert caught.value.__notes__ == [f"in load on rank {kv.rank} of {kv.size}"]

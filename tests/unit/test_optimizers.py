@@ -257,12 +257,6 @@ class TestStep:
         assert optimizer.step("a", 1).rate == optimizer.rate(1) == schedule(11) == 0.5
         assert optimizer.step("a", 1).correction == optimizers.Adam().step("a", 1).correction
 
-    def test_attributes_take_effect_at_the_next_step(self):
-        optimizer = optimizers.SGD(learning_rate=0.1)
-        before = optimizer.step("a", 1)
-        optimizer.learning_rate = 0.2
-        assert (before.rate, optimizer.step("a", 1).rate) == (0.1, 0.2)
-
     def test_cache_is_bounded(self):
         optimizer = optimizers.Adam()
         for count in range(1, 2000):

@@ -241,16 +241,6 @@ def test_unequal_numbers_of_batches(kv, make, before):
     assert_equal_over_ranks(kv, *model.state_dict().values())
 
 
-def test_a_rank_that_has_no_batch(kv):
-    model = network()
-    shared = sgd(model)
-    attached = attach(model, shared, kv=kv)
-    with attached.join():
-        train(model, shared, range(kv.rank), kv)
-    train(model, shared, range(2), kv)
-    assert_equal_over_ranks(kv, *model.parameters())
-
-
 # --- Changes of the model
 
 
