@@ -52,7 +52,8 @@ def main(kv: mpikv.KVStore) -> None:
             mine = order[start : start + BATCH][kv.rank :: kv.size]  # this rank's part of the batch
             numbers = {"users": users[mine], "items": items[mine]}
             pulled = kv.row_sparse_pull(list(numbers), row_ids=list(numbers.values()))
-            left, right = (rows[each] for rows, each in zip(pulled, numbers.values(), strict=True))
+            pairs = zip(pulled, numbers.values(), strict=True)
+            left, right = (rows.values[np.searchsorted(rows.indices, each)] for rows, each in pairs)
             error = ((left * right).sum(axis=1) - ratings[mine])[:, None]
             gradients = {"users": error * right, "items": error * left}
             kv.push({name: mpikv.RowSparse(numbers[name], gradients[name], shapes[name]) for name in shapes})
