@@ -91,7 +91,7 @@ def test_the_commands_start(line: str) -> None:
 
 
 # What a script may lack: it says so, or is not run then.
-OPTIONAL = re.compile(r"\b(numpy|mpi4py|torch|jax|optax|cupy|sklearn|matplotlib|coverage|pytest|rich|spack\w*)\b")
+OPTIONAL = re.compile(r"\b(numpy|mpi4py|torch|jax|optax|cupy|sklearn|pytest|spack\w*)\b")
 
 
 def test_the_imports_of_scripts_can_be_had() -> None:

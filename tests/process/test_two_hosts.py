@@ -46,6 +46,20 @@ with mpikv.create(deterministic=True) as kv:
 print(kv.rank, platform.node(), flush=True)
 """
 
+SLOW = """
+import time
+import numpy as np
+import mpikv
+
+with mpikv.create(timeout=20) as kv:
+    kv.init("w", np.zeros(500_000, np.float32))
+    kv.barrier()
+    started = time.perf_counter()
+    assert (kv.pushpull("w", np.ones(500_000, np.float32)) == kv.size).all()
+    if kv.rank == 0:
+        print("took", time.perf_counter() - started, flush=True)
+"""
+
 WIRE = """
 from pathlib import Path
 import numpy as np
@@ -79,13 +93,13 @@ for way, (optimizer, compression) in WAYS.items():
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts."""
+def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """Two hosts; a test's parameters make other ones."""
     if reason := why_no_mpi():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
         try:
-            yield stack.enter_context(virtual_hosts(tmp_path))
+            yield stack.enter_context(virtual_hosts(tmp_path, **getattr(request, "param", {})))
         except OSError as error:
             pytest.skip(f"virtual hosts cannot be made here: {error}")
 
@@ -153,6 +167,15 @@ def test_a_late_rank_on_the_other_host(hosts: Hosts) -> None:
         assert "in call #2 push('w'): rank 3 began call #1 init('w') last and is now at" in line
         assert line.endswith("in evaluate")
     assert not any("unexpected" in line for line in lines)
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("hosts", [{"rate": "20mbit", "delay": 0.1, "loss": 0.01}], indirect=True)
+def test_a_slow_cable(hosts: Hosts) -> None:
+    """Two megabytes take what they take at that rate, and two ways, no less; what is lost comes again."""
+    lines = outputs(hosts, SLOW, 50, len(hosts.names))
+    (took,) = [float(line.split()[1]) for line in lines if line.startswith("took ")]
+    assert 0.9 < took < 20, lines
 
 
 @pytest.mark.deadline(330)  # the command itself waits up to 270 s for one fault

@@ -119,7 +119,7 @@ def test_tensors_of_torch():
     layer = torch.nn.Embedding(5, 3, sparse=True)
     layer(torch.tensor([4, 1, 4])).sum().backward()
     assert RowSparse.from_torch(layer.weight.grad).to_dense().tolist() == layer.weight.grad.to_dense().tolist()
-    flat = torch.sparse_coo_tensor([[2, 2, 0], [1, 1, 0]], [1.0, 2.0, 5.0], (3, 2))
+    flat = torch.sparse_coo_tensor([[2, 2, 0], [1, 1, 0]], [1.0, 2.0, 5.0], (3, 2), check_invariants=True)
     rows = RowSparse.from_torch(flat)
     assert (rows.indices.tolist(), rows.values.tolist()) == ([0, 2], [[5, 0], [0, 3]])
     with pytest.raises(TypeError, match="expected a sparse COO tensor"):
