@@ -16,7 +16,8 @@ def write(mutants: Sequence[Mutant], records: Iterable[Mapping[str, Any]], page:
     """Write the page's tables for the mutants that were run."""
     found = {record["mutant"]: record for record in records}
     run, reasons = [mutant for mutant in mutants if mutant.key in found], json.loads(REASONS.read_text())
-    text = page.read_text().partition("| area |")[0] + "| area | mutants | noticed |\n|---|---:|---:|\n"
+    head, title = page.read_text().partition("<!-- results -->")[0], "| area | mutants | noticed |\n|---|---:|---:|\n"
+    text = f"{head}<!-- results -->\n{len(run)} of {len(mutants)} drawn were run.\n\n{title}"
     for area in [*AREAS, ""]:
         those = [mutant for mutant in run if area in ("", mutant.area)]
         noticed = sum(bool(found[mutant.key]["noticed"]) for mutant in those)
