@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import ConfigError, a_kind
-from .options import check_fields, choice, count, flag, number
+from .options import choice, count, flag, number, store_checked_fields
 
 TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -69,7 +69,7 @@ class Config:
     variable only."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        store_checked_fields(self)
         if self.bucket_bytes % 64 or not 4096 <= self.bucket_bytes <= 1 << 30:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64 from 4096 to 2**30")
 

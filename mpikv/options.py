@@ -45,7 +45,7 @@ def choice(default: str, known: Sequence[str]) -> Any:
     return field(default=default, metadata={"check": lambda where, value: check_choice(where, value, known)})
 
 
-def check_fields(options: Any, where: str = "") -> None:
+def store_checked_fields(options: Any, where: str = "") -> None:
     """Check a dataclass's fields, frozen or not, and store the checked values; ConfigError for the first bad one."""
     for option in fields(options):
         if check := option.metadata.get("check"):

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import ConfigError, no_attribute
-from .options import check_fields, check_whole, choice, count, number
+from .options import check_whole, choice, count, number, store_checked_fields
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
@@ -71,7 +71,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         # Numbers as floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
-        check_fields(self, f"{type(self).__name__}: ")
+        store_checked_fields(self, f"{type(self).__name__}: ")
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
 
     def __call__(self, num_update: int) -> float:

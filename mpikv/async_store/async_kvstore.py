@@ -343,7 +343,7 @@ class AsyncKVStore(KVStore):
             self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """Wait for own answers, and let ranks go on that wait for own pushes; return an error to raise, or None."""
+        """Wait for own answers, free ranks that wait for own pushes; return an error to raise on all ranks, or None."""
 
         def run() -> None:
             with self._asking():

@@ -173,10 +173,7 @@ class Checkpoints:
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Prepare a load of a file of :meth:`save_rest`; the present optimizer takes the saved options now. Local.
-
-        The present optimizer stays, and takes the saved options at once.
-        """
+        """Prepare a load of a file of :meth:`save_rest`; the present optimizer takes the saved options now. Local."""
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
             present.take_options(updater)
@@ -428,6 +425,8 @@ def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
     """Yield a text before each slow part of reading each value's state; return it, changing nothing. Collective.
+
+    Run it as :func:`save_states`.
 
     Args:
         path: the same on every rank; each rank reads the whole file.

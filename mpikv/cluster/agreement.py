@@ -106,7 +106,7 @@ class Agreement:
         self._tell_failure(call, error)
         self._meet()
         if isinstance(error, MemoryError):
-            self.add_call(call, error)
+            self.name_call_in(error, call)
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
@@ -237,7 +237,7 @@ class Agreement:
         if isinstance(error, TransportError):
             self.at_rank(verb, error)
 
-    def add_call(self, call: Call, error: Exception) -> None:
+    def name_call_in(self, error: Exception, call: Call) -> None:
         """Make an error's text, in place, begin with its call, and end with this rank of several. Local."""
         error.args = (self._add_rank(str(call), call.verb, error),)
 

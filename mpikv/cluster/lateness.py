@@ -140,7 +140,7 @@ class Lateness:
         """Add calls before ``number`` to the sums, set ``next``; log a report if due. Collective on several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
-        sums, memory = self._sums(number - 1, all_gather)
+        sums, memory = self._add(number - 1, all_gather)
         # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
         memory[:, :-1] = sums
         memory[:, -1] = number - 1
@@ -154,7 +154,7 @@ class Lateness:
 
     def statistics(self, number: int) -> dict[str, Any]:
         """Return a dict: each rank's seconds by phase and times last, and who is late, before ``number``. Local."""
-        (sums, _), shown = self._sums(number - 1), COLUMNS[1 : len(PHASES) + 2]
+        (sums, _), shown = self._add(number - 1), COLUMNS[1 : len(PHASES) + 2]
         seconds = (sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
             {"last": last, **dict(zip(shown, each, strict=True))}
@@ -163,8 +163,8 @@ class Lateness:
         late = find_late(sums, present().now() - self._started)
         return {"ranks": ranks, "late": late and late._asdict()}
 
-    def _sums(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return the sums up to call ``last``, and the memory of an older version. Collective if given all_gather.
+    def _add(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
+        """Return the sums up to call ``last``, and memory of older ones. Collective on several hosts, given all_gather.
 
         On several hosts the sums of :meth:`fold` are returned without it.
         """

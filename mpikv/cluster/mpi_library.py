@@ -204,7 +204,7 @@ def may_read_processes() -> bool:
 
 
 def why_no_room(library: str, ranks: int, others: bool) -> str:
-    """Return why shared memory is too small for MPICH 5 to start so many ranks; "" if not, or for others. Local.
+    """Return why shared memory is too small for MPICH 5 to start so many ranks; "" if there is room, or for others.
 
     With ``others``, some may have started already: their memory counts as free.
     """

@@ -36,7 +36,7 @@ _forked = False
 
 
 def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
-    """Tell other ranks that this one shuts down; return a function that lists those yet to say so. Local.
+    """Tell other ranks, without waiting, that this one shuts down; return a lister of those yet to say so. Local.
 
     Returns:
         A function that lists the ranks that have not said the same yet.

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import check_fields, count
+from ..options import count, store_checked_fields
 from ..protocols import Array, Rounds, Sum
 
 
@@ -47,7 +47,7 @@ class LowRank:
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "lowrank: ")
+        store_checked_fields(self, "lowrank: ")
 
     def settings(self) -> str:
         """Return the name and the options."""

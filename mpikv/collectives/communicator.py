@@ -85,7 +85,7 @@ class Communicator(Standing):
             result: Result = self._quietly(run, staged)
         except BaseException as error:
             if isinstance(error, ValueMismatch):
-                self._agreement.add_call(call, error)
+                self._agreement.name_call_in(error, call)
             self.end_unless_settled(call.verb, error)
             raise
         finally:

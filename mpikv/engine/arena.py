@@ -424,7 +424,7 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
-        """Allocate ``nbytes`` or ``coming``, the larger; note the rest as free; return its number, 0. Collective."""
+        """Allocate ``nbytes`` or ``coming``, the larger; note the rest as free; return its number, and byte 0."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

@@ -280,15 +280,15 @@ class Plans:
         self.lists: dict[tuple[Key, ...], Plan] = {}
         self._held = 0
 
-    def add(self, plan: Plan, stored: int) -> None:
-        """Keep a plan; forget those of lists if they have more than 4 x ``stored`` keys, and more than 65,536.
+    def add(self, plan: Plan, key_count: int) -> None:
+        """Keep a plan; forget those of lists if they have more than 4 x ``key_count`` keys, and more than 65,536.
 
         The count includes the new plan. A plan of one key is always kept.
         """
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
             return
-        if self._held + len(plan.keys) > max(_TIMES * stored, _MOST_KEYS):
+        if self._held + len(plan.keys) > max(_TIMES * key_count, _MOST_KEYS):
             self.lists, self._held = {}, 0
         self.lists[plan.keys] = plan
         self._held += len(plan.keys)

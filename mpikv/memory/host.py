@@ -47,7 +47,7 @@ class HostMemory:
     # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
 
     def source(self, value: Any) -> Array:
-        """Return a host array to read ``value`` from: over its memory, or copied from a GPU (may warn once). Local."""
+        """Return a host array to read ``value`` from: its memory, or a copy from a GPU (waits, may warn). Local."""
         try:
             return arrays.source(value)
         except Unsupported:

@@ -256,8 +256,6 @@ class Optimizer:
         If somebody sets an option inside, the revision changes. If a block sets the same ones again, ranks see
         no change to compare.
 
-        If a block sets the same ones again, ranks see no change to compare.
-
         Example:
             >>> optimizer = Optimizer(rescale_grad=0.5)
             >>> with optimizer.having(rescale_grad=0.125):

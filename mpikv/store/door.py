@@ -111,7 +111,7 @@ class Door:
     # --- Calls without an agreement of their own
 
     def run_without_agreement(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run a function, the store busy meanwhile, and return its result; some failures end the store. Local."""
+        """Run a function that may wait for ranks, the store busy; return its result; some failures end the store."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._board.write(self._agreement.calls, note(verb))

@@ -473,7 +473,8 @@ class KVStore(RankedStore):
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Fill ``out``, or return new ones, with the rows ``row_ids`` of a key, or of each key of a list. Collective.
 
-        ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension at least.
+        Only these rows travel. ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of
+        one dimension at least.
 
         Args:
             key: an int or a str, or a list of them.
@@ -1275,7 +1276,7 @@ class KVStore(RankedStore):
             try:
                 return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
             except (MemoryError, ValueMismatch) as error:
-                self._agreement.add_call(call, error)
+                self._agreement.name_call_in(error, call)
                 raise
         except BaseException as error:
             self._verbs.give_up()
@@ -1359,7 +1360,10 @@ def lost_stores() -> list[Any]:
 
 
 def let_gpus_queue(but: KVStore | None = None) -> None:
-    """Wait for pending calls of all stores on GPUs ``but`` one; do nothing in a thread of such calls. Local."""
+    """Wait for pending calls of all stores on GPUs ``but`` one; do nothing in a thread of such calls. Local.
+
+    So all ranks use NCCL in the order of the program.
+    """
     for store in () if here.makes_calls else tuple(open_stores()):
         if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()

@@ -207,8 +207,9 @@ class Attached:
     def add(self, name: str, parameter: Any) -> None:
         """Attach a parameter that the model got later: take the root's values, average its gradients. Collective.
 
-        Its values become the root's. Before this call, give it to its optimizer by ``add_param_group``.
-        Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal once.
+        As of a new layer, or one made trainable. Its gradients are averaged from the next backward on. Before this
+        call, give it to its optimizer by ``add_param_group``. Buffers of a new layer stay each rank's own;
+        :func:`mpikv.torch.broadcast` makes them equal once.
 
         Raises:
             ConfigError: it is attached already, or frozen.
@@ -351,9 +352,9 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, remove hooks, copy gradients out; close a store of attach's. Collective.
+        """End the averaging: compare ranks, and give gradients and optimizer their own memory. Collective.
 
-        Collective, idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
+        Idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of
         the store, makes the same comparison.
 
@@ -380,7 +381,10 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: note it; raise unless gradients were exchanged, or have the closure do it."""
+        """In a hook before a step: note it; raise unless gradients were exchanged, or have the closure do it.
+
+        Collective unless a closure is given.
+        """
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()

@@ -17,7 +17,7 @@ from .weights import fill_from_root
 def sampler(
     dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> Any:
-    """Compare the ranks' datasets; return a sampler of this rank's share, of the same length on all. Collective.
+    """Return a sampler of this rank's share, once ranks agree on length and options. Collective.
 
     Pass it to a ``DataLoader``, with the batch size of one rank: that of all ranks divided by
     ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew. Ranks

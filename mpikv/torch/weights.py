@@ -127,7 +127,7 @@ class Weights:
             self.forget()
 
     def compare(self, verb: str) -> None:
-        """Raise on all ranks unless weights and loaded states agree up to rounding; drop the states' sums. Collective.
+        """Raise RankMismatch unless weights and loaded states agree up to rounding; drop the states' sums. Collective.
 
         The loaded states then count as compared.
         """

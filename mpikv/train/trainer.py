@@ -315,7 +315,7 @@ class Trainer:
             parameter.mark_used()
 
     def allreduce_grads(self) -> None:
-        """Replace each new gradient by its sum over ranks, in place, as the first half of a step. Collective.
+        """Replace new gradients by sums over ranks: the first half of a step, :meth:`update` the second. Collective.
 
         Raises:
             Unsupported: the store updates the weights; make the Trainer with ``update_on_kvstore=False``.
@@ -443,11 +443,11 @@ class Trainer:
         self._restore_average()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Start, keep the Trainer in its store; return the steps as :meth:`mpikv.KVStore.steps`. Collective.
+        """Start, keep the Trainer in its store for restarts and ``path``; return the store's ``steps``. Collective.
 
         It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
         step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on a store, call their
-        :meth:`start`, pass them to the store's ``keep``, and use the store's ``steps``. Collective.
+        :meth:`start`, pass them to the store's ``keep``, and use its :meth:`mpikv.KVStore.steps`.
 
         Raises:
             Unsupported: the store has no ``steps``, as one without values.

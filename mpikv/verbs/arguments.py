@@ -178,8 +178,8 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     return updater  # type: ignore[no-any-return]
 
 
-def _fitting(value: Any, entry: Entry, listed: int = 1, checks_integers: bool = True) -> Array:
-    """Return a value as an uncast array of the store's memory; raise unless it fits. ``listed``: it is of so many."""
+def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_integers: bool = True) -> Array:
+    """Return a value as an uncast array of the store's memory; raise unless it fits. ``group_size``: of its list."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
@@ -187,7 +187,7 @@ def _fitting(value: Any, entry: Entry, listed: int = 1, checks_integers: bool = 
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
-            + ("reshape it, or init the key anew with overwrite=True" if listed == 1 else _SEVERAL)
+            + ("reshape it, or init the key anew with overwrite=True" if group_size == 1 else _SEVERAL)
         )
     if array.dtype != entry.dtype:
         what = f"value of key {entry.key!r}"

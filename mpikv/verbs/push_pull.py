@@ -94,7 +94,7 @@ class PushPull:
         return self._comparison.plan_call("buffer", plan), run
 
     def _check_finite_values(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
-        """Count a push; in every ``check_finite``-th, raise NotFinite if this rank brings NaN or infinity. Local."""
+        """Count a push; in every ``check_finite``-th, wait for a GPU, raise NotFinite for NaN and infinity. Local."""
         self._pushes += 1
         if self._pushes % self.check_finite:
             return

@@ -15,7 +15,16 @@ import pytest
 import mpikv
 from mpikv.codecs import LowRank, TopK
 from mpikv.errors import ConfigError
-from mpikv.options import check_fields, check_float32, check_number, check_switch, check_whole, choice, count, number
+from mpikv.options import (
+    check_float32,
+    check_number,
+    check_switch,
+    check_whole,
+    choice,
+    count,
+    number,
+    store_checked_fields,
+)
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "2", None, np.float64(2), -1, 1 << 63])
@@ -73,7 +82,7 @@ def test_fields_are_checked_and_stored() -> None:
         mode: str = choice("slow", ("fast", "slow"))
 
         def __post_init__(self) -> None:
-            check_fields(self, "Options: ")
+            store_checked_fields(self, "Options: ")
 
     assert Options(np.int8(3), rate=1) == Options(3, rate=1.0)
     assert Options(2).rate is None

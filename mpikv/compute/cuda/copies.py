@@ -69,8 +69,6 @@ def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
 
     It runs on the current stream, with one launch for all arrays of a dtype.
 
-    Local. It runs on the current stream, with one launch for all arrays of a dtype.
-
     Args:
         arrays: CuPy's arrays of the current GPU, of any float dtype of numpy, or bfloat16.
         flags: a contiguous uint8 array, one per array.
