@@ -25,12 +25,12 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 21_159,
-    "lines of code in tests, scripts and commands": 42_342,
+    "lines of code in tests, scripts and commands": 42_394,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
-    "private names that tests read": 106,
+    "private names that tests read": 103,
     "patches in tests": 111,
 }
 """The most that each figure may be."""
