@@ -304,7 +304,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
         _note("running as root: Open MPI refuses this by default, so this command sets the variables that allow it")
     if left := remove_leftovers() + find_folders(remove=True):
-        _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
+        _note(f"removed {len(left)} file{'s' * (len(left) > 1)} left by killed jobs of this user, such as {left[0]}")
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
     if one_host and (problem := why_no_room(version, size, others=False)):
