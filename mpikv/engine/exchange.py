@@ -62,7 +62,8 @@ class Exchange:
     def close(self) -> None:
         """Drop the values; the transport frees their memory. Local."""
         self.values.close()
-        # The pipeline and the plans refer to memory of the transport, as scratch does.
+        # A codec has memory of its own. The pipeline and the plans refer to that of the transport, as scratch does.
+        self.compression = None
         self._use_planner(replace(self.values.planner, scratch=zeros(0)))
 
     # --- Updaters
@@ -164,9 +165,7 @@ class Exchange:
             return f"{type(updater).__name__} is Python, which runs on the host"
         if planner.compressed:
             return "pushes are compressed"
-        if self.in_pairs and self.transport.size > 1:
-            return "deterministic sums allocate memory in each call"
-        return ""
+        return "deterministic sums allocate memory in each call" if self.in_pairs and self.transport.size > 1 else ""
 
     def make_step_table(self, plan: Plan) -> StepTable | None:
         """Allocate GPU memory for the numbers of each key's updates, and return it; None if updates have none. Local.
