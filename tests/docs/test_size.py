@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 21_159,
-    "lines of code in tests, scripts and commands": 42_394,
+    "lines of code in the core": 21_158,
+    "lines of code in tests, scripts and commands": 42_400,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,

@@ -138,9 +138,9 @@ def test_work_that_never_ends_is_given_up(
     began, out = time.monotonic(), np.zeros(7, np.float32)
     push(kv, cupy)
     stream_of(kv).synchronize()
-    with pytest.raises(
-        kind if planned or kind is Stalled else TransportError, match=rf"with {told} \d+ float32 in flight"
-    ):
+    # The others may have left by the planned rank's word before it raises its own.
+    raised = kind if kind is Stalled else (kind, TransportError) if planned else TransportError
+    with pytest.raises(raised, match=rf"with {told} \d+ float32 in flight"):
         kv.pull("w", out=out)
     assert not out.any()
     assert (TIMEOUT / 2 if kind is Stalled else 0) < time.monotonic() - began < 15

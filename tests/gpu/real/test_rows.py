@@ -343,7 +343,8 @@ def test_rows_of_a_dense_value_take_the_memory_of_rows(cupy, scarce):
                 rows = np.arange(3.0 * ids.size, dtype=np.float32).reshape(-1, 3) + step
                 scarce.taken.clear()
                 kv.push("d", RowSparse(ids, place(rows), shape))
-                assert kv is host or 0 < max(scarce.taken) < 20_000
+                # Of 240,000 bytes of a value: with each other rank 8,192 more for what it sends.
+                assert kv is host or 0 < max(scarce.taken) < 40_000
                 kv.push("d", place(np.full(shape, 0.5, np.float32)))
         assert there.pull("d").get().tobytes() == host.pull("d").tobytes()
 
