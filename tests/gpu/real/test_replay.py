@@ -411,7 +411,7 @@ def test_graphs_end_before_what_they_use(captured: Any, end: str) -> None:
 def test_a_capture_that_fails_or_whose_launch_never_ends_is_given_up(
     cupy: Any, monkeypatch: pytest.MonkeyPatch, status: int | None
 ) -> None:
-    kv = mpikv.create("nccl", timeout=2.0)
+    kv = mpikv.create("nccl", timeout=2.0, bucket_bytes=1 << 14)  # kept, as NCCL may use it
     kv.init("w", np.zeros(5))
     step, mover = kv.capture("w", cupy.ones(5), cupy.ones(5)), kv._transport
     step()

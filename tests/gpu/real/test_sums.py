@@ -189,7 +189,7 @@ def test_without_nccl_arrays_are_copied(
 def test_a_sum_that_fails_or_never_ends_on_one_rank_is_over_everywhere(
     cupy: Any, gpu: Any, monkeypatch: pytest.MonkeyPatch, transport: str, status: int | None
 ) -> None:
-    kv = mpikv.create("horovod", timeout=20 if status else 2.0, transport=transport)
+    kv = mpikv.create("horovod", timeout=20 if status else 2.0, transport=transport, bucket_bytes=1 << 14)
     array, call = cupy.ones(3), NcclTransport._call
     kv.pushpull("g", array)
 
@@ -217,7 +217,7 @@ def again(*calls: Callable[[], Any]) -> None:
 @SEVERAL
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
 def test_the_end_of_a_store_ends_its_sums(cupy: Any, gpu: Any, error: type[Exception] | None) -> None:
-    with pytest.raises(error) if error else nullcontext(), mpikv.create("horovod", timeout=20) as kv:
+    with pytest.raises(error) if error else nullcontext(), mpikv.create("horovod", bucket_bytes=1 << 14) as kv:
         kv.pushpull("g", cupy.ones(3))
         if error:
             raise error
