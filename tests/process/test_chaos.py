@@ -20,7 +20,7 @@ from support.launching import why_no_mpi
 from mpikv.cli.job import run_job
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.insert(0, str(SCRIPTS))  # before what follows: chaos is in no package
 from chaos_faults import ALL, CONTROLS, FAULTS  # noqa: E402
 from chaos_growth import Resources  # noqa: E402
 
