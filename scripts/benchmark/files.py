@@ -22,7 +22,6 @@ from mpikv.cli.bench.stores import open_store
 from mpikv.protocols import Array
 
 from .options import Options
-from .work import Work
 
 _ROUNDS, _QUICK_ROUNDS = 15, 3
 
@@ -38,7 +37,7 @@ _GOALS = {
 }
 
 
-def one_file(comm: Any, options: Options, name: str) -> Work:
+def one_file(comm: Any, options: Options, name: str) -> Group:
     """Return the group with that name: few large keys, or many small ones. Local."""
     if name == "large-file":
         nbytes = 1 << (16 if options.quick else 26)
@@ -46,7 +45,7 @@ def one_file(comm: Any, options: Options, name: str) -> Work:
         bounded = comm.size == 2 and not options.quick
     else:
         keys, bounded = key_set("many", quick=options.quick), False
-    group = Group(
+    return Group(
         name,
         f"a file of {keys.title} ({keys.nbytes / 1e6:.3g} MB)",
         keys,
@@ -59,9 +58,9 @@ def one_file(comm: Any, options: Options, name: str) -> Work:
         ],
         # Per rank: gradients and results. Once: four stores, a copy of one, and the peers' memory.
         needed_bytes=keys.nbytes * (2 * comm.size + 10),
+        # Read and written.
+        floors=dict.fromkeys((case for pair in _GOALS for case in pair), 8),
     )
-    # Bytes read and written per element.
-    return Work(group, dict.fromkeys((case for pair in _GOALS for case in pair), 8))
 
 
 def _contenders(comm: Any, settings: Mapping[str, Any], keys: KeySet) -> dict[str, Factory]:

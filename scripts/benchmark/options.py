@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from mpikv.cli.bench import options as common
-from mpikv.cli.gpus import survey
-from mpikv.cluster.environment import visible_gpus
+from mpikv.cli.bench.options import Options
 
 from .rules import RULES
 
@@ -19,13 +17,9 @@ SUITES: Mapping[str, Sequence[str]] = {
     "torch": ("resnet18", "bert-small"),
     "c10d": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
 }
-GPU_SUITES: Mapping[str, Sequence[str]] = {
-    "latency": ("sizes",),
-    "sets": ("resnet50", "bert-base", "small", "many"),
-}
 
 DESCRIPTION = """\
-Measure all that the record of docs/bench has: what mpikv bench does, and more beside PyTorch, files and NCCL. The cases
+Measure all that the record of docs/bench has: what mpikv bench does, and more beside PyTorch and files. The cases
 of a group are timed in turns, and each result is checked."""
 
 EPILOG = """\
@@ -43,43 +37,16 @@ the last four):
   bert-small the same of a transformer with six layers (90 MB)
   all-reduce, all-gather, reduce-scatter, broadcast
              calls of torch.distributed on 64 B to 64 MB of float32 and bfloat16, over mpikv's backend and over gloo
-
-On GPUs (--device gpu), with one rank for each:
-  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL's allReduce and a copy
-  resnet50, bert-base, many, and small, which are 1,000 arrays of 4 KB
-             one pushpull with an optimizer, beside one allReduce and one kernel, beside PyTorch's NCCL, and a copy
 """
-
-_OPTIMIZERS = {"host": "sgd", "gpu": "sgd,adam"}
-
-
-@dataclass(frozen=True)
-class Options(common.Options):
-    """The choices of ``mpikv bench``, and where the arrays are."""
-
-    device: str = "host"
-    """``host``, or ``gpu``."""
 
 
 def parse(arguments: Sequence[str], launched: int | None) -> Options:
     """Return the options. Misuse ends the process with status 2 and one line."""
-    on_gpus = "gpu" in arguments or "--device=gpu" in arguments
-    suites = GPU_SUITES if on_gpus else SUITES
-    parser = common.new_parser("scripts/bench", "scripts/bench", DESCRIPTION, EPILOG, suites)
-    parser.add_argument("--device", choices=tuple(_OPTIMIZERS), default="host", help="where the arrays are")
+    parser = common.new_parser("scripts/bench", "scripts/bench", DESCRIPTION, EPILOG, SUITES)
     parser.add_argument(
-        "--optimizer",
-        metavar="NAME,NAME",
-        help=f"of the sets: {', '.join(RULES)} (default sgd, with momentum; on GPUs sgd and adam)",
+        "--optimizer", metavar="NAME,NAME", default="sgd", help=f"of the sets: {', '.join(RULES)} (default sgd)"
     )
     given = parser.parse_args(arguments)
-    if on_gpus and not given.ranks:
-        given.ranks = None if launched else max(1, len(survey(visible_gpus()).devices))
-    plain = common.read(parser, given, launched, suites)
-    chosen = Options(**vars(plain), device=given.device)
-    wanted = _OPTIMIZERS[given.device] if given.optimizer is None else given.optimizer
-    optimizers = common.choose(parser, "optimizer", wanted, tuple(RULES))
-    settings: dict[str, Any] = {"name": "nccl"} if on_gpus else {"kernels": "numpy"}
-    # A rank with a GPU needs more cores: NCCL and CUDA have threads of their own.
-    pin = plain.pin and not on_gpus
-    return replace(chosen, optimizers=optimizers, settings={**settings, **plain.settings}, pin=pin)
+    chosen = common.read(parser, given, launched, SUITES)
+    optimizers = common.choose(parser, "optimizer", given.optimizer, tuple(RULES))
+    return replace(chosen, optimizers=optimizers, settings={"kernels": "numpy", **chosen.settings})

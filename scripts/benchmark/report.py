@@ -1,4 +1,4 @@
-"""The text of a report: that of ``mpikv bench``, with bounds, least bytes, and GPUs."""
+"""The text of a report: that of ``mpikv bench``, with bounds and least bytes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpikv.cli.bench import report as common
-from mpikv.cli.bench.report import seconds_text
 
-from .gpu_report import NOTES, gpu_head, size_rows
 from .rules import LAMB_NOTE, RULES
 
 Report = dict[str, Any]
@@ -16,21 +14,17 @@ Report = dict[str, Any]
 
 def lines(document: Report) -> Iterator[str]:
     """Yield the lines of the text."""
-    for job in common.measured(document):
-        shared = f" ({text})" if (text := job.get("functional_only")) else ""
-        compared = [one for group in job["groups"] for one in group["comparisons"]]
-        yield from common.head(document, job)
-        yield from gpu_head(job)
-        yield from common.ratios(job, shared)
-        if any(one["bound"] is not None for one in compared):
-            yield "bound: what this project wants the ratio to be at most, on two ranks with a core each; no limit."
-        if any("PyTorch gloo" in one["goal"] for one in compared):
-            yield "PyTorch hides its exchange behind the backward pass; this compares exchange and update alone."
-        yield from common.details(job, size_rows if "gpus" in job else None, _COLUMNS, shared)
-        if "gpus" in job:
-            yield NOTES
-        if any(group["title"].endswith(RULES["lamb"].title) for group in job["groups"]):
-            yield f"  least bytes of LAMB: {LAMB_NOTE}"
+    (job,) = document["jobs"]
+    compared = [one for group in job["groups"] for one in group["comparisons"]]
+    yield from common.head(document, job)
+    yield from common.ratios(job)
+    if any(one["bound"] is not None for one in compared):
+        yield "bound: what this project wants the ratio to be at most, on two ranks with a core each; no limit."
+    if any("PyTorch gloo" in one["goal"] for one in compared):
+        yield "PyTorch hides its exchange behind the backward pass; this compares exchange and update alone."
+    yield from common.details(job, _COLUMNS)
+    if any(group["title"].endswith(RULES["lamb"].title) for group in job["groups"]):
+        yield f"  least bytes of LAMB: {LAMB_NOTE}"
 
 
 def _bandwidth(case: Report, group: Report) -> str:
@@ -38,9 +32,7 @@ def _bandwidth(case: Report, group: Report) -> str:
 
 
 _COLUMNS: Mapping[str, common.Column] = {
-    **{name: common.COLUMNS[name] for name in ("case", "median")},
-    "returned": lambda case, group: seconds_text(case["returned"]) if "returned" in case else "",
-    **{name: common.COLUMNS[name] for name in ("middle half", "a turn")},
+    **common.COLUMNS,
     "at least": lambda case, group: f"{case['floor']} B/element" if case["floor"] else "",
     "that is": _bandwidth,
 }

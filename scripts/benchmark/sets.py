@@ -74,9 +74,6 @@ def whole_set(comm: Any, options: Options, name: str, rule: Rule) -> Group:
     ]
     # Two more stores, and PyTorch's buckets, weights, states and gloo's buffers.
     group.needed_bytes += keys.nbytes * (comm.size * (3 + rule.states) + 2 * (1 + rule.states))
+    group.floors = {case: floor(rule, comm.size, private=case.startswith("store")) for case in _OURS}
+    group.floors |= {"memcpy": 8 * comm.size}
     return group
-
-
-def floors(rule: Rule, size: int) -> dict[str, int]:
-    """Return the bytes per element that each case must move, over all ranks."""
-    return {case: floor(rule, size, private=case.startswith("store")) for case in _OURS} | {"memcpy": 8 * size}

@@ -1,5 +1,5 @@
-"""The exchange of PyTorch's DistributedDataParallel and a fused update, without the rest of a training step. It runs on
-gloo, or on NCCL for arrays on GPUs.
+"""The exchange of PyTorch's DistributedDataParallel and a fused update, without the rest of a training step, on
+gloo.
 
 PyTorch is optional: without it the case is left out. The timing misses DDP's strength in a real step: it hides the
 exchange behind the backward pass.
@@ -10,14 +10,12 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from mpikv.protocols import Array
 
-from .gpus import RankGpu
 from .rules import Rule
 
 # DDP's defaults, in bytes: a small bucket first, so that the first exchange begins early.
@@ -26,45 +24,25 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 def gloo_problem(comm: Any, *, several_hosts: bool = False) -> str:
     """Return why PyTorch's gloo cannot connect the ranks; empty if it can. Collective."""
-    if why := _host_problem(comm, several_hosts):
-        return why
-    return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
-
-
-def _host_problem(comm: Any, several_hosts: bool = False) -> str:
     if not all(comm.allgather(find_spec("torch") is not None)):
         return "PyTorch is not installed"
     if not several_hosts and len(set(comm.allgather(platform.node()))) > 1:
         return "it is compared on one host only"
-    return ""
+    return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
 
 
-def torch_problem(comm: Any, rule: Rule, own: RankGpu | None = None) -> str:
-    """Return why PyTorch cannot be compared; empty if it can. Collective. ``own`` is the rank's GPU."""
-    if why := (gloo_problem if own is None else _host_problem)(comm):
+def torch_problem(comm: Any, rule: Rule) -> str:
+    """Return why PyTorch cannot be compared; empty if it can. Collective."""
+    if why := gloo_problem(comm):
         return why
     if rule.name == "lamb":
         return "PyTorch has no LAMB"
     torch = import_module("torch")
-    if own is not None and (why := _gpu_problem(comm, torch, import_module("torch.distributed"), own)):
-        return why
     try:
-        _optimizer([torch.zeros(1, device=_device(own))], rule, comm.size)
+        _optimizer([torch.zeros(1)], rule, comm.size)
     except (RuntimeError, TypeError):
-        return f"PyTorch {torch.__version__} has no fused {rule.title} for the {'CPU' if own is None else 'GPU'}"
+        return f"PyTorch {torch.__version__} has no fused {rule.title} for the CPU"
     return ""
-
-
-def _gpu_problem(comm: Any, torch: Any, distributed: Any, own: RankGpu) -> str:
-    if own.shared:
-        return "PyTorch is compared where each rank has a GPU"
-    if not all(comm.allgather(bool(torch.cuda.is_available()))):
-        return f"PyTorch {torch.__version__} has no CUDA here"
-    return "" if distributed.is_nccl_available() else "this PyTorch has no NCCL"
-
-
-def _device(own: RankGpu | None) -> str:
-    return "cpu" if own is None else f"cuda:{own.gpu.ordinal}"
 
 
 def connect_torch(comm: Any, library: str) -> Any:
@@ -114,34 +92,20 @@ class TorchBuckets:
 
     exact = False
 
-    def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule, own: RankGpu | None = None) -> None:
-        """Collective. gloo uses the loopback interface, and each rank one thread. With ``own``, a GPU, all work is
-        queued on the measurement's stream, and this stream waits for NCCL's.
-        """
-        self._torch, self._size, self._own, self._device = import_module("torch"), comm.size, own, _device(own)
-        if own is None:
-            self._torch.set_num_threads(1)
-        else:
-            self._torch.cuda.set_device(own.gpu.ordinal)
-        self._distributed = connect_torch(comm, "gloo" if own is None else "nccl")
-        with self._on_stream():
-            self._weights = [self._torch.ones(gradient.shape, device=self._device) for gradient in gradients]
-            self._buckets = self._fill_buckets(gradients)
-            self._optimizer = _optimizer(self._weights, rule, comm.size)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        if self._own is None:
-            return nullcontext()
-        cuda = self._torch.cuda
-        stream = cuda.ExternalStream(self._own.stream.handle, device=self._device)
-        context: AbstractContextManager[object] = cuda.stream(stream)
-        return context
+    def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule) -> None:
+        """Collective. gloo uses the loopback interface, and each rank one thread."""
+        self._torch, self._size = import_module("torch"), comm.size
+        self._torch.set_num_threads(1)
+        self._distributed = connect_torch(comm, "gloo")
+        self._weights = [self._torch.ones(gradient.shape) for gradient in gradients]
+        self._buckets = self._fill_buckets(gradients)
+        self._optimizer = _optimizer(self._weights, rule, comm.size)
 
     def _fill_buckets(self, gradients: Sequence[Array]) -> list[Any]:
         """Return the buckets, and make each gradient a view of its part."""
         buckets = []
         for members in _bucketed([gradient.nbytes for gradient in gradients]):
-            bucket = self._torch.empty(sum(gradients[key].size for key in members), device=self._device)
+            bucket = self._torch.empty(sum(gradients[key].size for key in members))
             start = 0
             for key in members:
                 weight = self._weights[key]
@@ -153,16 +117,14 @@ class TorchBuckets:
 
     def step(self) -> None:
         # After the first step the buckets hold the mean; averaging again does not change it.
-        with self._on_stream():
-            works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
-            for work, bucket in zip(works, self._buckets, strict=True):
-                work.wait()
-                bucket.div_(self._size)
-            self._optimizer.step()
+        works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
+        for work, bucket in zip(works, self._buckets, strict=True):
+            work.wait()
+            bucket.div_(self._size)
+        self._optimizer.step()
 
     def results(self) -> list[Array]:
-        with self._on_stream():
-            return [weight.cpu().numpy() for weight in self._weights]
+        return [weight.numpy() for weight in self._weights]
 
     def close(self) -> None:
         self._distributed.destroy_process_group()

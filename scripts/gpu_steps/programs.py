@@ -1,16 +1,12 @@
-"""Programs of the project, run on GPUs: its tests, its benchmark, and its workload."""
+"""The tests of the project, run on GPUs."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-from .step import ROOT, Numbers, count_gpus, said_by
+from .step import ROOT, Numbers
 
 
 def tests(ranks: int) -> Callable[[], Numbers]:
@@ -44,64 +40,3 @@ def streamed(command: list[str]) -> tuple[int, list[str]]:
             lines.append(line.rstrip("\n"))
             print(line, end="", file=sys.stderr, flush=True)
     return process.returncode, lines
-
-
-def environment(ranks: int) -> dict[str, str]:
-    """Return the environment of a job of several ranks, which may have to share a GPU."""
-    return {**os.environ, **({"MPIKV_GPU_SHARING": "1"} if count_gpus() < ranks else {})}
-
-
-def bench(ranks: int, *arguments: str) -> Callable[[], Numbers]:
-    def run() -> Numbers:
-        """Run a short scripts/bench --device gpu, which checks its results."""
-        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-            path = Path(folder) / "bench.json"
-            line = ["--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]
-            said = said_by([sys.executable, str(ROOT / "scripts/benchmark"), *line], environment(ranks))
-            if not path.exists():
-                raise AssertionError(said)
-            return bench_numbers(json.loads(path.read_text()))
-
-    return run
-
-
-# The cases of a group that are the store's, by their first word.
-OURS = ("store", "push", "pull", "pushpull", "update", "pack")
-
-
-def bench_numbers(document: Numbers) -> Numbers:
-    """Return of each case of ``scripts/bench`` its time on the GPU, and its bandwidth where that is known."""
-    (job,) = document["jobs"]
-    found: Numbers = {"label": job["functional_only"]} if job["functional_only"] else {}
-    for group in job["groups"]:
-        for case in group["cases"]:
-            name = f"{group['name']} {case['name']}"
-            found[f"{name} us"] = case["median"] * 1e6
-            if case.get("algbw") is not None:
-                found[f"{name} algbw_GB_s"] = case["algbw"]
-            if case.get("floor"):
-                found[f"{name} GB_s"] = 1e-9 * case["floor"] * group["elements"] / case["median"]
-        # Any error of a store leaves out its cases; only where peers may be missing is that well.
-        lost = {case: why for case, why in group["skipped"].items() if case.split()[0] in OURS and "LAMB" not in why}
-        if lost:
-            raise AssertionError(f"{group['name']}: {lost}")
-        found |= {f"{group['name']} {case} skipped": why for case, why in group["skipped"].items()}
-    return found
-
-
-def synthetic(gigabytes: float) -> Callable[[], Numbers]:
-    def run() -> Numbers:
-        """Train layers whose optimizer state fills gigabytes, and check the values."""
-        options = ["--device", "gpu", "--gigabytes", str(gigabytes), "--steps", "5"]
-        return synthetic_numbers(said_by([sys.executable, str(ROOT / "scripts/train_synthetic.py"), *options]))
-
-    return run
-
-
-def synthetic_numbers(said: str) -> Numbers:
-    """Return the figures that ``train_synthetic.py`` has printed: a name and a number each."""
-    if "check passed" not in said:
-        raise AssertionError(said[-3000:])
-    words = said.split()
-    names = ("values_bytes", "state_bytes", "step_ms", "update_GB_s")
-    return {name: float(words[words.index(name) + 1]) for name in names}

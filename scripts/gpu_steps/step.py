@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,11 +82,3 @@ def store(**options: Any) -> Any:
     import mpikv
 
     return mpikv.create("nccl", **options)
-
-
-def said_by(line: list[str], environ: Mapping[str, str] | None = None) -> str:
-    """Return what a program prints that ends well. The limit of the step ends it."""
-    done = subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise AssertionError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout

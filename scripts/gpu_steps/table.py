@@ -1,6 +1,6 @@
 """All steps, by their names, in the order of their worth: right sums, the aims, the tests, ends, more figures."""
 
-from . import costs, ends, kernels, machine, order, programs, stores
+from . import costs, ends, kernels, machine, order, programs, sets, stores
 from .step import Step
 
 # Each process takes about 2 s to begin, and a job about 4 s with NCCL's start; a collective of ranks that share a GPU
@@ -22,16 +22,10 @@ STEPS = {
     "deaths_2": Step(ends.deaths, 120, expected=26, jobs=True),
     "host_cost": Step(costs.host_cost, 60, expected=2),
     "host_cost_2": Step(costs.host_cost, 60, expected=10, ranks=2),
-    "synthetic_1": Step(programs.synthetic(4.0), 60, expected=10),
     "rows": Step(kernels.rows, 40, expected=1),
     "codes": Step(kernels.codes, 60, expected=2),
     "staging": Step(machine.staging, 40, expected=1),
-    "bench_1": Step(programs.bench(1, "--quick", "--rounds", "5"), 90, expected=20, jobs=True),
-    "bench_2": Step(
-        programs.bench(2, "--quick", "--rounds", "1", "--only", "sizes,small", "--optimizer", "adam"),
-        90,
-        expected=20,
-        jobs=True,
-    ),
+    "sets": Step(sets.sets, 90, expected=40),
+    "sets_2": Step(sets.sets, 120, expected=60, ranks=2),
     "tests_4": Step(programs.tests(4), 60, expected=15, jobs=True),
 }

@@ -78,7 +78,7 @@ def _start(program: Program, arguments: Sequence[str], chosen: options.Options) 
 def _deliver(program: Program, job: report.Report, chosen: options.Options) -> int:
     """Write the file, print the report, and return the exit status."""
     document = {"mpikv": __version__, "quick": chosen.quick, "optimizers": chosen.optimizers, "jobs": [job]}
-    complaints = report.errors(document)
+    complaints = report.errors(job)
     status = 2 if "error" in job else 1 if complaints else 0
     try:
         if chosen.json:

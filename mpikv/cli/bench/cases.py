@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Group:
     comparisons: Sequence[Comparison] = ()
     needed_bytes: int = 0
     """Approximate memory of all cases on this host."""
+    floors: Mapping[str, int] = field(default_factory=dict)
+    """Bytes per element that a case must move, over all ranks, where they are known."""
 
 
 class Inputs:

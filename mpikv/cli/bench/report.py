@@ -12,31 +12,23 @@ Column = Callable[[Report, Report], str]
 _IDLE = 0.9
 
 
-def errors(document: Report) -> list[str]:
-    """Return a line for each failure: a job without results, or a wrong result."""
-    found = []
-    for job in document["jobs"]:
-        if "error" in job:
-            found.append(job["error"])
-        found += [
-            f"wrong result: {group['name']}, {case}, {text}"
-            for group in job.get("groups", ())
-            for case, text in group["wrong"].items()
-        ]
-    return found
+def errors(job: Report) -> list[str]:
+    """Return a line for each failure: the job has no results, or a wrong one."""
+    if "error" in job:
+        return [job["error"]]
+    return [
+        f"wrong result: {group['name']}, {case}, {text}"
+        for group in job["groups"]
+        for case, text in group["wrong"].items()
+    ]
 
 
 def lines(document: Report) -> Iterator[str]:
     """Yield the lines of the text."""
-    for job in measured(document):
-        yield from head(document, job)
-        yield from ratios(job)
-        yield from details(job)
-
-
-def measured(document: Report) -> list[Report]:
-    """Return the job, in a list; none where it could not measure."""
-    return [job for job in document["jobs"] if "error" not in job]
+    (job,) = document["jobs"]
+    yield from head(document, job)
+    yield from ratios(job)
+    yield from details(job)
 
 
 def head(document: Report, job: Report) -> Iterator[str]:
@@ -59,7 +51,7 @@ def head(document: Report, job: Report) -> Iterator[str]:
         yield "warning: few rounds and small sets (--quick): this shows that it works, and not how fast"
 
 
-def ratios(job: Report, shared: str = "") -> Iterator[str]:
+def ratios(job: Report) -> Iterator[str]:
     """Yield a table with a row for each comparison: the goal, both times, the ratio, and its bound if there is one."""
     rows = []
     for group in job["groups"]:
@@ -70,28 +62,23 @@ def ratios(job: Report, shared: str = "") -> Iterator[str]:
             bound = "" if one["bound"] is None else f"≤ {one['bound']:.2f}"
             rows.append((one["goal"], *map(seconds_text, times), ratio, bound))
     if rows:
-        yield f"\nratios of medians over the rounds (below 1: ours takes less time){shared}"
+        yield "\nratios of medians over the rounds (below 1: ours takes less time)"
         yield from table(filled([("goal", "ours", "peer", "ratio", "bound"), *rows]))
 
 
-def details(
-    job: Report,
-    rows_of_sizes: Callable[[Sequence[Report]], Iterable[tuple[str, ...]]] | None = None,
-    columns: Mapping[str, Column] | None = None,
-    shared: str = "",
-) -> Iterator[str]:
+def details(job: Report, columns: Mapping[str, Column] | None = None) -> Iterator[str]:
     """Yield a table of the sums of all sizes, one for each other group, and what was left out."""
     sizes = [group for group in job["groups"] if group["name"].startswith("sizes/")]
     if sizes:
-        yield f"\nsums without an updater{shared}"
-        yield from table(list((rows_of_sizes or size_rows)(sizes)))
+        yield "\nsums without an updater"
+        yield from table(size_rows(sizes))
     for group in job["groups"]:
         if group not in sizes:
-            yield f"\n{group['title']}{shared}, {group['rounds']} rounds"
+            yield f"\n{group['title']}, {group['rounds']} rounds"
             yield from table(case_rows(group, columns or COLUMNS)) if group["cases"] else ("  not measured",)
     left_out = {f"{case}: {reason}": None for group in job["groups"] for case, reason in group["skipped"].items()}
     if left_out:
-        yield f"\nleft out{shared}"
+        yield "\nleft out"
         yield from (f"  {text}" for text in left_out)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,18 +51,6 @@ class Prepared(Contender, Protocol):
         ...
 
 
-Clock = Callable[[Callable[[], object]], "tuple[float, float]"]
-"""Does the work of a rank and waits for its end; returns the seconds to the end, and the seconds to its return."""
-
-
-def time_host(work: Callable[[], object]) -> tuple[float, float]:
-    """Time work that ends before it returns."""
-    began = time.perf_counter()
-    work()
-    took = time.perf_counter() - began
-    return took, took
-
-
 @dataclass
 class Case:
     """A contender and its measurements."""
@@ -75,8 +63,6 @@ class Case:
     """All steps so far."""
     seconds: list[float] = field(default_factory=list)
     """The slowest rank's seconds per step, for each round."""
-    returned: list[float] = field(default_factory=list)
-    """The same until the calls returned; that is sooner if work is only queued."""
 
     def run(self) -> None:
         """Run the steps of one turn."""
@@ -97,37 +83,36 @@ class Case:
         self.steps += 1
 
 
-def measure(comm: Any, cases: Sequence[Case], rounds: int, clock: Clock = time_host) -> None:
+def measure(comm: Any, cases: Sequence[Case], rounds: int) -> None:
     """Time every case once per round; each round begins with another case. Collective.
 
     The rotation is fair: a case right after one that left its data in the cache would win falsely. Run each case once
     before, as a warm-up.
     """
     for case in cases:
-        _calibrate(comm, case, clock)
+        _calibrate(comm, case)
     for turn in range(rounds):
         first = turn % len(cases)
         for case in (*cases[first:], *cases[:first]):
-            took, returned = _timed(comm, case, clock)
-            case.seconds.append(took / case.repeats)
-            case.returned.append(returned / case.repeats)
+            case.seconds.append(_timed(comm, case) / case.repeats)
 
 
-def _calibrate(comm: Any, case: Case, clock: Clock) -> None:
+def _calibrate(comm: Any, case: Case) -> None:
     """Choose the repetitions of a short case. All ranks choose alike, since all know the slowest rank's time."""
-    took, _ = _timed(comm, case, clock)
+    took = _timed(comm, case)
     while took < _SURELY_LONG * SHORT:
-        took = min(took, _timed(comm, case, clock)[0], _timed(comm, case, clock)[0])
+        took = min(took, _timed(comm, case), _timed(comm, case))
         if took >= (SHORT if case.repeats == 1 else TURN):
             return
         # A margin of 30 %, since turns differ; and at least twice as many, so that the loop ends.
         case.repeats = max(2 * case.repeats, math.ceil(1.3 * case.repeats * TURN / max(took, 1e-9)))
-        took, _ = _timed(comm, case, clock)
+        took = _timed(comm, case)
 
 
-def _timed(comm: Any, case: Case, clock: Clock) -> tuple[float, float]:
-    """Return the slowest rank's seconds for a turn, and until its calls have returned."""
+def _timed(comm: Any, case: Case) -> float:
+    """Return the slowest rank's seconds for a turn."""
     case.prepare()
     comm.Barrier()
-    of_ranks = comm.allgather(clock(case.run))
-    return float(max(took for took, _ in of_ranks)), float(max(returned for _, returned in of_ranks))
+    began = time.perf_counter()
+    case.run()
+    return float(max(comm.allgather(time.perf_counter() - began)))

@@ -15,21 +15,14 @@ from .rules import Rule
 
 Settings = Mapping[str, Any]
 """Arguments of :func:`mpikv.create`, with its name unless that is ``dist_sync``."""
-Ones = Callable[[tuple[int, ...]], Array]
-"""Returns ones of a shape, on the device of the store's arrays."""
 
 
-def host_ones(shape: tuple[int, ...]) -> Array:
-    """Return ones on the host."""
-    return np.ones(shape, np.float32)
-
-
-def open_store(keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> KVStore:
+def open_store(keys: KeySet, rule: Rule | None, settings: Settings) -> KVStore:
     """Return a store of ones under the keys, with the optimizer if there is one. Collective."""
     # Override the environment: the oracle sums from left to right.
     kv = create(**{"name": "dist_sync", "deterministic": False, **settings})
     try:
-        kv.init(keys.keys, [ones(shape) for shape in keys.shapes])
+        kv.init(keys.keys, [np.ones(shape, np.float32) for shape in keys.shapes])
         if rule is not None:
             kv.set_optimizer(rule.name, **rule.options)
     except (MPIKVError, MemoryError):
@@ -46,8 +39,8 @@ def _is_exact(kv: KVStore, rule: Rule | None) -> bool:
 class SharedStore:
     """A store for several contenders, made at first use."""
 
-    def __init__(self, keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> None:
-        self.rule, self._arguments = rule, (keys, rule, settings, ones)
+    def __init__(self, keys: KeySet, rule: Rule | None, settings: Settings) -> None:
+        self.rule, self._arguments = rule, (keys, rule, settings)
         self._kv: KVStore | None = None
 
     def store(self) -> KVStore:
@@ -87,15 +80,9 @@ class PrivateArrays:
     """One pushpull of all keys, from private arrays to private arrays."""
 
     def __init__(
-        self,
-        keys: KeySet,
-        rule: Rule,
-        settings: Settings,
-        gradients: Sequence[Array],
-        outs: Sequence[Array],
-        ones: Ones = host_ones,
+        self, keys: KeySet, rule: Rule, settings: Settings, gradients: Sequence[Array], outs: Sequence[Array]
     ) -> None:
-        self._kv = open_store(keys, rule, settings, ones)
+        self._kv = open_store(keys, rule, settings)
         self.exact = _is_exact(self._kv, rule)
         self._keys, self._gradients, self._outs = keys.keys, list(gradients), list(outs)
 

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from .cases import Factory, Group, Skipped
 from .options import Options
 from .oracle import mismatches
 from .report import Report
-from .rounds import Case, Clock, measure, time_host
+from .rounds import Case, measure
 from .rules import SGD
 from .sets import whole_set
 from .single import sizes
@@ -55,14 +55,6 @@ def run(measure: Callable[[Any, Any, Options], Report], options: Options) -> Rep
     return None
 
 
-def measure_job(comm: Any, mpi: Any, options: Options) -> Report:
-    """Measure the chosen groups, and return the job's report. Collective."""
-    report = describe_job(comm, mpi, options)
-    if "error" not in report:
-        report["groups"] = [measure_group(comm, group) for group in groups(comm, options)]
-    return report
-
-
 def groups(comm: Any, options: Options) -> Iterator[Group]:
     """Yield the chosen groups; each makes its arrays with its cases. Local."""
     for name in options.groups:
@@ -70,6 +62,16 @@ def groups(comm: Any, options: Options) -> Iterator[Group]:
             yield from sizes(comm, options)
         else:
             yield whole_set(comm, options, name, SGD)[0]
+
+
+def measure_job(
+    comm: Any, mpi: Any, options: Options, groups: Callable[[Any, Options], Iterable[Group]] = groups
+) -> Report:
+    """Measure the chosen groups, and return the job's report. Collective."""
+    report = describe_job(comm, mpi, options)
+    if "error" not in report:
+        report["groups"] = [measure_group(comm, group) for group in groups(comm, options)]
+    return report
 
 
 def describe_job(comm: Any, mpi: Any, options: Options) -> Report:
@@ -124,12 +126,8 @@ def _idle(comm: Any) -> float | None:
     return machine.idle_share(_LOOK)
 
 
-def measure_group(
-    comm: Any, group: Group, clock: Clock = time_host, describe: Callable[[Case], Report] = lambda case: {}
-) -> Report:
-    """Make the cases of a group, time them, check their results, and free all. ``describe`` adds fields to the report
-    of a case. Collective.
-    """
+def measure_group(comm: Any, group: Group) -> Report:
+    """Make the cases of a group, time them, check their results, and free all. Collective."""
     began, elements = time.monotonic(), group.keys.elements
     report: Report = {"name": group.name, "title": group.title, "elements": elements, "rounds": group.rounds}
     release_freed()
@@ -140,13 +138,13 @@ def measure_group(
         return report | {"cases": [], "skipped": dict.fromkeys(group.factories, why), "comparisons": [], "wrong": {}}
     cases, skipped = _make(comm, group)
     if cases:
-        measure(comm, cases, group.rounds, clock)
+        measure(comm, cases, group.rounds)
     wrong = _check(comm, cases, group)
     if comm.rank == 0:
         print(f"measured: {group.title} ({time.monotonic() - began:.1f} s)", file=sys.stderr, flush=True)
     for case in cases:
         case.contender.close()
-    report["cases"] = [_case_report(case) | describe(case) for case in cases]
+    report["cases"] = [_case_report(case) | {"floor": group.floors.get(case.name)} for case in cases]
     return report | {"skipped": skipped, "wrong": wrong, "comparisons": _compare(report["cases"], group)}
 
 

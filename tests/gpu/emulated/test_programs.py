@@ -1,7 +1,4 @@
-"""The programs that measure and train on GPUs, as whole jobs: their results are right, and a planted mistake is found.
-
-On a GPU ``scripts/gpu_check`` runs them.
-"""
+"""What is timed on GPUs is right, and a planted mistake is found; and the script of a page, as a whole job."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.launching import cleaned, why_no_mpi
@@ -22,10 +18,7 @@ from mpikv.cli.launchers import clean
 pytestmark = pytest.mark.deadline(300)
 
 SCRIPTS = ROOT / "scripts"
-BENCH = (
-    "from benchmark.program import main\nsys.exit(main(['--device', 'gpu', '--quick', '--rounds', '1', *sys.argv[1:]]))"
-)
-TRAIN = "sys.argv += ['--device', 'gpu', '--gigabytes', '0.004', '--steps', '3']\nsys.exit(train_synthetic.main())"
+SETS = "from gpu_steps import sets, step\nstep.tell(sets.sets(quick=True))"
 
 Job = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,116 +41,47 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-@pytest.fixture
-def bench(job: Job, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Return a function that measures and returns the groups by their names."""
-
-    def bench(ranks: int, *arguments: str, plant: str = "") -> dict[str, Any]:
-        done = job(ranks, plant + BENCH, *arguments, "--json", "all.json")
-        assert done.returncode == 0, done.stderr
-        (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
-        assert (only["ranks"], only["functional_only"], only["pinned"]) == (ranks, "", False)
-        for group in only["groups"]:
-            assert group["wrong"] == {}
-            group["cases"] = {case["name"]: case for case in group["cases"]}
-        return {group["name"]: group for group in only["groups"]}
-
-    return bench
-
-
 @pytest.mark.parametrize("size", [1, 3])
-def test_sums_are_measured_and_right(bench: Any, size: int) -> None:
-    groups = bench(size, "--suite", "latency")
-    assert list(groups) == ["sizes/64", "sizes/65536", "sizes/1048576"]
-    for group in groups.values():
-        cases = group["cases"]
-        assert group["skipped"] == {}
-        assert group["functional_only"] == ""
-        assert all(case["median"] > 0 and len(case["returned_seconds"]) == 1 for case in cases.values())
-        assert set(cases) == {"push", "pull", "pushpull", "allReduce", "copy"}
-        assert group["elements"] % size == 0
-        for case in cases.values():
-            assert case["algbw"] == pytest.approx(4e-9 * group["elements"] / case["median"])
-        assert cases["pushpull"]["busbw"] == pytest.approx(cases["pushpull"]["algbw"] * 2 * (size - 1) / size)
-
-
-def test_sets_and_optimizers(bench: Any) -> None:
-    groups = bench(2, "--only", "resnet50,small")
-    assert list(groups) == ["resnet50/sgd", "resnet50/adam", "small/sgd", "small/adam"]
-    for group in groups.values():
-        assert set(group["cases"]) == {"store", "allReduce, update", "copy"}
-        assert set(group["skipped"]) == {"torch DDP"}
-
-
-def test_lamb_is_no_single_kernel(bench: Any) -> None:
-    group = bench(2, "--only", "small", "--optimizer", "lamb")["small/lamb"]
-    assert set(group["cases"]) == {"store", "copy"}
-    assert "takes more than one kernel" in group["skipped"]["allReduce, update"]
-
-
-def test_without_nccl_one_rank_measures_the_rest(bench: Any) -> None:
-    plant = (
-        "from mpikv.errors import TransportUnavailable\nfrom mpikv.compute.cuda import gpu\n"
-        "def lacks():\n    raise TransportUnavailable('no NCCL here')\ngpu.find_nccl = lacks\n"
-    )
-    group = bench(1, "--only", "sizes", plant=plant)["sizes/64"]
-    assert group["skipped"] == {"allReduce": "no NCCL here"}
-    assert set(group["cases"]) == {"push", "pull", "pushpull", "copy"}
+def test_sets_are_timed_and_right(job: Job, size: int) -> None:
+    done = job(size, SETS)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    timed = ["pushpull_us", "copy_us", "allReduce_us"][: 2 + (size > 1)]
+    assert [key for key in found if "64 B" in key] == [f"sum of 64 B: {one}" for one in timed]
+    assert len(found) == (3 + 3) * len(timed)
+    assert all(seconds > 0 for seconds in found.values())
 
 
 SILENT = """\
-from benchmark.gpu_suites import Nccl
-class Silent(Nccl):
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.step = lambda: None
-from benchmark import gpu_suites
-gpu_suites.Nccl = Silent
+from contextlib import contextmanager
+from gpu_steps import sets
+@contextmanager
+def silent(kv):
+    yield lambda source, target: None
+sets.all_reduce = silent
 """
 UPDATED = """\
-from mpi4py import MPI
-from benchmark.gpu_cases import Update
-right = Update.step
-def step(self):
-    right(self)
-    if MPI.COMM_WORLD.rank:
-        self._weight[2:3] = 0.5
-Update.step = step
+from mpikv import KVStore
+right = KVStore.pushpull
+def wrong(self, key, value=None, out=None, priority=0):
+    right(self, key, value, out, priority)
+    if self.rank == 1 and len(out) == 20:
+        out[7][2:3] = 0.5
+KVStore.pushpull = wrong
 """
 
 
 @pytest.mark.parametrize(
     ("plant", "told"),
     [
-        (SILENT, "sizes/64, allReduce, rank 0: key 0"),
-        (UPDATED, "small/sgd, allReduce, update, rank 1: key 0"),
+        (SILENT, "NCCL's own sum"),
+        (UPDATED, "rank 1: {'20 keys of 4 KB, SGD-momentum': 'key 7 after 6 steps: element 2 is 0.5 and not "),
     ],
 )
 def test_a_wrong_result_of_a_measurement_is_an_error(job: Job, plant: str, told: str) -> None:
-    done = job(2, plant + BENCH, "--only", "sizes,small", "--optimizer", "sgd")
+    done = job(2, plant + SETS)
     assert done.returncode == 1, done.stderr
-    assert f"wrong result: {told} after" in done.stderr
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_every_rank_of_a_training_finds_the_values_that_were_computed_again(job: Job, size: int) -> None:
-    done = job(size, f"import train_synthetic\n{TRAIN}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"Adam on gpu, ranks {size}, keys ")
-    assert done.stdout.endswith("check passed, both ends of every value\n")
-
-
-def test_a_wrong_value_of_a_training_is_found(job: Job) -> None:
-    plant = (
-        "import train_synthetic\nright, calls = train_synthetic.fill, []\n"
-        "def fill(gradient, tile, by):\n    calls.append(1)\n"
-        "    right(gradient, tile, 2 * by if len(calls) == 5 else by)\ntrain_synthetic.fill = fill\n"
-    )
-    done = job(1, plant + TRAIN, "--optimizer", "sgd")
-    assert done.returncode == 1, done.stderr
-    assert "check failed" in done.stdout
-    assert "train_synthetic: wrong on rank 0: 0/value/weight: element 0 is " in done.stderr
-    assert done.stderr.count("wrong on rank") == 1
+    assert told in done.stderr
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -191,7 +191,7 @@ def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     assert found == {"status": "skip", "seconds": 0.0, "reason": reason, "unreached": True}
     monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
     for name, step in check.STEPS.items():
-        assert step.needs_mpi == (name.endswith(("_2", "_4")) or name == "bench_1"), name
+        assert step.needs_mpi == (name.endswith(("_2", "_4"))), name
     assert "no MPI library" in check.take("sums_2", check.STEPS["sums_2"], {}, 100)["reason"]
 
 
@@ -292,38 +292,13 @@ LIBRARY = ("bin/mpiexec", "lib/libmpi.so", "lib/libmpi.so.12")
 
 @has_cupy
 def test_steps_fail_for_want_of_a_gpu_alone(tmp_path):
-    names = ["versions", "sums_2", "graph", "synthetic_1", "bench_1"]
-    for some in (names[:3], names[3:]):
-        done = without_gpu("--no-gpu", "--steps", ",".join(some), "--out", tmp_path)
-        assert done.returncode == 1, done.stdout + done.stderr
+    names = ["versions", "sums_2", "graph"]
+    done = without_gpu("--no-gpu", "--steps", ",".join(names), "--out", tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
     records = json.loads((tmp_path / "no-gpu.json").read_text())
     assert sorted(records) == sorted(names)
     for name, found in records.items():
         assert re.search("no GPU can be used here|CUDA driver", found["output"]), (name, found)
-
-
-def test_figures_of_the_benchmark():
-    case = {"name": "copy", "median": 2e-3, "floor": 8}
-    sums = {"name": "sizes/64", "elements": 16, "cases": [case | {"floor": None, "algbw": 0.5}], "skipped": {"a": "b"}}
-    kernels = {"name": "kernels/sgd", "elements": 10**6, "cases": [case], "skipped": {}}
-    numbers = module("programs").bench_numbers
-    expected = {
-        "sizes/64 copy us": 2000.0,
-        "sizes/64 copy algbw_GB_s": 0.5,
-        "sizes/64 a skipped": "b",
-        "kernels/sgd copy us": 2000.0,
-        "kernels/sgd copy GB_s": 4.0,
-    }
-    job = {"functional_only": "", "groups": [sums, kernels]}
-    assert numbers({"jobs": [job]}) == pytest.approx(expected)
-    assert numbers({"jobs": [job | {"functional_only": "ranks share"}]})["label"] == "ranks share"
-
-
-def test_a_program_that_fails_fails_its_step():
-    said_by = module("step").said_by
-    assert said_by([sys.executable, "-c", "print(3)"]) == "3\n"
-    with pytest.raises(AssertionError, match=r"exit status 1: \(?oh"):
-        said_by([sys.executable, "-c", "import sys; sys.exit('oh')"])
 
 
 # --- The aims
