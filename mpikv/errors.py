@@ -26,25 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-__all__ = [
-    "CheckpointError",
-    "Closed",
-    "ConfigError",
-    "KeyAlreadyInitialized",
-    "KeyNotInitialized",
-    "MPIKVError",
-    "NotFinite",
-    "PeerFailed",
-    "RankMismatch",
-    "StaleGradient",
-    "Stalled",
-    "TransportError",
-    "TransportUnavailable",
-    "Unsupported",
-    "ValueMismatch",
-]
-
-
 Raised = TypeVar("Raised", bound=BaseException)
 
 
