@@ -16,19 +16,10 @@ from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..config import updates_on_kvstore
 from ..creation import check_name, create
 from ..engine.keys import flatten
-from ..errors import (
-    Closed,
-    ConfigError,
-    KeyAlreadyInitialized,
-    StaleGradient,
-    Unsupported,
-    ValueMismatch,
-    a_kind,
-    known_names,
-)
+from ..errors import Closed, ConfigError, KeyAlreadyInitialized, StaleGradient, Unsupported, ValueMismatch, a_kind
 from ..keep.state import ObjectState
 from ..optimizers import Optimizer
-from ..options import check_number, check_switch
+from ..options import check_names, check_number, check_switch
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
@@ -679,8 +670,7 @@ class Trainer:
         return given
 
     def _parameter(self, name: Any) -> Parameter:
-        if name not in self._named:
-            raise ConfigError(known_names("parameter", name, self._named))
+        check_names("parameter", [name], self._named)
         return self._named[name]
 
     # --- The two halves, where the store only sums
