@@ -94,21 +94,13 @@ __all__ = [
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
 # Loaded at first use: a program needs one or two, and each costs import time.
-_PLACES = {
-    "AdaDelta": "adaptive",
-    "AdaGrad": "adaptive",
-    "Adam": "adam",
-    "AdamW": "adam",
-    "Adamax": "adam",
-    "FTRL": "adaptive",
-    "LAMB": "layerwise",
-    "LARS": "layerwise",
-    "Nadam": "adam",
-    "RMSProp": "adaptive",
-    "SGD": "sgd",
-    "Signum": "sgd",
-    "Test": "sgd",
+_MODULES = {
+    "adam": ("Adam", "AdamW", "Adamax", "Nadam"),
+    "adaptive": ("AdaDelta", "AdaGrad", "FTRL", "RMSProp"),
+    "layerwise": ("LAMB", "LARS"),
+    "sgd": ("SGD", "Signum", "Test"),
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 _OWN = {name.lower(): name for name in _PLACES}
 _REGISTERED: dict[str, type[Optimizer]] = {}
 
