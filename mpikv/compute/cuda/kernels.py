@@ -80,7 +80,9 @@ class CudaKernels:
             ValueMismatch: an array has a wrong dtype or size, or has gaps.
         """
         if updater.assigns:
-            return _assignment(total, value)
+            if pointer(value) == pointer(total):
+                return lambda step: None  # the sum was made in the value's memory
+            return lambda step: copy((value,), (total,))
         if layerwise.has_kernels(updater):
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
@@ -130,17 +132,6 @@ class CudaKernels:
         """
         with self._present():
             return CudaCodec(codec) if has_code(codec) else codec
-
-
-def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
-    """Return a function of a step that copies the sum to the value; it does nothing if both are the same memory."""
-    if pointer(value) == pointer(total):
-        return _nothing  # the sum was made in the value's memory
-    return lambda step: copy((value,), (total,))
-
-
-def _nothing(step: Any) -> None:
-    pass
 
 
 class _Updates:

@@ -135,14 +135,6 @@ def allocate_floats(count: int) -> Array:
     return memory
 
 
-def zeros(count: int, dtype: np.dtype[Any]) -> Array:
-    """Return zeros in memory of the current GPU."""
-    import cupy
-
-    memory: Array = cupy.zeros(count, dtype)
-    return memory
-
-
 def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
     """Return an array's address, or raise if its dtype or size is another: a kernel would write beyond a smaller array.
 
