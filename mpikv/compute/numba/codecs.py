@@ -52,10 +52,8 @@ class CompiledRanges(SamePayloads):
         """Compile the loops, or load them from disk."""
         self.codec = codec
         loops = _LOOPS[type(codec.codec)]
-        self._encode, self._decode_add = (
-            compile_cached(loops.encode, _ENCODE),
-            compile_cached(loops.decode_add, _DECODE),
-        )
+        self._encode = compile_cached(loops.encode, _ENCODE)
+        self._decode_add = compile_cached(loops.decode_add, _DECODE)
         self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 

@@ -8,7 +8,6 @@ The module imports numba; only ``kernels="numba"`` imports the module.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import numba
 import numpy as np
 
 from ...arrays.float16 import add_widened, subnormals_vanish, widen
+from ...codecs.options import Scratch
 from ...optimizers.optimizer import BLOCK
 from ...protocols import Array
 from .compiling import compile_cached, inner
@@ -28,16 +28,8 @@ _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
 _CHUNK = 1024
 # The exponent of a float16 starts at 1, that of its power of two at 126; the difference, in a float16's place.
 _BIAS = -(126 << 10) & 0xFFFF
-
-
-class _Total(threading.local):
-    """Memory for the sum of a part, one per thread."""
-
-    def __init__(self) -> None:
-        self.array = np.empty(BLOCK, np.float32)
-
-
-_total = _Total()
+# Memory for the sum of a part, one per thread.
+_total = Scratch(BLOCK, np.float32)
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -53,10 +45,8 @@ def bind_rounding(total: Array, value: Array) -> Callable[[Any], None]:
 
 def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
     """Compile loops; return a function of two addends and a step that overwrites the value by their rounded sum."""
-    round_singles, add_halves = (
-        compile_cached(loop, signature)
-        for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
-    )
+    rounding, adding = _LOOPS[value.dtype.name]
+    round_singles, add_halves = compile_cached(rounding, _ROUND), compile_cached(adding, _ADD)
     halves, dtype = _bits(value), value.dtype
     moves = dtype == np.float16
 
