@@ -80,17 +80,13 @@ class Assign:
         """Return a function that copies the sum to the value, rounded if need be; it does nothing for one memory."""
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
-            return _nothing  # the sum was made in its place
+            return lambda step: None  # the sum was made in its place
         if total.dtype == value.dtype:
             return lambda step: np.copyto(value, total)
         return lambda step: narrow(total.reshape(-1), value.reshape(-1))
 
     def settings(self) -> str:
         return "assign"
-
-
-def _nothing(step: None) -> None:
-    pass
 
 
 class CallableUpdater:
