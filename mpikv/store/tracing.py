@@ -36,15 +36,9 @@ def open_tracer(directory: str) -> Tracer:
         ConfigError: no file can be made there.
     """
     try:
-        return _tracer(directory, os.getpid())
+        return _tracer(Path(directory), os.getpid())
     except OSError as error:
         raise ConfigError(f"MPIKV_TRACE={directory!r}: no file can be made there ({error})") from error
-
-
-@cache
-def _tracer(directory: str, process: int) -> Tracer:
-    """Return the one of this process; a forked child has its own."""
-    return Tracer(Path(directory), process)
 
 
 class Tracer:
@@ -105,6 +99,10 @@ class Tracer:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False
                 log("tracing of calls has stopped: %s", error)
+
+
+# For each directory the one of this process; a forked child has its own.
+_tracer = cache(Tracer)
 
 
 def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
