@@ -127,8 +127,11 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
     """Return the sum, mean, or root's of all ranks' trees; in jit a callback makes the call later. Collective."""
     _check_store(kv, verb)
     try:
-        if verb == "pushpull":
-            _check_sums(kv)
+        if verb == "pushpull" and not (kv._in_rounds and kv._assigns):
+            raise ConfigError(
+                f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; "
+                "pass mpikv.create('allreduce')"
+            )
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} is {a_kind(name)}, not a string")
         leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -279,15 +282,6 @@ def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> No
 def _check_store(kv: Any, verb: str) -> None:
     if not isinstance(kv, KVStoreBase):
         raise TypeError(f"{verb}: kv is {a_kind(kv)}, not a store; pass mpikv.create('allreduce')")
-
-
-def _check_sums(kv: Any) -> None:
-    """Raise ConfigError if the store makes no sums. Local."""
-    if not (kv._in_rounds and kv._assigns):
-        raise ConfigError(
-            f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; pass "
-            "mpikv.create('allreduce')"
-        )
 
 
 def _check_compiling() -> None:
