@@ -127,7 +127,8 @@ class Commits:
                 step, since = step + 1, since + 1
                 if since >= apart or step == total:
                     pace = (present().now() - began) / since
-                    apart, saves, ends = self._collective("steps", self._prepare_meeting, step, pace, step == total)
+                    text, last = f"commit before step {step}", step == total
+                    apart, saves, ends = self._collective("steps", _prepare, text, self._meet, step, pace, last)
                     if saves and self._disk:
                         self._save(self._disk, step)
                     if ends:
@@ -163,10 +164,14 @@ class Commits:
     def restore(self, total: int) -> Restored | None:
         """Put back all ranks' newest state, of a commit or the disk; return how, None at a first start. Collective."""
         restored: Restored | None
-        restored, from_disk = self._collective("steps", self._prepare_restore, total)
+        text = f"total {total}" + (f", path {self._disk.path}" if self._disk else "")
+        restored, from_disk = self._collective("steps", _prepare, text, self._restore)
         if (disk := self._disk) and from_disk:
             state = self._collective("load", disk.checkpoints.load_rest, disk.path)
-            self._collective("steps", self._prepare_objects, disk.path, state)
+            text = f"objects before step {state[_STEP]}"
+            self._collective(
+                "steps", _prepare, text, self._agreement.run_together, self._take_objects, disk.path, state
+            )
         if restored is not None and restored.step:
             if restored.step > total and self._control.rank == 0:
                 log("steps: total=%d is below step %d, where the loop goes on: it makes no step", total, restored.step)
@@ -176,10 +181,6 @@ class Commits:
                 # The ranks have died in the loop's last save.
                 self._save(disk, total)
         return restored
-
-    def _prepare_restore(self, total: int) -> PreparedCall:
-        call = text_call("steps", f"total {total}" + (f", path {self._disk.path}" if self._disk else ""))
-        return call, partial(self._restore, call)
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
         """Put back all ranks' newest commit, unless the file on disk is newer; return how, and if it is. Collective."""
@@ -268,10 +269,6 @@ class Commits:
         for name, state in self._states.items():
             state.set(objects[name])
 
-    def _prepare_objects(self, path: str, saved: dict[str, Any]) -> PreparedCall:
-        call = text_call("steps", f"objects before step {saved[_STEP]}")
-        return call, partial(self._agreement.run_together, call, self._take_objects, path, saved)
-
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
         """Give kept objects their state from a checkpoint; ConfigError if it lacks one that is no generator. Local."""
         for name, state in self._states.items():
@@ -288,10 +285,6 @@ class Commits:
                 log("%r has no state of the generator %r for this number of ranks: it starts anew", path, name)
 
     # --- Where ranks meet
-
-    def _prepare_meeting(self, step: int, pace: float, is_last: bool) -> PreparedCall:
-        call = text_call("steps", f"commit before step {step}")
-        return call, partial(self._meet, call, step, pace, is_last)
 
     def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
         """Commit if it is time; return the steps to the next meeting, and whether to save and to end. Collective."""
@@ -327,3 +320,9 @@ class Commits:
         objects = {name: encode(state.get(), arrays, f"keep: {name}") for name, state in self._states.items()}
         tree = {"objects": objects, "store": encode(self._contents.collect(), arrays, "the store")}
         return self._layout + b"\n" + json.dumps(tree).encode(), arrays
+
+
+def _prepare(text: str, run: Callable[..., object], *arguments: Any) -> PreparedCall:
+    """Prepare a call that ranks compare by a text; ``run`` is given it, and the arguments. Local."""
+    call = text_call("steps", text)
+    return call, partial(run, call, *arguments)
