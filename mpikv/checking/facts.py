@@ -183,11 +183,6 @@ def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
     return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"
 
 
-def _reduce_scatter_block(comm: Any, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Facts:
-    blocks = comm.size if sendbuf is MPI.IN_PLACE else 1
-    return op_of(op), _pair(_block(sendbuf, comm.size), _block(recvbuf, blocks))
-
-
 def on_gpus(messages: Sequence[Any]) -> list[Any]:
     """Return the buffers of messages that lie on a GPU; none if the MPI library can read them there."""
     if HOST.issuperset(map(type, messages)):
@@ -225,7 +220,8 @@ BUFFERS: dict[str, Callable[..., Facts]] = {
     # Not the counts: without them mpi4py takes those of the buffers.
     "Reduce_scatter": lambda c, sendbuf, recvbuf, recvcounts=None, op=MPI.SUM: (
         op_of(op), _block(recvbuf if sendbuf is MPI.IN_PLACE else sendbuf)),
-    "Reduce_scatter_block": _reduce_scatter_block,
+    "Reduce_scatter_block": lambda c, sendbuf, recvbuf, op=MPI.SUM: (
+        op_of(op), _pair(_block(sendbuf, c.size), _block(recvbuf, c.size if sendbuf is MPI.IN_PLACE else 1))),
     **dict.fromkeys(("Barrier", "Alltoallv", "Alltoallw"), nothing),
     **dict.fromkeys(
         ("Allreduce", "Scan", "Exscan"),
