@@ -235,7 +235,8 @@ def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = Fa
     if len(arrays) == 1:
         return arrays[0]  # no copy, and no cast either: the caller only reads it
     if in_pairs:
-        return _sum_in_pairs([array.astype(accumulator(dtype), copy=False) for array in arrays], accumulator(dtype))
+        terms = [(array.astype(accumulator(dtype), copy=False), False) for array in arrays]
+        return _sum_tree(terms, accumulator(dtype))[0]
     # A copy, also where the dtype stays: the caller's first array must not become the sum.
     total = arrays[0].astype(accumulator(dtype))
     for array in arrays[1:]:
@@ -271,7 +272,7 @@ def _add_halves(terms: Sequence[Array], out: Array) -> None:
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
     """Write the sum of the terms' elements ``[low, high)`` to ``out``: the sum of both halves' sums, and so on."""
     # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
-    np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
+    np.copyto(out, _sum_tree([(term[low:high], False) for term in terms], out.dtype)[0])
 
 
 def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
@@ -279,34 +280,25 @@ def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out
 
     All terms have the dtype of ``out``.
     """
-    total, _ = _sum_in_terms([(term[low:high], number != own) for number, term in enumerate(terms)])
+    total, _ = _sum_tree([(term[low:high], number != own) for number, term in enumerate(terms)], out.dtype)
     np.copyto(out, total)
 
 
-def _sum_in_terms(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
-    """Add up (term, may be overwritten) pairs as a tree, in their memory; return such a pair of the sum."""
-    if len(terms) == 1:
-        return terms[0]
-    middle = len(terms) // 2
-    (left, over_left), (right, _) = _sum_in_terms(terms[:middle]), _sum_in_terms(terms[middle:])
-    total = left if over_left else right
-    np.add(left, right, out=total)
-    return total, True
+def _sum_tree(terms: Sequence[tuple[Array, bool]], dtype: np.dtype[Any]) -> tuple[Array, bool]:
+    """Add up (term, may be overwritten) pairs as a binary tree, in memory that may be; return such a pair of the sum.
 
-
-def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Add up arrays as a binary tree. A single term of this dtype is returned itself: do not write to the result."""
+    A single term of this dtype is returned itself.
+    """
     if len(terms) == 1:
-        if terms[0].dtype == dtype:
+        if terms[0][0].dtype == dtype:
             return terms[0]
-        wide = np.empty(terms[0].size, dtype)
-        widen(terms[0], wide)
-        return wide
+        wide = np.empty(terms[0][0].size, dtype)
+        widen(terms[0][0], wide)
+        return wide, True
     middle = len(terms) // 2
-    left, right = _sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype)
-    # A sum of two or more terms is memory of this function's own; a term is the caller's, or another rank's.
-    total: Array = np.add(left, right, out=None if left is terms[0] else left)
-    return total
+    (left, over_left), (right, over_right) = _sum_tree(terms[:middle], dtype), _sum_tree(terms[middle:], dtype)
+    # Else in new memory: a term may be the caller's, or another rank's.
+    return np.add(left, right, out=left if over_left else right if over_right else None), True
 
 
 def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Array:
