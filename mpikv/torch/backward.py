@@ -296,18 +296,14 @@ class BackwardSync:
         if len(settled) < len(self.gradients):
             arrived = [gradient for gradient in self._arrived if gradient.buffer is None]
             unused = [one for one in reversed(self.gradients) if one.buffer is None and one not in self._arrived]
-            self._make_buckets_in_pass([*arrived, *unused])
+            try:
+                self.make_buckets([*arrived, *unused])
+            except MPIKVError:
+                self._end_pass()  # the failed call was the last of the pass on every rank
+                raise
             brought |= {gradient: self._stage(gradient) for gradient in (*arrived, *unused)}
             self._send(complete=False)
         return [brought[gradient] for gradient in self.gradients]
-
-    def _make_buckets_in_pass(self, own_order: Sequence[Gradient]) -> None:
-        """Make buckets as :meth:`make_buckets`; if that fails, end the pass. Collective."""
-        try:
-            self.make_buckets(own_order)
-        except MPIKVError:
-            self._end_pass()  # the failed call was the last of the pass on every rank
-            raise
 
     def note_step(self, optimizer: Any) -> None:
         """Count a step, and mix its optimizer's settings into the stamp that the next pass compares. Local."""
@@ -353,8 +349,10 @@ class BackwardSync:
 
     def _announce_failure(self) -> bool:
         """Raise in the other ranks' backward, not here; return whether that was the pass's last call. Collective."""
+        error = sys.exc_info()[1]
+        handled = "" if error is None else f"; it handles {type(error).__name__}: {text_of(error)}"
         with suppress(MPIKVError):
-            self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{_handled()}"))
+            self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{handled}"))
         return self._task is None
 
     # --- What ranks agree about
@@ -436,9 +434,3 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
             alive(*arguments)
 
     return call
-
-
-def _handled() -> str:
-    """Return a text about the exception in hand, if there is one."""
-    error = sys.exc_info()[1]
-    return "" if error is None else f"; it handles {type(error).__name__}: {text_of(error)}"
