@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -38,15 +38,10 @@ _PATIENCE = 0.25
 _abandoned: list[Any] = []
 
 
-class Ending(Protocol):
-    """What a caller does at the end of a call."""
-
-    def __call__(self, error: BaseException | None, source: int) -> object:
-        """Learn of an error, or of none, and of the rank that has sent what was received, else -1.
-
-        It is called in the thread of the call before that returns, or in any other. If it raises without an error, it
-        is called again with what it has raised; what it raises then is logged.
-        """
+Ending: TypeAlias = Callable[[BaseException | None, int], object]
+"""What a caller does at the end of a call: it learns of an error, or of none, and of the rank that has sent what was
+received, else -1. It is called in the thread of the call before that returns, or in any other. If it raises without an
+error, it is called again with what it has raised; what it raises then is logged."""
 
 
 @dataclass(eq=False)
