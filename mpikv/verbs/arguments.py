@@ -51,15 +51,13 @@ def checked_targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
 
     A value's own view is returned as it is: there is nothing to fill.
     """
-    return [
-        tuple(
-            array
-            if array is entry.view
-            else checked_target(array, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
-            for array in group
-        )
-        for entry, group in zip(entries, groups, strict=True)
-    ]
+    return [tuple(_target_of(entry, array) for array in group) for entry, group in zip(entries, groups, strict=True)]
+
+
+def _target_of(entry: Entry, out: Any) -> Array:
+    """Return a value's own view itself, which nothing has to be copied to; check any other array to fill. Local."""
+    memory = entry.place.block.memory
+    return out if out is entry.view else checked_target(out, entry.key, entry.shape, entry.dtype, memory)
 
 
 def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:

@@ -127,9 +127,8 @@ def _take_memory(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
     """Allocate and return memory for copies of one request's rows; None where none is needed. Local."""
     shape, out = (each.ids.size, *entry.shape[1:]), each.out
     casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
-    return Made(
-        None if each.ids is ids else memory.empty(shape, entry.dtype), memory.empty(shape, out.dtype) if casts else None
-    )
+    some = None if each.ids is ids else memory.empty(shape, entry.dtype)
+    return Made(some, memory.empty(shape, out.dtype) if casts else None)
 
 
 def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
