@@ -453,13 +453,11 @@ class AsyncKVStore(KVStore):
             self._client.take(ticket, version, answer)
             return
         assert self._endpoint is not None
+        outcome = Outcome.WELL
         if isinstance(answer, BaseException):
             outcome = Outcome.HALFWAY if isinstance(answer, HalfUpdated) else Outcome.RAISED
-            self._endpoint.answer(
-                rank, (ticket, version, outcome), np.frombuffer(format_error(answer).encode(), np.uint8)
-            )
-        else:
-            self._endpoint.answer(rank, (ticket, version, Outcome.WELL), answer)
+            answer = np.frombuffer(format_error(answer).encode(), np.uint8)
+        self._endpoint.answer(rank, (ticket, version, outcome), answer)
 
     # --- Ends
 
