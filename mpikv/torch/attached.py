@@ -424,9 +424,7 @@ class Attached:
     def _refuse_in_backward(self) -> None:
         """Raise Unsupported on every rank if a backward runs here. Local otherwise."""
         if torch._C._current_graph_task_id() != -1:
-            self._sync.refuse(
-                Unsupported("optimizer.step was called in a hook of a backward; call it when backward has returned")
-            )
+            self._sync.forbid("optimizer.step was called in a hook of a backward; call it when backward has returned")
 
     def _check_before_shards(self, sharded: ShardedStep) -> None:
         """Before a sharded step: raise unless gradients were exchanged; divide newly added parameters. Collective."""

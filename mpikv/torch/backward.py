@@ -153,7 +153,7 @@ class BackwardSync:
             self._begin_pass(task)
         # Two sums of one gradient in a pass: the second would be added to a mean that is under way.
         if gradient in self._arrived:
-            self.refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
+            self.forbid(f"backward computed the gradient of {gradient.name!r} twice in one pass")
         if gradient.buffer is None:
             self._check(gradient)
         else:
@@ -175,11 +175,9 @@ class BackwardSync:
         self.passes += 1
         self._task = task
         if in_flight and any(one.parameter.grad is one.buffer is not None for one in self.gradients):
-            self.refuse(
-                Unsupported(
-                    "sums of the last backward, which did not end, have come into gradients since; after an error call "
-                    "zero_grad(), which sets them to None; with torch.utils.checkpoint pass use_reentrant=False"
-                )
+            self.forbid(
+                "sums of the last backward, which did not end, have come into gradients since; after an error call "
+                "zero_grad(), which sets them to None; with torch.utils.checkpoint pass use_reentrant=False"
             )
         # torch has no public name for a callback at the end of a backward; DDP uses the same.
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
@@ -225,6 +223,10 @@ class BackwardSync:
             self._end_pass()
         store.raise_on_all_ranks(error, "backward")
 
+    def forbid(self, text: str) -> NoReturn:
+        """Raise Unsupported on every rank, as :meth:`refuse` does. Collective."""
+        self.refuse(Unsupported(text))
+
     def _send(self, complete: bool) -> None:
         """Send buckets in their order: all, or with ``complete`` up to the first incomplete one. Collective.
 
@@ -248,11 +250,9 @@ class BackwardSync:
     def _finish(self, task: int) -> None:
         """At the end of a pass, in a callback: send the rest, await the means, compare ranks' passes. Collective."""
         if task != self._task:
-            self.refuse(
-                Unsupported(
-                    "a backward within this one has computed other gradients of the model, so that one pass became "
-                    "two; with torch.utils.checkpoint pass use_reentrant=False"
-                )
+            self.forbid(
+                "a backward within this one has computed other gradients of the model, so that one pass became two; "
+                "with torch.utils.checkpoint pass use_reentrant=False"
             )
         self._refuse_changed()
         in_step = False
@@ -280,12 +280,10 @@ class BackwardSync:
         for gradient, (grad, version) in self._arrived.items():
             now = gradient.parameter.grad
             if now is not grad or now._version != version:
-                self.refuse(
-                    Unsupported(
-                        f"a hook that was registered after attach has changed the gradient of {gradient.name!r}, which "
-                        "is being exchanged; register the hook before attach, or change gradients, and call "
-                        "optimizer.step, when backward has returned"
-                    )
+                self.forbid(
+                    f"a hook that was registered after attach has changed the gradient of {gradient.name!r}, which is "
+                    "being exchanged; register the hook before attach, or change gradients, and call optimizer.step, "
+                    "when backward has returned"
                 )
 
     def _send_rest(self) -> list[bool]:
@@ -330,7 +328,7 @@ class BackwardSync:
         if self._task is None:
             return
         if self._task == torch._C._current_graph_task_id() != _CUT:
-            self.refuse(Unsupported("a call was made in a hook of a backward; make it when backward has returned"))
+            self.forbid("a call was made in a hook of a backward; make it when backward has returned")
         self._restart()
         if self._task != _CUT and not self._failure_known and self._announce_failure():
             return
