@@ -281,9 +281,8 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         device, lack, problem = _find_device(request.kind, group, settings)
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-    of_ranks = compare_requests(
-        group, "create", _describe(request), problem, [lack, own, device is not None or has_cupy()]
-    )
+    facts = [lack, own, device is not None or has_cupy()]
+    of_ranks = compare_requests(group, "create", _describe(request), problem, facts)
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device

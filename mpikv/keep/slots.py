@@ -106,9 +106,8 @@ class Slots:
         Raises:
             MemoryError: there is too little; the files keep their commits.
         """
-        *begins, end = accumulate(
-            arrays, lambda end, array: _align(end + array.nbytes), initial=_align(_TEXT_AT + len(text))
-        )
+        first = _align(_TEXT_AT + len(text))
+        *begins, end = accumulate(arrays, lambda end, array: _align(end + array.nbytes), initial=first)
         for file in self._files:
             size = os.fstat(file).st_size
             try:

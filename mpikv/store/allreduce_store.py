@@ -163,9 +163,8 @@ class AllReduce(RankedStore):
 
     def _cannot(self, verb: str) -> NoReturn:
         """Raise Unsupported on every rank: this store has no such call. Collective."""
-        self.raise_on_all_ranks(
-            Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb
-        )
+        error = Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has")
+        self.raise_on_all_ranks(error, verb)
 
     def _make_call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
         """Make a sum or a broadcast, checked unless arrays are those of the last; may open NCCL first. Collective."""

@@ -207,14 +207,12 @@ class CapturedStep:
         # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
         lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
-        lack = lack or _find_lack(
-            memory, self._given, plan, None if sources is None else groups_of(sources), groups_of(targets)
-        )
+        pushed = None if sources is None else groups_of(sources)
+        lack = lack or _find_lack(memory, self._given, plan, pushed, groups_of(targets))
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
-        return self._add_table(
-            _Known(plan, sources, targets, result, lack), self._verbs.comparison.update_call("pushpull", plan)[1]
-        )
+        steps = self._verbs.comparison.update_call("pushpull", plan)[1]
+        return self._add_table(_Known(plan, sources, targets, result, lack), steps)
 
     def _add_table(self, known: _Known, steps: Steps) -> _Known:
         """Return ``known`` with a GPU table for these steps: the one that it has, or a new one if unfit. Local."""

@@ -1316,9 +1316,8 @@ class KVStore(RankedStore):
         if issue is not None:
             let_gpus_queue(self)
             run, rejoin = partial(issue.run, run), issue.rejoin
-        return self._pending.add(
-            Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, rejoin)
-        )
+        work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, rejoin)
+        return self._pending.add(work)
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:

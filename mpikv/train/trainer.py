@@ -402,9 +402,8 @@ class Trainer:
         """
         self.start()
         if self._on_store:
-            self._kvstore.save_optimizer_states(
-                fname, self._attempt("save_states", lambda: is_dumpable(self.optimizer))
-            )
+            dumps = self._attempt("save_states", lambda: is_dumpable(self.optimizer))
+            self._kvstore.save_optimizer_states(fname, dumps)
         else:
             self._run_together("save_states", self._save(fname))
 
