@@ -48,6 +48,8 @@ class KVStoreBase:
     """The capability of running an optimizer where values are stored."""
     kv_registry: ClassVar[_Registry] = {}
     """The registered classes by their names in lower case."""
+    _in_rounds = True
+    """Whether an update is made by the sum over ranks."""
 
     @staticmethod
     def register(kind: _Kind) -> _Kind:
@@ -83,11 +85,6 @@ class KVStoreBase:
     def _joining(self) -> bool:
         """Whether the store is in a block of ``join``. Local."""
         return False
-
-    @property
-    def _in_rounds(self) -> bool:
-        """Whether an update is made by the sum over ranks. Local."""
-        return True
 
     @property
     def _assigns(self) -> bool:
