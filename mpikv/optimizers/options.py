@@ -89,10 +89,8 @@ def _check_multipliers(where: str, value: Any) -> Multipliers:
     for key in value:
         if not isinstance(key, (numbers.Integral, str)):
             raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
-    # Read-only: the store would not notice a factor changed in place.
-    return MappingProxyType(
-        {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in value.items()}
-    )
+    checked = {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in value.items()}
+    return MappingProxyType(checked)  # read-only: the store would not notice a factor changed in place
 
 
 def _check_callable(where: str, value: Any) -> Any:

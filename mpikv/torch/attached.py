@@ -181,10 +181,8 @@ class Attached:
         model_buffers = ModelBuffers(kv, prefix, self._model) if buffers == "root" else None
         weights = Weights(kv, prefix, optimizers)
         ending.callback(weights.release)
-        overlaps = not kv.any_rank(not _has_spare_core(kv))
-        self._sync = BackwardSync(
-            kv, self._sums, prefix, bucket_bytes if overlaps else None, model_buffers, weights, optimizers
-        )
+        limit = None if kv.any_rank(not _has_spare_core(kv)) else bucket_bytes
+        self._sync = BackwardSync(kv, self._sums, prefix, limit, model_buffers, weights, optimizers)
         ending.callback(self._sync.release)
         self._stepped = {id(one): 0 for one in optimizers}
         before, after = map(torch.compiler.disable, (self._before_step, lambda *_: weights.accept()))
@@ -392,9 +390,8 @@ class Attached:
         if closure is not None:  # backward runs inside of it, later
             self._stepped[id(optimizer)] = sync.passes
             sync.note_step(optimizer)
-            return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), {
-                name: value for name, value in options.items() if name != "closure"
-            }
+            rest = {name: value for name, value in options.items() if name != "closure"}
+            return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), rest
         if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
             self._check_gradients(optimizer)
         with self._noting_missed_call():

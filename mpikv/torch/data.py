@@ -49,11 +49,9 @@ def sampler(
             return sampler(dataset, kv=own, shuffle=shuffle, seed=seed, drop_last=drop_last)
     with raising_on_all(kv, "sampler"):
         share = DistributedSampler(dataset, kv.size, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        description = (
-            f"a dataset of {len(dataset)} elements, shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
-        )
+        options = f"shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
         # A difference would make unequal numbers of steps, and a hang, or train twice on some elements.
-        kv.check_equal(description, "sampler")
+        kv.check_equal(f"a dataset of {len(dataset)} elements, {options}", "sampler")
         return share
 
 

@@ -234,9 +234,8 @@ class Trainer:
         self._on_store = self._attempt("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
-        store.check_equal(
-            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resume={self._resume}"
-        )
+        scales = self._scaler is not None
+        store.check_equal(f"update_on_kvstore={self._on_store}, loss_scaler={scales}, resume={self._resume}")
         stored = self._stored()
         if self._resume:
             # The argument of this Trainer counts, not the option of the job that saved.

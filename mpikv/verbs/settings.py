@@ -34,9 +34,8 @@ class SettingVerbs:
         new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
         unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
         if unknown and len(table) and self._exchange.transport.rank == 0:
-            log(
-                "set_optimizer: lr_mult or wd_mult has the unknown keys %s: no effect before their init", brief(unknown)
-            )
+            text = "set_optimizer: lr_mult or wd_mult has the unknown keys %s: no effect before their init"
+            log(text, brief(unknown))
         return self._change_updater("set_optimizer", new)
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
