@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from ..errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
-from ..protocols import Array
+from ..protocols.arrays import Array
 from .float16 import add_widened, widen
 
 Result = TypeVar("Result")

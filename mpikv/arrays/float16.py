@@ -12,7 +12,7 @@ import threading
 
 import numpy as np
 
-from ..protocols import Array
+from ..protocols.arrays import Array
 
 # Elements per step: with input and output some 600 KB, so a step stays in the cache.
 _BLOCK = 1 << 15

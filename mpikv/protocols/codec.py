@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from .arrays import Array
+from .arrays import Array
 
 LARGEST = 2.0**100
 """The largest magnitude of an element that may be compressed, about 1e30. A residual stays finite even after a hundred
