@@ -273,7 +273,7 @@ class Check(Standing):
     @property
     def is_open(self) -> bool:
         """Whether this process made it, and no failure has ended it."""
-        return os.getpid() == self._process and self.is_usable
+        return os.getpid() == self._process and self._failure is None
 
 
 def _heeding(group: ProcessGroup, waiting: Waiting) -> Requests:

@@ -28,11 +28,6 @@ class Standing:
         self._agreement, self._group = agreement, group
         self._failure: Exception | None = None
 
-    @property
-    def is_usable(self) -> bool:
-        """Whether no failure has ended the calls."""
-        return self._failure is None
-
     def check_usable(self) -> None:
         """Raise the failure after which no call is made. Local."""
         if self._failure is not None:

@@ -133,7 +133,7 @@ class GpuOrder:
         """Called when :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
-        self._abort: Callable[[str], None] = _nothing
+        self.abandon: Callable[[str], None] = _nothing
         self.queue: Door = lambda _, run: run(None)
         """Queues work without a transport, in :meth:`run`."""
         self.recording = False
@@ -150,7 +150,7 @@ class GpuOrder:
         ``check`` raises if work has failed. ``abort`` ends the work, and tells other ranks why. ``queue`` queues work
         without a transport. ``wake`` becomes :attr:`wake`.
         """
-        self.check, self._abort, self.queue, self.wake = check, abort, queue, wake
+        self.check, self.abandon, self.queue, self.wake = check, abort, queue, wake
 
     @property
     def failed(self) -> bool:
@@ -379,9 +379,6 @@ class GpuOrder:
         self.wait()
         self.drop_graphs()
         self._gpu.release(self.stream)
-
-    def abandon(self, why: str) -> None:
-        self._abort(why)
 
 
 class Issued:
