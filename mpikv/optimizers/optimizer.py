@@ -491,12 +491,9 @@ class Optimizer:
         return self.multi_precision and dtype != precision
 
     def __repr__(self) -> str:
-        changed = []
-        for option in fields(self):
-            if option.init:
-                value = getattr(self, option.name)
-                if value is not None and value != option.metadata.get("default", option.default):
-                    changed.append(f"{option.name}={describe(value)}")
+        usual = {one.name: one.metadata.get("default", one.default) for one in fields(self) if one.init}
+        present = {name: getattr(self, name) for name in usual}
+        changed = (f"{name}={describe(one)}" for name, one in present.items() if one not in (None, usual[name]))
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
