@@ -154,8 +154,11 @@ class _Updates:
             some = steps[low : low + self._room.ranges]
             rule, count = self._use_table(some) if isinstance(some[0], Row) else self._use_steps(some)
             # A step of all ranges uses the same cut each time: rewrite the argument only if it differs.
-            if self._cut != (low, low + count):
-                self._choose_ranges(low, low + count)
+            if self._cut != (cut := (low, low + count)):
+                begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[low + count - 1])
+                self._given["begin"], self._given["count"] = begin, count
+                self._given["end"][:count] = self._ends[low : low + count]
+                self._cut, self._blocks = cut, -(-(end - begin) // PART)
             if self._blocks:
                 _kernel_of(rule, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
             low += count
@@ -176,13 +179,6 @@ class _Updates:
         self._given["table"] = 0
         self._rows[: len(rows)] = rows
         return rule, len(rows)
-
-    def _choose_ranges(self, low: int, high: int) -> None:
-        """Write the ranges of the next launch into its argument."""
-        begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
-        self._given["begin"], self._given["count"] = begin, high - low
-        self._given["end"][: high - low] = self._ends[low:high]
-        self._cut, self._blocks = (low, high), -(-(end - begin) // PART)
 
 
 def _preload(rule: Rule, dtype: np.dtype[Any]) -> None:
