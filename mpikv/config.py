@@ -133,8 +133,7 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
     (True, False)
     """
     # A bad text means True: this runs while an error is printed, and must not raise.
-    text = environ.get("MPIKV_FULL_TRACEBACK", "0")
-    return _SWITCHES.get(text.lower(), True)
+    return _SWITCHES.get(environ.get("MPIKV_FULL_TRACEBACK", "0").lower(), True)
 
 
 def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:

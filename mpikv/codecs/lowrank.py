@@ -89,8 +89,7 @@ class LowRank:
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the rows and columns of a value of this shape, seen as a matrix."""
-    rows = shape[0] if shape else 1
-    return rows, math.prod(shape[1:])
+    return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
 def _start_next(start: Array, right: Array) -> None:
