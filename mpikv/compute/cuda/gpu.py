@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial, wraps
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import finalize, ref
@@ -428,12 +429,8 @@ class CupyGpu:
         there = np.empty(sums.shape, sums.dtype)
         self.download(sums, there)
         squares, bad = norms.join_pieces(there).T.tolist()
-        found, first = [], 0
-        for count in counts:
-            last = first + count
-            found.append((float(sum(squares[first:last])), not any(bad[first:last])))
-            first = last
-        return found
+        ends = pairwise(accumulate(counts, initial=0))
+        return [(float(sum(squares[first:last])), not any(bad[first:last])) for first, last in ends]
 
     @_translated()
     def scale(self, arrays: Sequence[Array], factor: float) -> None:

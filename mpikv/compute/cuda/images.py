@@ -40,8 +40,7 @@ def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: s
         )
         return Image(code, names[expression])
 
-    compiler = _compiler(cupy)
-    if compiler is None:
+    if (compiler := _compiler(cupy)) is None:
         return build()
     folder, facts = compiler
     return cached_image(folder, (*facts, *options, expression, text), build)

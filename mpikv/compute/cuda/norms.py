@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -89,14 +90,10 @@ def cells_of(size: int) -> int:
 
 def _runs(members: Sequence[int]) -> Iterator[list[int]]:
     """Yield runs of consecutive numbers, each as long as a launch allows."""
-    run: list[int] = []
-    for member in members:
-        if run and (member != run[-1] + 1 or len(run) == MOST):
-            yield run
-            run = []
-        run.append(member)
-    if run:
-        yield run
+    # Consecutive numbers rise as their places do.
+    for _, pairs in groupby(enumerate(members), lambda pair: pair[1] - pair[0]):
+        run = [member for _, member in pairs]
+        yield from (run[low : low + MOST] for low in range(0, len(run), MOST))
 
 
 def _given(arrays: Sequence[Array], part: int) -> Array:
