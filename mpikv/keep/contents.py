@@ -68,9 +68,8 @@ class Contents:
         for entry in self._list_kept():
             form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
             sparse = " of rows" * (entry.present is not None)
-            texts.append(
-                f"key {entry.key!r}: {form}{sparse}, at {place.start} of block {place.block.index}, row {entry.index}"
-            )
+            where = f"at {place.start} of block {place.block.index}, row {entry.index}"
+            texts.append(f"key {entry.key!r}: {form}{sparse}, {where}")
         for block in self._ends:
             slots = {name: name_of(array.dtype) for name, array in block.state.items()}
             # The transport and the number of its first cell decide its owners, too.

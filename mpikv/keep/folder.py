@@ -53,11 +53,8 @@ def newest_step(folder: Path) -> tuple[int, int]:
     newest: dict[int, dict[int, Commit]] = {}
     for path in folder.iterdir():
         if found := _NAME.fullmatch(path.name):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                commit = read_header(file)
-            finally:
-                os.close(file)
+            with path.open("rb") as file:
+                commit = read_header(file.fileno())
             ranks, rank = newest.setdefault(int(found[1]), {}), int(found[2])
             ranks[rank] = max(commit, ranks.get(rank, Commit()))
     # All ranks have files before the first of them commits.
