@@ -100,13 +100,7 @@ class RowVerbs:
     ) -> PreparedCall:
         """Prepare a pull of rows for checked requests, and take memory for them now. Its run is collective."""
         call = self._comparison.plan_call("row_sparse_pull", plan, priority)
-        pull = self._prepare_pull(plan, asked)
-
-        def run() -> Any:
-            pull()
-            return result
-
-        return call, run
+        return call, self._prepare_pull(plan, asked, result)
 
     def pushpull_rows(
         self,
@@ -142,17 +136,18 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         return sum_given(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
-    def _prepare_pull(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> Callable[[], None]:
+    def _prepare_pull(self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None) -> Callable[[], Any]:
         """Take memory for pulled rows, as a GPU may have too little; return a collective that pulls. Local."""
         every = [want_rows(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
         nbytes = 0 if self._memory.is_host else spare_bytes(plan.entries, every)
         spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
 
-        def pull() -> None:
+        def pull() -> Any:
             with self._memory.workspace.over(spare):
                 self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
                 for entry, wanted in zip(plan.entries, every, strict=True):
                     deliver(entry, wanted)
+            return result
 
         return pull
 
