@@ -135,8 +135,7 @@ class AsyncKVStore(KVStore):
         Raises:
             KeyNotInitialized: the key is unknown.
         """
-        version = super().version(key)
-        return self._client.seen.get(key, version)
+        return self._client.seen.get(key, super().version(key))
 
     # --- Verbs
 
@@ -277,10 +276,8 @@ class AsyncKVStore(KVStore):
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         """Ask owners for values and wait until they are in the arrays; raise failed pushes. Not collective."""
-        tickets = []
-        for entry, given in zip(plan.entries, arrays, strict=True):
-            tickets.append(self._client.ask(Kind.PULL, _owner_of(entry), entry, take=_make_fill(given)))
-        self._client.wait(tickets)
+        ask, pairs = self._client.ask, zip(plan.entries, arrays, strict=True)
+        self._client.wait([ask(Kind.PULL, _owner_of(one), one, take=_make_fill(given)) for one, given in pairs])
         self._client.raise_failures(plan.keys)
 
     # --- The doors

@@ -302,9 +302,9 @@ def _check_compiling() -> None:
 
 def _is_traced(leaves: Sequence[Any]) -> bool:
     """Return whether JAX is tracing: a leaf is a tracer, or a new operation makes one."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return True
-    return isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)  # all leaves may be constants of the function
+    kind = jax.core.Tracer
+    # All leaves may be constants of the function.
+    return any(isinstance(leaf, kind) for leaf in leaves) or isinstance(jax.lax.neg(np.float32(0)), kind)
 
 
 def _place_like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:

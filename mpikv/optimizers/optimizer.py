@@ -474,8 +474,7 @@ class Optimizer:
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
         """Return at least ``number`` arrays of :data:`BLOCK` elements. Every call returns the same arrays."""
         arrays = self._scratch.setdefault(dtype, [])
-        while len(arrays) < number:
-            arrays.append(np.empty(BLOCK, dtype))
+        arrays += (np.empty(BLOCK, dtype) for _ in range(number - len(arrays)))
         return arrays
 
     def _precision(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -109,13 +109,12 @@ class Work(dist.Work):  # type: ignore[misc]
 
         Its functions run in the thread that completes the call, or at once.
         """
+        done = False
         with self._lock:
             if self._future is None:
                 self._begun = Future()
                 self._future = self._begun.then(self._value)
                 done = self._done
-            else:
-                done = False
         if done:
             self._begun.set_result(None)
         elif self.help is not None:
