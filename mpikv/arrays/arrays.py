@@ -122,10 +122,9 @@ def target(out: Any) -> Array:
         TypeError: not an array, or one that cannot be written, as JAX's.
         Unsupported: the array is on a GPU.
     """
-    if not is_array(out):
-        raise TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled")
-    if isinstance(out, np.generic):
-        raise mark_unwritable(TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled"))
+    if isinstance(out, np.generic) or not is_array(out):
+        error = TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled")
+        raise mark_unwritable(error) if is_array(out) else error
     array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _from_library(out)
     if not array.flags.writeable or is_immutable(out):
         text = (

@@ -75,16 +75,13 @@ class HostOrder:
         self._fills.clear()
         self.needed = False
 
-    def issue(self) -> None:
-        return None
-
     def on_worker(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def wait(self) -> None:
         """Return at once: the host has no queued work."""
 
-    begin = check_new = rejoin = close = wait
+    begin = check_new = issue = rejoin = close = wait
 
     def abandon(self, why: str) -> None:
         if self.beside is not None:
