@@ -143,7 +143,11 @@ def _from_library(value: Any) -> Array:
             f"the array is on a GPU (DLPack device type {device}); this call needs a host array: copy it to the host"
         )
     if type(value).__module__.partition(".")[0] == "torch":
-        return _from_torch(value.detach())
+        tensor = value.detach()
+        if str(tensor.dtype) != "torch.bfloat16":
+            return tensor.numpy()  # type: ignore[no-any-return]
+        # numpy accepts torch's bfloat16 only as another 2-byte type.
+        return tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
     if isinstance(dtype := getattr(value, "dtype", None), np.dtype) and dtype.kind == "V":
         return np.asarray(value)  # numpy has no DLPack for the dtypes of ml_dtypes
     return np.from_dlpack(value)
@@ -163,14 +167,6 @@ def as_of_library(array: Array, original: Any) -> Any:
     if array.dtype.kind == "V" or not lies_on_host(original):
         return namespace.asarray(array, device=device)
     return namespace.from_dlpack(array, device=device)
-
-
-def _from_torch(tensor: Any) -> Array:
-    """Return a tensor of the host as an array of numpy over the same memory."""
-    if str(tensor.dtype) != "torch.bfloat16":
-        return tensor.numpy()  # type: ignore[no-any-return]
-    # numpy accepts torch's bfloat16 only as another 2-byte type.
-    return tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
 
 
 def bfloat16() -> np.dtype[Any]:
