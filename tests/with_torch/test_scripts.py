@@ -66,10 +66,6 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: learnt[script] for name, script in zip(NAMES, scripts, strict=True)}
 
 
-def test_there_are_ten() -> None:
-    assert len(NAMES) == 10
-
-
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", NAMES)
 def test_two_ranks_learn_the_same(name: str, on_ranks: dict[str, Any]) -> None:
