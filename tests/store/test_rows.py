@@ -229,6 +229,16 @@ def test_random_programs_do_what_whole_arrays_do(store, request):
             raise AssertionError(f"in sequence {seed}: {error}") from error
 
 
+def test_rows_of_several_owners_are_fetched_in_parts(comm):
+    """In each row a rank owns several ranges of one length."""
+    shape = (5, 2100)
+    rows = RowSparse(np.arange(5), np.random.default_rng(4).standard_normal(shape), shape)
+    with mpikv.create(comm=comm, transport="mpi", placement="sharded", bucket_bytes=4096) as kv:
+        kv.init("w", np.zeros(shape))
+        kv.push("w", rows if kv.is_root else RowSparse([], np.zeros((0, 2100)), shape))
+        np.testing.assert_array_equal(kv.row_sparse_pull("w", row_ids=[3, 1]).values, rows.values[[1, 3]])
+
+
 # --- The forms of row_sparse_pull
 
 VALUE = np.arange(12.0).reshape(6, 2)

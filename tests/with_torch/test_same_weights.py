@@ -28,6 +28,8 @@ from .training import (
     train,
 )
 
+Weights = pytest.importorskip("mpikv.torch.weights").Weights
+
 pytestmark = pytest.mark.ranks(2, 3)
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -198,6 +200,16 @@ def test_a_loaded_state_with_an_infinity(kv):
         state["state"][1]["exp_avg"] += 1
     optimizer.load_state_dict(state)
     differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
+
+
+def test_what_came_from_one_rank_is_no_change(kv):
+    tensor = torch.zeros(3)
+    weights = Weights(kv, "", [])
+    weights.watch([("w", tensor)])
+    tensor.add_(1)
+    assert weights.is_touched()
+    weights.forget()
+    assert not weights.is_touched()
 
 
 def test_a_model_that_is_copied_while_it_is_attached(kv, update):
