@@ -62,7 +62,7 @@ class Check(Standing):
         self._tickets = (SharedTickets if group.one_host else Tickets)(group, waits)
         control: Any = self._tickets  # an agreement asks for less than a whole transport, as does that of GPUs
         super().__init__(Agreement(control, group, self._board), group)
-        self.leave = self._agreement.leave
+        self.leave = self._agreement.record.leave
         """Notes the end of a collective call."""
         self.calls = dict[Any, Call]()
         """Calls of buffers, by what they follow from."""
@@ -126,7 +126,7 @@ class Check(Standing):
         if len(self._pending) >= MOST_PENDING:
             self._compare_first()
         request = start()
-        self._agreement.announce(call)
+        self._agreement.record.begin(call.note)
         self.leave()
         self.track(request, lambda: (str(call), ()), frame, self._tickets.post(call.token))
         self._pending.append((request.number, call, request.place))
@@ -191,8 +191,8 @@ class Check(Standing):
             if done := is_done():
                 return done
         self.check_usable()
-        (text, peers), board = describe(), self._board
-        last, is_main, failure = board.current, self._thread == get_ident(), None
+        (text, peers), record = describe(), self._agreement.record
+        last, is_main, failure = record.note_of(record.calls), self._thread == get_ident(), None
 
         def is_done_now() -> bool:
             nonlocal done, failure
@@ -204,7 +204,7 @@ class Check(Standing):
             return bool(done) or failure is not None
 
         if is_main:
-            board.write(board.number[0], note(f"{text_of_note(last)}, then {text}"))
+            record.rewrite(note(f"{text_of_note(last)}, then {text}"))
         try:
             self._tickets.waiting.until(is_done_now, lambda: peers)
         except BaseException as error:
@@ -213,7 +213,7 @@ class Check(Standing):
             raise
         finally:
             if is_main:
-                board.write(board.number[0], last)
+                record.rewrite(last)
         if failure is not None:
             raise failure
         return done
@@ -256,7 +256,7 @@ class Check(Standing):
             why = f"rank {self.group.rank} ends, and the others are in {self.refused}, which mpi4py refused there"
             log("%s", why)
             end_job(why)
-        self._agreement.announce(call)
+        self._agreement.record.begin(call.note)
         self._pending.append((self._tickets.post(call.token), call, ""))
         # Without a deadline: another rank may compute alone, as in plain MPI.
         self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))

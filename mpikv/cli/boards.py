@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..cluster.calls import text_of_note
-from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, condense, find_late, sums_of, window
+from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, condense, find_late, phases_of, sums_of, window
 from ..cluster.shared_memory import BOARD, SHARED
 from ..cluster.status_board import LAYOUT, SLOT, call_of
 
@@ -77,15 +77,14 @@ def find_ranks() -> Iterator[int]:
                 yield int(process.name)
 
 
-def phases_of(slots: Slots, begin: int, signs: Any) -> tuple[Any, float]:
+def sums_since(slots: Slots, begin: int, signs: Any) -> tuple[Any, float]:
     """Return the sums for each rank over the known calls after call ``begin``, when the signs were others, and the
     seconds from the begin of the first to the end of the last.
     """
     last = int(slots["call"].min())
     rows = window(slots, begin, last)
-    ends = rows["began"] + rows["waiting"] + rows["moving"]
-    begins = rows["began"] - rows["input"] - rows["computing"]
-    return sums_of(condense(slots, begin, last), signs), (ends.max() - begins.min()) / 1e9 if rows.size else 0.0
+    seconds = (rows["left"].max() - rows["free"].min()) / 1e9 if rows.size else 0.0
+    return sums_of(condense(slots, begin, last), signs), seconds
 
 
 def by_name(sums: Any) -> dict[str, int]:
@@ -112,7 +111,7 @@ def _describe_rank(slot: Any) -> dict[str, Any]:
             "call": int(record["call"]),
             "text": text_of_note(bytes(slot["labels"][record["call"] % LABELS])),
             "seconds_ago": (now - int(record["began"])) / 1e9,
-            **{name: int(record[name]) / 1e9 for name in PHASES},
+            **dict(zip(PHASES, (phases_of(record) / 1e9).tolist(), strict=True)),
         }
         for at, record in enumerate(records, number - len(records) + 1)
         if record["call"] == at  # not that of a call before, as of a rank that is in this one

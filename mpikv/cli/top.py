@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cluster.lateness import LABELS, PHASES
 from ..cluster.status_board import call_of, is_gone, whereabouts
-from .boards import Boards, Slots, by_name, find_ranks, late_of, phases_of, table
+from .boards import Boards, Slots, by_name, find_ranks, late_of, sums_since, table
 from .parser import Parser
 
 Key = tuple[int, int]
@@ -77,7 +77,7 @@ def _describe(before: dict[Key, Slots], after: dict[Key, Slots], seconds: float)
 
 def _describe_store(before: Slots, slots: Slots, seconds: float) -> dict[str, Any]:
     begun = int(before["call"].min())
-    sums, spanned = phases_of(slots, begun, before["signs"])
+    sums, spanned = sums_since(slots, begun, before["signs"])
     late, newest = late_of(slots, sums, spanned), int(slots["call"].max())
     rate, period = (int(slots["call"].min()) - begun) / seconds, _period(slots[0])
     away = [int(slot["rank"]) for slot in slots if slot["call"] < newest]

@@ -55,12 +55,8 @@ class Agreement:
         self._transport, self._group, self._board = transport, group, board
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
-        self.calls = 0
-        self._lateness, recorder = board.lateness, board.recorder
-        self._arrive = recorder.arrive if recorder else _note_nothing
-        self._meet = recorder.meet if recorder else _note_nothing
-        self.leave: Callable[[], object] = recorder.leave if recorder else _note_nothing
-        """Notes the end of a call, good or bad. Local."""
+        self._lateness, self.record = board.lateness, board.record
+        """Shows the call on the board; whoever makes calls notes there the end of each one, good or bad."""
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
@@ -73,25 +69,21 @@ class Agreement:
             PeerFailed: another rank raised before it could take part.
             Stalled: a rank did not come; the message does not tell yet where it is.
         """
-        self.announce(call)
+        record = self.record
+        record.begin(call.note)
         equal = self._transport.agree(call.token, send_ready)
-        self._meet()
+        record.meet()
         if not equal:
             _, some_have_left = self.compare_reports(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
-        elif self.calls >= self._lateness.next:
-            self._lateness.fold(self.calls, self._transport.all_gather)
+        elif record.calls >= self._lateness.next:
+            self._lateness.fold(record.calls, self._transport.all_gather)
 
-    def announce(self, call: Call) -> None:
-        """Count a call, start its clock, and write it to the status board; the caller compares it. Local."""
-        self.calls += 1
-        self._arrive(self.calls, call.note)
-        # A training repeats one call: then only its number changes, one store instead of 168 bytes.
-        if call.note is self._board.current:
-            self._board.number[0] = self.calls
-        else:
-            self._board.write(self.calls, call.note)
+    @property
+    def calls(self) -> int:
+        """How many calls this rank has begun."""
+        return self.record.calls
 
     def least(self, number: int) -> int:
         """Return the smallest of the numbers that the ranks pass; compares no call. Collective."""
@@ -102,9 +94,9 @@ class Agreement:
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
         """Count a call, tell ranks in :meth:`begin` that this one cannot make it, and raise the error. Collective."""
-        self.announce(call)
+        self.record.begin(call.note)
         self._tell_failure(call, error)
-        self._meet()
+        self.record.meet()
         if isinstance(error, MemoryError):
             self.name_call_in(error, call)
         raise self.at_rank(call.verb, error)
@@ -137,9 +129,9 @@ class Agreement:
 
         :meth:`confirm` must follow a report.
         """
-        self.announce(call)
+        self.record.begin(call.note)
         equal = self._transport.agree(JOINED)
-        self._meet()
+        self.record.meet()
         return None if equal else self.compare_reports(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
@@ -157,8 +149,8 @@ class Agreement:
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
-            last = f"call #{self.calls - 1} {text_of_note(self._board.previous)}" if self.calls > 1 else "create"
-            text, verb = last, _END
+            last = self.calls - 1
+            text, verb = f"call #{last} {text_of_note(self.record.note_of(last))}" if last > 0 else "create", _END
         # As text: an exception of a caller's class may not be made on another rank.
         failure = format_error(error, place) if error else ""
         mine = CallReport(text, verb, place, call.keys, call.token, call.contribution, tuple(call.describe()), failure)
@@ -247,10 +239,6 @@ class Agreement:
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         return text if text.endswith(where) else text + where
-
-
-def _note_nothing(*_: object) -> None:
-    """Note no time: a rank that is alone waits for nobody."""
 
 
 def compare_requests(

@@ -11,8 +11,8 @@ asks only after a long phase, and takes the short phases since the last answer f
 
 from __future__ import annotations
 
-import math
 import struct
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +32,9 @@ LABELS = 64
 PHASES = ("input", "computing", "waiting", "moving")
 SIGNS = ("collecting", "delayed", "faults", "reads")
 """Nanoseconds in the garbage collector, and ready without a core; pages and blocks that were read from a disk."""
-RECORD = np.dtype([(name, "i8") for name in ("call", "began", *PHASES)])
+_MOMENTS = ("free", "began", "met", "left")
+RECORD = np.dtype([(name, "i8") for name in ("call", *_MOMENTS, "input")])
+"""A call: the moments when the one before ended, when it began, when all ranks had come, when it ended; its input."""
 COLUMNS = ("last", "held_up", *PHASES, *SIGNS)
 """The sums for a rank: how often it came last, and nanoseconds that it held up the others; then as above."""
 SUMS = np.dtype(("i8", (2, len(COLUMNS) + 1)))
@@ -53,61 +55,71 @@ _WHY = {
     "swap": ("faults", "reads its pages back from a disk, as from swap"),
     "exchange": ("moving", "exchanges data{0}: look at the network to its host"),
 }
-_PACK, _BYTES = struct.Struct(f"={len(RECORD.descr)}q").pack_into, RECORD.itemsize
+_PACK, _BYTES = struct.Struct(f"{len(RECORD.descr)}q").pack_into, RECORD.itemsize
 
 
 class Recorder:
-    """Keeps this rank's last calls in its slot of the board. All methods are local; one thread calls them at a time."""
+    """Shows this rank's calls and their times in its slot of the board. Local; one thread at a time calls it."""
 
-    def __init__(self, slot: Any) -> None:
-        self._signs = slot["signs"]
-        self._ring, self._labels = slot["ring"].view(np.uint8).data, slot["labels"].reshape(-1).data
-        self._notes: list[bytes] = [b""] * LABELS
+    def __init__(self, slot: Array, timed: bool) -> None:
+        """``slot`` is an array of one. Without ``timed``, as of a rank that waits for nobody, the clock stands at 0."""
         # Looked up here: simulated ranks have their own.
         here = present()
-        self._clock, self._processor, self._read_signs = time.monotonic_ns, here.busy, here.signs
-        self._number, self._first = 0, here.signs()
-        self._since = self._sampled = self._read = self._clock()
+        self._clock, self._processor, self._read_signs = time.monotonic_ns if timed else int, here.busy, here.signs
+        self.calls = 0
+        """How many calls this rank has begun."""
+        self._notes = [bytes(NOTE_BYTES)] * LABELS
+        self._views: tuple[memoryview, ...] = ()
+        self.use(slot)
+        self._first = here.signs() if timed else [0] * len(SIGNS)
+        self._left = self._sampled = self._read = self._clock()
         self._busy = self._processor()
-        self._began = self._input = self._computing = self._waiting = 0
+        # When the present call began, 0 outside of one; when all ranks had come; the input before it, if that was long.
+        self._began = self._met = self._input = 0
 
-    def arrive(self, number: int, noted: bytes) -> None:
-        """Start the clock of call ``number``, and write its text to the board; ends one that an error left. Local."""
-        if self._number:  # the call before was left by an error
+    def use(self, slot: Array) -> None:
+        """Write to this slot from now on. Local."""
+        for view in self._views:
+            view.release()
+        self._views = slot["call"].data, slot["ring"][0].view(np.uint8).data, slot["labels"].reshape(-1).data
+        self._number, self._ring, self._labels = self._views
+        self._signs = slot["signs"][0]
+
+    def begin(self, noted: bytes) -> None:
+        """Count a call, start its clock, and show it on the board; ends one that an error left. Local."""
+        if self._began:  # the call before was left by an error
             self.leave()
-        self._began = now = self._clock()
-        outside = now - self._since
-        self._computing = computing = self._sample(now, outside) if outside > _LONG else outside
-        self._number, self._input, self._waiting, self._since = number, outside - computing, 0, now
+        self._began = self._met = now = self._clock()
+        if (outside := now - self._left) > _LONG:
+            self._input = outside - self._sample(now, outside)
+        self.calls = number = self.calls + 1
         # A training repeats a few calls: most often their texts stand there already.
-        if self._notes[place := number % LABELS] is not noted:
-            self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
+        if self._notes[number % LABELS] is not noted:
+            self.rewrite(noted)
+        # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
+        self._number[0] = number
 
     def meet(self) -> None:
-        """Note that all ranks have come to the call, and how long this one has waited for them. Local."""
-        now = self._clock()
-        self._waiting = waiting = now - self._since
-        if waiting > _LONG:
-            self._sample(now, waiting)
-        self._since = now
+        """Note that all ranks have come to the call. Local."""
+        self._met = self._clock()
 
     def leave(self) -> None:
         """End the call's clock, and write its times to the board; without a call do nothing. Local."""
-        if number := self._number:
-            now = self._clock()
-            moving = now - self._since
-            if moving > _LONG:
-                self._sample(now, moving)
-            place = number % RING * _BYTES
-            _PACK(self._ring, place, number, self._began, self._input, self._computing, self._waiting, moving)
-            self._number, self._since = 0, now
+        if began := self._began:
+            now, number = self._clock(), self.calls
+            if now - began > _LONG:
+                self._sample(now, now - began)
+            _PACK(self._ring, number % RING * _BYTES, number, self._left, began, self._met, now, self._input)
+            self._began, self._left, self._input = 0, now, 0
 
-    def close(self) -> None:
-        """Write to private memory from now on, as the board's ends. Local."""
-        self._ring.release()
-        self._labels.release()
-        self._number, self._signs = 0, np.zeros(len(SIGNS), np.int64)
-        self._ring, self._labels = (memoryview(bytearray(n)) for n in (RING * RECORD.itemsize, LABELS * NOTE_BYTES))
+    def rewrite(self, noted: bytes) -> None:
+        """Show another text for the last call. Local."""
+        place = self.calls % LABELS
+        self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
+
+    def note_of(self, number: int) -> bytes:
+        """Return the note of one of the last calls. Local."""
+        return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
         """Return the main thread's time on a core in the last ``length`` to ``now``; may write signs to the board."""
@@ -129,7 +141,7 @@ class Lateness:
         """
         self._group, self._slots = group, slots
         # On one host the first rank adds up for all, on the board.
-        self.next = 8 if counts and (group.rank == 0 or not group.one_host) else math.inf
+        self.next = 8 if counts and (group.rank == 0 or not group.one_host) else sys.maxsize
         """The number of the call at which to call :meth:`fold`."""
         self._apart = np.zeros((group.size, *SUMS.shape), np.int64)
         self._every = report if group.rank == 0 and group.size > 1 else 0.0
@@ -202,12 +214,20 @@ def window(slots: Array, begin: int, last: int) -> Array:
     return rows.compress((rows["call"] == calls).all(axis=0), axis=1)
 
 
+def phases_of(records: Array) -> Array:
+    """Return the nanoseconds of some records in each of :data:`PHASES`, along a new last axis."""
+    free, began, met, left = (records[name] for name in _MOMENTS)
+    return np.stack([records["input"], began - free - records["input"], met - began, left - met], axis=-1)
+
+
 def condense(slots: Array, begin: int, last: int) -> Array:
     """Return for each slot its wait in each call after ``begin`` up to ``last``, its times added up, and its signs."""
     rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
     told["waits"] = np.nan
-    told["waits"][:, rows["call"][0] % _WINDOW] = rows["waiting"]
-    told["phases"] = rows.view(np.int64).reshape(*rows.shape, 2 + len(PHASES))[..., 2:].sum(axis=1)
+    told["waits"][:, rows["call"][0] % _WINDOW] = rows["met"] - rows["began"]
+    numbers: Array = rows.view(np.int64).reshape(*rows.shape, RECORD.itemsize // 8)
+    # Sums of moments may pass the end of int64, and their differences are right all the same.
+    told["phases"] = phases_of(np.einsum("ijk->ik", numbers).view(RECORD)[..., 0])
     told["signs"] = slots["signs"]
     return told
 
@@ -215,7 +235,7 @@ def condense(slots: Array, begin: int, last: int) -> Array:
 def sums_of(told: Array, signs: Array) -> Array:
     """Return a row of :data:`COLUMNS` for each rank, from its row of :func:`condense`; its signs less ``signs``."""
     # A call that failed on one rank has no record there.
-    waits = told["waits"][:, ~np.isnan(told["waits"]).any(axis=0)].astype(np.int64)
+    waits = told["waits"].compress(~np.isnan(told["waits"]).any(axis=0), axis=1).astype(np.int64)
     size, last = len(waits), waits.argmin(axis=0)
     # The mean of the time that the others waited longer than the last rank.
     more = (waits.sum(axis=0) - size * waits.min(axis=0)) // max(size - 1, 1)

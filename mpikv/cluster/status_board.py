@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..protocols import Array, Group
-from .calls import NOTE_BYTES, TEXT_BYTES
+from ..protocols import Group
+from .calls import NOTE_BYTES, text_of_note
 from .lateness import LABELS, RECORD, RING, SIGNS, SUMS, Lateness, Recorder
 from .printing import log
 from .process_group import ANSWERS, ASKS, ProcessGroup
@@ -71,8 +71,6 @@ SLOT = np.dtype(
         ("sums", SUMS),
         ("ring", RECORD, RING),
         ("labels", "u1", (LABELS, NOTE_BYTES)),
-        ("length", "i8"),
-        ("text", "u1", TEXT_BYTES),
     ]
 )
 """A rank's part of the board: its present call, and where its time goes."""
@@ -95,36 +93,20 @@ class StatusBoard:
         self._rank, self._ranks, self._about = group.rank, group.host_ranks, about
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
-            self._inquiry = Inquiry(group, lambda: self._find_late(()), lambda: self.number[0])
+            self._inquiry = Inquiry(group, lambda: self._find_late(()), lambda: self.record.calls)
         is_real = group.size > 1 and present().world is None
         allocate = partial(allocate_shared, group, mark=BOARD) if is_real else group.allocate
-        self._use_slots(allocate(SLOT.itemsize * len(self._ranks)).view(SLOT))
-        mine = self._slots[group.local_rank]
+        self._slots = allocate(SLOT.itemsize * len(self._ranks)).view(SLOT)
+        self._place = self._ranks.index(self._rank)
+        self._own = mine = self._slots[self._place]
         # The main thread of a process has the number of the process.
         mine["pid"] = mine["thread"] = present().process
         mine["space"], mine["rank"], mine["size"] = _pid_space(), group.rank, group.size
-        self.recorder = Recorder(mine) if group.size > 1 else None
+        self.record = Recorder(self._slots[self._place :][:1], group.size > 1)
         self.lateness = Lateness(group, lambda: self._slots, report, group.size > 1)
         if group.size > 1:
             mine["answers"] = _answer_questions() if is_real else -1  # simulated ranks get no signal
         mine["layout"] = LAYOUT  # last: whoever reads it finds the rest
-        self.current = self.previous = b""
-        """This rank's present note and the one before it."""
-
-    def _use_slots(self, slots: Array) -> None:
-        """Read and write these slots of the board from now on: the shared ones, or a private copy. Local."""
-        place = self._ranks.index(self._rank)
-        own = slots[place : place + 1].view(np.uint8).data
-        self._slots, self._own = slots, slots[place]
-        self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - TEXT_BYTES :]
-        """The number of the call that this rank has begun. A repeated call changes nothing else."""
-
-    def write(self, number: int, noted: bytes) -> None:
-        """Show on the board that this rank has begun call ``number``; ``noted`` is its text as a note. Local."""
-        self.previous, self.current = self.current, noted
-        self._note[:] = noted
-        # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
-        self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited, and for whom; asks late ranks for their lines. Local."""
@@ -156,7 +138,7 @@ class StatusBoard:
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
         """Ask the late ranks of this host for their lines by a signal; return them, and words. Local; may wait."""
-        begun = self.number[0]
+        begun = self.record.calls
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
         late = tuple(sorted({*fewer, *missing})) or self._find_away()
@@ -204,22 +186,19 @@ class StatusBoard:
 
     def close(self) -> None:
         """Note that this rank has closed, and use a private copy of the shared memory from now on. Local."""
-        # A memory view that is still exported would keep the window from being freed.
-        views = self.number, self._note
         self._own["closed"] = 1
-        self._use_slots(self._slots.copy())
-        if self.recorder:
-            self.recorder.close()
-        for view in views:
-            view.release()
+        self._slots = self._slots.copy()
+        self._own = self._slots[self._place]
+        # A memory view that is still exported would keep the window from being freed.
+        self.record.use(self._slots[self._place :][:1])
 
 
 def call_of(slot: Any) -> str:
     """Return a slot's last call as "call #3 push(w)", or "create" before the first."""
     if not slot["call"]:
         return "create"
-    text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
-    return f"call #{slot['call']} {text}"
+    number = int(slot["call"])
+    return f"call #{number} {text_of_note(bytes(slot['labels'][number % LABELS]))}"
 
 
 @cache

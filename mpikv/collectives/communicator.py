@@ -84,7 +84,7 @@ class Communicator(Standing):
             self.end_unless_settled(call.verb, error)
             raise
         finally:
-            self._agreement.leave()
+            self._agreement.record.leave()
         return result
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:

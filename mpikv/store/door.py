@@ -114,7 +114,7 @@ class Door:
         """Run a function that may wait for ranks, the store busy; return its result; some failures end the store."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
-        self._board.write(self._agreement.calls, note(verb))
+        self._board.record.rewrite(note(verb))
         try:
             return run_quietly(run)
         except BaseException as error:

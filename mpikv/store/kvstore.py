@@ -1284,7 +1284,7 @@ class KVStore(RankedStore):
             hide_frames(error)
             raise
         finally:
-            self._agreement.leave()
+            self._agreement.record.leave()
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:

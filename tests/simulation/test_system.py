@@ -72,7 +72,7 @@ def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting
     def program(comm: Any) -> list[tuple[int, ...]]:
         group = ProcessGroup(comm)
         board, named = StatusBoard(group), []
-        board.write(1, note("barrier()"))
+        board.record.begin(note("barrier()"))
         for gives_up in (False, True):
             comm.Barrier()
             if comm.rank == 1 and gives_up:

@@ -29,7 +29,7 @@ def test_the_board_says_the_latest_call() -> None:
     shown = board.StatusBoard(ProcessGroup())
     assert shown.call == "create"
     for number, text in enumerate(("push(" + "x" * 200 + ")", "pull('é')", "pull('é')", "barrier()"), 1):
-        shown.write(number, note(text))
+        shown.record.begin(note(text))
         assert shown.call == f"call #{number} {text[:160]}"
 
 
@@ -107,7 +107,7 @@ def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
     allocate = partial(np.frombuffer, memory, np.uint8)
     alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), allocate=allocate)
     closed = StatusBoard(alone)
-    closed.write(1, note("barrier()"))
+    closed.record.begin(note("barrier()"))
     with pytest.raises(BufferError):
         memory.close()
     closed.close()
