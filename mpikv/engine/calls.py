@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..cluster.calls import Call
 
@@ -12,7 +13,11 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks the error of this rank's updater, or None; raises if the updater of any rank raised."""
 
 
-class Steps(NamedTuple):
+# No NamedTuples: CPython 3.11 reads their attributes in three times as long, and each small push reads ten.
+
+
+@dataclass(slots=True)
+class Steps:
     """The updater's step for each key of a push."""
 
     each: Sequence[Any]
@@ -29,7 +34,8 @@ class Contribution(str, Enum):
     ROWS_FOR_WHOLE = "rows, with whole arrays as out"
 
 
-class UpdateCall(NamedTuple):
+@dataclass(frozen=True)
+class UpdateCall:
     """A plan's cache for its next update by the same verb."""
 
     call: Call
