@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import numpy as np
+from numpy import add, copyto, multiply, subtract
 
 from ..protocols import Array
 
 
 def average(mean: Array, sample: Array, decay: float, spare: Array) -> None:
     """Set ``mean = decay * mean + (1 - decay) * sample``, in place; overwrite ``spare``."""
-    np.multiply(mean, decay, out=mean)
-    np.multiply(sample, 1.0 - decay, out=spare)
-    np.add(mean, spare, out=mean)
+    multiply(mean, decay, out=mean)
+    multiply(sample, 1.0 - decay, out=spare)
+    add(mean, spare, out=mean)
 
 
 def average_squares(mean: Array, sample: Array, decay: float, spare: Array) -> None:
     """Set ``mean = decay * mean + (1 - decay) * sample**2``, in place; overwrite ``spare``."""
-    np.multiply(mean, decay, out=mean)
-    np.multiply(sample, sample, out=spare)
-    np.multiply(spare, 1.0 - decay, out=spare)
-    np.add(mean, spare, out=mean)
+    multiply(mean, decay, out=mean)
+    multiply(sample, sample, out=spare)
+    multiply(spare, 1.0 - decay, out=spare)
+    add(mean, spare, out=mean)
 
 
 def descend(weight: Array, direction: Array, rate: float) -> None:
     """Set ``weight = weight - rate * direction``, in place; overwrite the direction."""
-    np.multiply(direction, rate, direction)
-    np.subtract(weight, direction, weight)
+    multiply(direction, rate, direction)
+    subtract(weight, direction, weight)
 
 
 def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate: float, momentum: float) -> None:
     """Set ``velocity = momentum * velocity - rate * direction``, ``weight += velocity``; overwrite the direction."""
     # A name for the last argument, out, would cost a sixth of the time of a small array.
-    np.multiply(velocity, momentum, velocity)
-    np.multiply(direction, rate, direction)
-    np.subtract(velocity, direction, velocity)
-    np.add(weight, velocity, weight)
+    multiply(velocity, momentum, velocity)
+    multiply(direction, rate, direction)
+    subtract(velocity, direction, velocity)
+    add(weight, velocity, weight)
 
 
 def sum_of_squares(array: Array, wide: Array) -> float:
@@ -44,6 +44,6 @@ def sum_of_squares(array: Array, wide: Array) -> float:
     """
     squares = wide[: array.size]
     # add.reduce of a float64 array adds in pairs, in numpy's order; GPU kernels repeat that order bit by bit.
-    np.copyto(squares, array)
-    np.multiply(squares, squares, out=squares)
-    return float(np.add.reduce(squares))
+    copyto(squares, array)
+    multiply(squares, squares, out=squares)
+    return float(add.reduce(squares))
