@@ -30,7 +30,6 @@ mpikv.torch.attach(model, optimizer)
 loader = DataLoader(dataset, batch_size=24, sampler=mpikv.torch.sampler(dataset, shuffle=False))
 """
 OPERANDS = {"gan": "nn.ModuleList([generator, discriminator]), [of_generator, of_discriminator]"}
-ONE_BY_ITSELF = "mlp"
 
 
 def write_for_ranks(name: str, folder: Path) -> str:
@@ -76,8 +75,3 @@ def test_two_ranks_learn_the_same(name: str, on_ranks: dict[str, Any]) -> None:
         # Gradients of half a batch are rounded to bfloat16, of 8 bits; or one row more is trained on, in place of none.
         assert on_ranks[name] == pytest.approx(alone["final_loss"], rel=0.05 if name == "amp" else 0.02)
         assert on_ranks[name] < 0.7
-
-
-@pytest.mark.deadline(60)
-def test_a_script_runs_by_itself(tmp_path: Path) -> None:
-    job(write_for_ranks(ONE_BY_ITSELF, tmp_path))
