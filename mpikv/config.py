@@ -17,7 +17,10 @@ TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "report", "simulate_ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = (
+    *("abort", "full_traceback", "gpu_sharing", "report"),
+    *("simulate_ranks_per_host", "single_copy", "threads", "trace"),
+)
 # Fields in which ranks may differ.
 OWN_AFFAIRS = ("abort", "full_traceback", "report", "trace")
 
@@ -49,6 +52,9 @@ class Config:
     once and gives the same bits."""
     check_finite: int = count(0)
     """Look for NaN and infinity in what each rank brings to every so-many-th push, before it is summed; 0: never."""
+    threads: int = count(0)
+    """Threads with which a rank copies, adds and updates long messages on the host; 0: as many as the rank has cores,
+    at most 8. A variable only."""
     single_copy: bool = flag(True)
     """Whether ranks of one host may read each other's large arrays in place, if the system lets them, instead of copies
     in shared memory. A variable only."""

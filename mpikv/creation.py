@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -68,6 +69,8 @@ _NAMES = (*_KIND_OF, "teststore")
 # On GPUs each message costs launches, and need not fit a cache. On one rank, which needs less memory for messages, they
 # are twice as large.
 _BUCKET_OF_GPUS = 64 << 20
+# Where a rank has threads, so much of a message for each: it must be long beside the time that a thread takes to wake.
+_BUCKET_OF_THREAD, _BUCKET_OF_THREADS, _MOST_THREADS = 4 << 20, 16 << 20, 8
 # Sums in callers' arrays need messages for few dtypes alone, and the memory for these is eight times a message.
 _BUCKET_OF_SUMS = 16 << 20
 
@@ -146,8 +149,9 @@ def create(
         warn_after: seconds until a waiting rank logs the ranks that it waits for. Default 5.
         transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default): the hosts of ranks decide.
             On GPUs data travel by NCCL in any case, and the ranks agree by this transport.
-        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB, on one GPU alone 128 MiB; of ``p3``,
-            four for each of the elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on one host where ranks have several cores 8 or 16
+            MiB, on GPUs 64 MiB, on one GPU alone 128 MiB; of ``p3``, four for each of the elements that
+            ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in
@@ -281,18 +285,22 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         device, lack, problem = _find_device(request.kind, group, settings)
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-    facts = [lack, own, device is not None or has_cupy()]
+    facts = [lack, own, device is not None or has_cupy(), _count_threads(request, group)]
     of_ranks = compare_requests(group, "create", _describe(request), problem, facts)
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
-        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in of_ranks))
+        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for _, _, cupy, _ in of_ranks))
+    settings = replace(settings, threads=min(threads for *_, threads in of_ranks))
     # Neither the call nor a variable has asked for a size.
-    if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
-        settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS << (group.size == 1))
+    if bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
+        if device is not None:
+            settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS << (group.size == 1))
+        elif settings.threads > 1 and group.one_host:
+            settings = replace(settings, bucket_bytes=min(_BUCKET_OF_THREAD * settings.threads, _BUCKET_OF_THREADS))
     try:
         board, waits = StatusBoard(group, settings.report), None
-        if request.kind.storeless and all(cupy for *_, cupy in of_ranks):
+        if request.kind.storeless and all(cupy for _, _, cupy, _ in of_ranks):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
             waits = AbortableWaiting(group.find_end, waiting, listening=False)
         if device is None:
@@ -305,6 +313,15 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         problem = error
     compare_requests(group, "create", {}, problem)  # one host may have less memory than another
     return parts
+
+
+def _count_threads(request: _Request, group: ProcessGroup) -> int:
+    """Return with how many threads this rank can move values of the host. Local."""
+    if request.kind.asynchronous or request.kind.storeless:
+        return 1
+    # A launcher may bind a rank to cores, and ranks of a host may share some.
+    cores = min(len(os.sched_getaffinity(0)), group.host_cores // len(group.host_ranks))
+    return request.settings.threads or max(1, min(cores, _MOST_THREADS))
 
 
 def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
@@ -344,7 +361,7 @@ def _find_device(
 
 def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
     """Return why ranks cannot all have a GPU of their own, "" if they can; ``of_ranks``: each rank's lack and GPU."""
-    gpus = [gpu for _, gpu, _ in of_ranks]
+    gpus = [gpu for _, gpu, *_ in of_ranks]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     return next((lack for lack, *_ in of_ranks if lack), f"ranks {twice} see the same GPU" if twice else "")
 

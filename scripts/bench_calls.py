@@ -4,6 +4,7 @@
     mpikv run -n 2 scripts/bench_calls.py checks       mpi4py with and without checks
     mpikv run -n 2 scripts/bench_calls.py halves       half precision beside float32: as many bytes, as many elements
     mpikv run -n 2 scripts/bench_calls.py codecs       codecs alone, and pushes with each beside pushes without
+    mpikv run -n 1 scripts/bench_calls.py threads      one thread of a rank, beside as many as the rank has cores
 
 A turn is one long call or many short ones; the slowest rank's time counts. Each table has medians over the rounds, and
 beside the first case the median of the differences and ratios within a round, with the middle half of the ratios.
@@ -19,6 +20,7 @@ memory and MPI, which inside of a host is no network.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -184,7 +186,26 @@ def compare_codecs(comm: Any, options: argparse.Namespace) -> None:
             kv.close()
 
 
-SUITES = {"agreement": agreement, "checks": checks, "halves": halves, "codecs": compare_codecs}
+# --- Threads
+
+
+def threads(comm: Any, options: argparse.Namespace) -> None:
+    gradient = np.ones(int(options.mebibytes or 64) << 18, np.float32)
+    out = np.zeros_like(gradient)
+    for name, given in (("none", {}), ("sgd", {"momentum": 0.9}), ("adam", {})):
+        cases = []
+        for asked in ("1", "0"):
+            os.environ["MPIKV_THREADS"] = asked
+            kv = mpikv.create(kernels=options.kernels)
+            if name != "none":
+                kv.set_optimizer(name, **given)
+            kv.init("w", out)
+            count = "one thread" if asked == "1" else f"{len(os.sched_getaffinity(0))} cores"
+            cases.append((count, partial(kv.pushpull, "w", gradient, out=out)))
+        compare(comm, f"pushpull, {name}, {gradient.nbytes >> 20} MiB", cases, options.rounds)
+
+
+SUITES = {"agreement": agreement, "checks": checks, "halves": halves, "codecs": compare_codecs, "threads": threads}
 
 
 def main() -> None:
@@ -192,9 +213,11 @@ def main() -> None:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--rounds", type=int, default=41, help="rounds of each case (default 41)")
     parser.add_argument("--transport", default="auto", help="of agreement's stores (default auto)")
-    parser.add_argument("--kernels", default="numpy", help="of the stores of halves (default numpy)")
+    parser.add_argument("--kernels", default="numpy", help="of the stores of halves and threads (default numpy)")
     parser.add_argument(
-        "--mebibytes", type=int, help="MiB of float32 in halves (default 4) and of pushes in codecs (16)"
+        "--mebibytes",
+        type=int,
+        help="MiB of float32 in halves (default 4), and of pushes in codecs (16) and threads (64)",
     )
     options = parser.parse_args()
     from mpi4py import MPI  # not before, as scripts/gpu_steps uses this module where there may be no MPI library

@@ -25,6 +25,7 @@ from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, TransferPipeline, groups_of
 from .placement import place
 from .plan import Plan, Planner
+from .team import Team
 from .values import Values
 
 
@@ -32,7 +33,13 @@ class Exchange:
     """Keeps a store's values and settings. Methods are collective unless marked *Local*."""
 
     def __init__(
-        self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool = False
+        self,
+        transport: Transport,
+        placement: str,
+        root: int,
+        kernels: Kernels,
+        deterministic: bool = False,
+        threads: int = 1,
     ) -> None:
         self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
         self.in_pairs = deterministic
@@ -45,7 +52,8 @@ class Exchange:
         placed = place(placement, transport, updater, root)
         # Half precision is summed in float32: twice as wide as the message.
         scratch = private_allocator(transport)(2 * transport.limit)
-        planner = Planner(transport, placed, updater, kernels, scratch, deterministic)
+        team = Team(threads) if threads > 1 and transport.memory.is_host else None
+        planner = Planner(transport, placed, updater, kernels, scratch, deterministic, team=team)
         self.values = Values(transport, planner, root, pooling=placement != "owners")
         self._use_planner(planner)
 
@@ -64,7 +72,9 @@ class Exchange:
         self.values.close()
         # A codec has memory of its own. The pipeline and the plans refer to that of the transport, as scratch does.
         self.compression = None
-        self._use_planner(replace(self.values.planner, scratch=zeros(0)))
+        if (team := self.values.planner.team) is not None:
+            team.close()
+        self._use_planner(replace(self.values.planner, scratch=zeros(0), team=None))
 
     # --- Updaters
 

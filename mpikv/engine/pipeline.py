@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -29,7 +32,8 @@ from ..protocols import Array, Transfers
 from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, Update
+from .team import SHARED_OUT, Team, deal
 from .values import Values
 
 Arrays: TypeAlias = "Sequence[Any]"
@@ -62,7 +66,9 @@ class Pipeline:
         self._values, self._transport, self._memory = values, transport, transport.memory
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
         self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
-        self._copy, self._add = _copy, add_in_pairs if planner.in_pairs else add
+        self._team = planner.team
+        self._copy = _copy if planner.team is None else partial(_copy_in_lanes, planner.team)
+        self._add = add_in_pairs if planner.in_pairs else add
         self._compression = compression
         self.streams: Transfers | None = None
         """The streams of a GPU, or the transport between hosts, where transfers run beside updates; else None."""
@@ -298,6 +304,17 @@ class Pipeline:
         updates = bucket.joint_updates if steps.uniform else bucket.updates
         # A transport whose library adds returns the total itself.
         summed = not updates or addends[0] is bucket.total
+        if self._team is None or not updates or not updates[-1].lane:
+            self._run_updates(updates, addends, summed, steps, outs)
+            return
+        lanes = groupby(updates, attrgetter("lane"))
+        run = self._run_updates
+        self._team.run([partial(run, tuple(lane), addends, summed, steps, outs) for _, lane in lanes])
+
+    def _run_updates(
+        self, updates: Sequence[Update], addends: Sequence[Array], summed: bool, steps: Steps, outs: Sequence[Array]
+    ) -> None:
+        """Make updates one after the other, as :meth:`_update` does; add up before, unless that is done. Local."""
         for update in updates:
             if not summed:
                 first, last, low, high = addends[0], addends[-1], update.low, update.high
@@ -480,6 +497,14 @@ def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequ
     """Return flat views of the arrays to fill; without a value's own view, as it is filled already."""
     pairs = zip(plan.entries, groups, strict=True)
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
+
+
+def _copy_in_lanes(team: Team, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+    """Copy as :func:`_copy` does; long arrays by several threads."""
+    if sum(target.nbytes for target in targets) < SHARED_OUT:
+        _copy(targets, sources)
+    else:
+        team.run([partial(_copy, *lane) for lane in deal(targets, sources, team.size)])
 
 
 def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise, product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, name_of
 from ..cluster.calls import Call
 from ..memory.row_sparse import NonzeroRows
-from ..optimizers.optimizer import BLOCK
+from ..optimizers.optimizer import BLOCK, Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import check_state
 from ..protocols import (
@@ -41,6 +42,7 @@ from .grid import rounded
 from .keys import Entry
 from .lazy import lazy
 from .spans import Spans
+from .team import SHARED_OUT, Team
 
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
 # send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
@@ -86,6 +88,8 @@ class Update:
     """Updates by the sum of two arrays without writing it to ``total``; None where the kernels cannot."""
     items: tuple[int, ...] | None = None
     """The positions of all its keys in the call, where :attr:`run` takes a sequence with a step for each."""
+    lane: int = 0
+    """Which thread's it is. A bucket's updates are in the order of lanes; those of two lanes share no memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -400,6 +404,8 @@ class Planner:
     in_pairs: bool = False
     """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
     compressed: bool = False
+    team: Team | None = None
+    """Threads that copy, add and update; None for the caller's alone."""
 
     def plan(self, entries: Sequence[Entry]) -> Plan:
         """Return a new plan for some keys; nothing is allocated, and its buckets are cut on first use. Local."""
@@ -419,6 +425,11 @@ class Planner:
     def whole(self) -> bool:
         """Whether values are updated key by key instead of bucket by bucket."""
         return self.updater.may_raise or not self.updater.elementwise
+
+    @lazy
+    def adds(self) -> bool:
+        """Whether this rank adds up the terms of its elements: those of ranks that share memory, or its own alone."""
+        return self.transport.sharing_size > 1 or (self.transport.size == 1 and self.transport.memory.is_host)
 
     @lazy
     def adding(self) -> bool:
@@ -532,7 +543,9 @@ class Planner:
         if self.transport.size == 1 and not self.transport.memory.is_host and total.dtype == dtype:
             sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
-        may_be_direct = self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
+        # Threads share out a copy; another rank's memory is read by one.
+        lends = self.transport.shared and nbytes >= _DIRECT_BYTES and self.team is None
+        may_be_direct = self.transport.sharing_size == 1 or lends
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
             value=value,
@@ -561,7 +574,7 @@ class Planner:
             return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
         # ASSIGN: the sum is the new value, and can be made in its place. Not with gaps, where a library that adds would
         # overwrite the keys between.
-        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
+        if self.updater.assigns and dtype == block.values.dtype and (dense or self.adds):
             return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
         # Between GPUs one message is summed while the one before is updated: they take turns in two halves.
@@ -572,22 +585,35 @@ class Planner:
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
         """Yield the updates of this rank's elements of the ranges, bound to kernels. Local."""
-        # Where ranks share memory, this rank adds, block by block: one short memory for sums then stays in the cache.
-        again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.values)
+        # Where this rank adds, block by block, one short memory for sums stays in the cache.
+        again = self.adds and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
         # In pieces that stay in the cache from the addition to the update.
-        for item, low, high in _owned(ranges, shard):
-            for first in range(low, high, most):
-                last = min(first + most, high)
+        lanes = enumerate(pairwise(self._bounds_of_lanes(block, shard)))
+        for (lane, (begin, end)), (item, low, high) in product(lanes, list(_owned(ranges, shard))):
+            for first in range(max(low, begin), min(high, end), most):
+                last = min(first + most, high, end)
                 where = slice(start + shard.low + first, start + shard.low + last)
-                part_total = total[: last - first] if again and not self.whole else total[first:last]
+                place = begin if again and not self.whole else first
+                part_total = total[place : place + last - first]
                 value, state = block.values[where], block.state_of(where.start, where.stop)
                 adding = self.adding and not self.whole
                 both = self.kernels.bind_adding(self.updater, value, state) if adding else None
                 alone = not self.whole and both is None
-                run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
-                yield Update(item, first, last, part_total, value, state, run, both)
+                with self.updater.in_lane(lane) if isinstance(self.updater, Optimizer) else nullcontext():
+                    run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
+                yield Update(item, first, last, part_total, value, state, run, both, lane=lane)
+
+    def _bounds_of_lanes(self, block: Block, shard: Shard) -> list[int]:
+        """Return where the lanes of this rank's elements begin, and where the last one ends. Local."""
+        size, count = shard.high - shard.low, 1
+        # A user's own rule may do more than compute elements, and mind the order of blocks.
+        ours = type(self.updater).__module__.startswith("mpikv.") and not self.whole
+        if self.team is not None and ours and size * block.values.itemsize >= SHARED_OUT:
+            count = self.team.size
+        # Two threads must not write to one line of the cache.
+        return [*(rounded(size * lane // count, block.grid.line) for lane in range(count)), size]
 
     def _join_updates(
         self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]

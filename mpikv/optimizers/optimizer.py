@@ -132,7 +132,8 @@ class Optimizer:
     _has_rate: bool = field(init=False, default=False)
     _had: tuple[int, Mapping[str, Any], Mapping[str, Any]] = field(init=False, default=(-1, {}, {}))
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
-    _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
+    _scratch: dict[tuple[np.dtype[Any], int], list[Array]] = field(init=False, default_factory=dict)
+    _lane: int = field(init=False, default=0)
 
     # Before learning_rate: fields are assigned in this order, and the rate's check looks at the scheduler.
     lr_scheduler: Callable[[int], float] | None = field(default=None, metadata=SCHEDULER)
@@ -396,6 +397,15 @@ class Optimizer:
             return lambda step: self.update(step, total, value, state)
         return self._bind_blocks(total, value, state)
 
+    @contextmanager
+    def in_lane(self, lane: int) -> Iterator[None]:
+        """In a with block: bind functions with scratch memory of a lane, which may run beside those of other lanes."""
+        self._lane = lane
+        try:
+            yield
+        finally:
+            self._lane = 0
+
     def _bind_blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         """Return a function of a step that runs ``prepare`` and the rule on all blocks of these arrays, in place."""
         blocks, prepare, rule = self.blocks(total, value, state), self.prepare, self.rule
@@ -472,8 +482,8 @@ class Optimizer:
         return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
-        """Return at least ``number`` arrays of :data:`BLOCK` elements. Every call returns the same arrays."""
-        arrays = self._scratch.setdefault(dtype, [])
+        """Return at least ``number`` arrays of :data:`BLOCK` elements. Calls in one lane return the same arrays."""
+        arrays = self._scratch.setdefault((dtype, self._lane), [])
         arrays += (np.empty(BLOCK, dtype) for _ in range(number - len(arrays)))
         return arrays
 

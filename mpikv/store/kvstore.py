@@ -115,7 +115,7 @@ class KVStore(RankedStore):
         placement = self._placement or config.placement
         compiler = partial(compile_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
-        self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
+        self._exchange = Exchange(transport, placement, root, rules, config.deterministic, config.threads)
         self._rows = Rows(self._exchange, root)
         self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, compiler)
         self._verbs.push_pull.check_finite = config.check_finite

@@ -27,10 +27,11 @@ def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str =
     processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
     named.__qualname__ = f"{loop.__name__}-{kind}{processor:08x}"
     make: Any = numba.njit  # its stub does not know signatures
+    options = {"error_model": "numpy", "nogil": True}  # other threads of the rank run beside it
     try:
-        function: Callable[..., Any] = make(signature, cache=True, error_model="numpy")(named)
+        function: Callable[..., Any] = make(signature, cache=True, **options)(named)
     except RuntimeError:  # numba found no writable cache directory
-        function = make(signature, error_model="numpy")(named)
+        function = make(signature, **options)(named)
     return function
 
 

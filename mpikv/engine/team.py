@@ -1,0 +1,97 @@
+"""Threads of a rank that share out the work on long messages, each a part of the elements: a *lane*.
+
+numpy and numba let other threads run while they work on arrays. ``concurrent.futures`` would do, but for the end of a
+program: it takes no work then, and a store still makes its pending calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from ..protocols import Array
+
+SHARED_OUT = 1 << 20
+"""From so many bytes on work is shared out: to wake a thread may take as long as to copy them."""
+# Shorter arrays of a list are copied whole, each by one thread.
+_CUT_BYTES = 64 << 10
+
+
+class Team:
+    """The calling thread and ``size - 1`` others, which end by :meth:`close`, or with the team."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._jobs, self._outcomes = SimpleQueue[Any](), SimpleQueue[Any]()
+        self._started = False
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False
+
+    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run up to ``size`` jobs at once, the first in this thread; return when all have ended, or raise. Local.
+
+        It raises the error of a job. numpy warns of no overflow in the other threads.
+        """
+        if not self._started:
+            self._start()
+        for job in jobs[1:]:
+            self._jobs.put(job)
+        try:
+            jobs[0]()
+        finally:  # the others write to memory of the store, and of the caller
+            errors = [self._outcomes.get() for _ in jobs[1:]]
+        for error in filter(None, errors):
+            raise error
+
+    def _start(self) -> None:
+        for _ in range(1, self.size):
+            # Daemons: a store that is never closed must not keep the program from ending.
+            threading.Thread(target=_work, args=(self._jobs, self._outcomes), name="mpikv lane", daemon=True).start()
+        self._started = True
+
+    def close(self) -> None:
+        """Let the threads end; idempotent. Local."""
+        self._end()
+
+
+def _work(jobs: SimpleQueue[Any], outcomes: SimpleQueue[Any]) -> None:
+    """Run jobs until one is None, and leave that to the next thread. Local."""
+    np.seterr(all="ignore")  # a thread begins with rules of its own
+    while (job := jobs.get()) is not None:
+        error = None
+        try:
+            job()
+        except BaseException as raised:  # a user's rule may raise anything
+            error = raised
+        del job  # the arrays' owner may free them
+        outcomes.put(error)
+    jobs.put(None)
+
+
+def deal(targets: Sequence[Array], sources: Sequence[Array], count: int) -> list[tuple[list[Array], list[Array]]]:
+    """Return arrays to copy and their sources in ``count`` lanes of about as many bytes. Pairs have one shape. Local.
+
+    >>> deal([np.zeros((2, 65536))], [np.ones((2, 65536))], 2)[1][0][0].shape
+    (2, 32768)
+    """
+    lanes: list[tuple[list[Array], list[Array]]] = [([], []) for _ in range(count)]
+    loads = [0] * count
+    for target, source in zip(targets, sources, strict=True):
+        if target.nbytes < _CUT_BYTES:
+            lane = loads.index(min(loads))
+            loads[lane] += target.nbytes
+            lanes[lane][0].append(target)
+            lanes[lane][1].append(source)
+            continue
+        length = max(target.shape)
+        before = (slice(None),) * target.shape.index(length)
+        for lane, (outs, given) in enumerate(lanes):
+            where = (*before, slice(length * lane // count, length * (lane + 1) // count))
+            outs.append(target[where])
+            given.append(source[where])
+    return lanes
