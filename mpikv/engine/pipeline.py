@@ -17,7 +17,7 @@ a GPU; a codec of ``compression.py`` replaces pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -345,33 +345,35 @@ class Pipeline:
         owned = [(entry, total, step) for entry, total, step in every if total is not None]
         if plan.update_whole is not None:
             plan.update_whole([step for _, _, step in owned])
-            return
-        if confirm is None:
+        elif confirm is not None:
+            self.update_copies(owned, confirm)
+        else:
             for entry, total, step in owned:
                 self._updater.update(step, total, entry.value, entry.state)
-            return
+
+    def update_copies(self, owned: Iterable[tuple[Entry, Any, Any]], confirm: Confirm) -> None:
+        """Run the updater on copies of values and state, which replace these if no rank failed. Collective.
+
+        ``owned`` yields a value, its sum, whole or of rows, and its step. It may raise; so may the updater.
+        """
         changed: list[tuple[Array, Array]] = []
         failure: BaseException | None = None
         try:
             for entry, total, step in owned:
-                self._update_copies(entry, total, step, changed)
+                value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
+                # Noted before the call: a function that raises leaves the copies half changed, and they are dropped.
+                changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
+                try:
+                    self._updater.update(step, total, value, state)
+                except BaseException as error:
+                    noted(error, f"updating key {entry.key!r}")
+                    raise
         except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
             failure = error
         confirm(failure)
         # Nothing can fail any more: every rank has confirmed, and the arrays have the same shape.
         for stored, value in changed:
             np.copyto(stored, value)
-
-    def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
-        """Run the updater on copies; append pairs of (original, copy) to ``changed``, also if it raises. Local."""
-        value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
-        # Noted before the call: a function that raises leaves the copies half changed, and they are dropped.
-        changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
-        try:
-            self._updater.update(step, total, value, state)
-        except BaseException as error:
-            noted(error, f"updating key {entry.key!r}")
-            raise
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Update arrays in the store's memory by a step. For rows. Local."""

@@ -112,19 +112,17 @@ class CallableUpdater:
     def step(self, key: Key, count: int) -> Key:
         return key
 
-    def update(self, step: Key, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        self.call(step, total.astype(value.dtype, copy=False), value)
-
-    def call(self, step: Key, received: Array | RowSparse, value: Array) -> None:
+    def update(self, step: Key, total: Array | RowSparse, value: Array, state: Mapping[str, Array]) -> None:
         """Call the user's function, and store its changes or its result in ``value``; raise if they do not fit.
 
-        It gets ``received``, an array or rows of the value's dtype.
+        It gets an array, or rows, which are of the value's dtype here.
 
         It gets views, so changes of their shapes and flags do not reach the store's arrays.
         """
         outline, on_host = _outline(value), type(value) is np.ndarray
         before = value.copy() if self._unproven and on_host else None
-        given, stored = received if isinstance(received, RowSparse) else received.view(), value.view()
+        given = total if isinstance(total, RowSparse) else total.astype(value.dtype, copy=False).view()
+        stored = value.view()
         with _updating(), np.errstate(**self._rules):
             result = self._function(step, given, stored)
         if not outline == _outline(stored) == _outline(value):
@@ -139,7 +137,7 @@ class CallableUpdater:
         if result is not None:
             np.copyto(value, _check_result(step, result, value), casting="same_kind")
         elif before is not None and np.array_equal(before, value):
-            self._warn_unchanged(step, received)
+            self._warn_unchanged(step, given)
             return
         self._unproven = False
 

@@ -19,7 +19,7 @@ from ..arrays.arrays import accumulator
 from ..engine.calls import Confirm, Steps
 from ..engine.keys import Entry
 from ..engine.plan import Plan
-from ..errors import Unsupported, noted
+from ..errors import Unsupported
 from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, sum_rows
 from ..optimizers.updaters import CallableUpdater
@@ -106,12 +106,17 @@ class Rows:
         """
         with ExitStack() as held:
             # Sums first: too little memory must raise before any value changes.
-            sums = self._sum_rows(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
-            if confirm is None:
-                for entry, step, (ids, total) in zip(plan.entries, steps.each, sums, strict=True):
-                    self._update(entry, ids, total, step)
+            sums = self._sum_rows(plan, [(rows.indices, _flat(rows)) for rows in given], held)
+            every = zip(plan.entries, steps.each, sums, strict=True)
+            if confirm is not None:
+                # A user's updater: it sees whole values, on the root.
+                assert isinstance(self._exchange.updater, CallableUpdater)
+                mine = every if self._transport.rank == self._root else ()
+                whole = ((entry, self._cast(entry, *rows), step) for entry, step, rows in mine)
+                self._exchange.pipeline.update_copies(whole, confirm)
             else:
-                self._call(plan.entries, steps.each, sums, confirm)
+                for entry, step, (ids, total) in every:
+                    self._update(entry, ids, total, step)
         self._exchange.values.table.counts[plan.rows] += 1
         if not self._exchange.pipeline.current:
             # Only owners have the new rows now: a pull fetches them before it reads.
@@ -136,26 +141,24 @@ class Rows:
 
     # --- Sums
 
-    def _sum_rows(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
+    def _sum_rows(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> list[Selected]:
         """Return the sum over ranks of the rows with elements of this rank, in kept or reserved memory. Collective."""
         self._kept.start()
         if self._transport.size > 1:
-            addends = self._send_to_owners(entries, given, held)
+            addends = self._send_to_owners(plan, given, held)
         else:
             addends = [given]
             if not self._memory.is_host:
-                self._reserve(self._bound(entries, [[ids for ids, _ in given]]), held)
+                self._reserve(self._bound(plan.entries, [[ids for ids, _ in given]]), held)
         return [
             sum_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
-            for entry, each in zip(entries, zip(*addends, strict=True), strict=True)
+            for entry, each in zip(plan.entries, zip(*addends, strict=True), strict=True)
         ]
 
-    def _send_to_owners(
-        self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
-    ) -> Sequence[Sequence[Selected]]:
+    def _send_to_owners(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> Sequence[Sequence[Selected]]:
         """Send rows to their owners; return each rank's rows with elements of this rank; reserve memory. Collective."""
-        numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
-        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
+        entries, numbers, values = plan.entries, [ids for ids, _ in given], [rows for _, rows in given]
+        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", plan.keys)
 
         def ready(received: Sequence[Sequence[Array]]) -> None:
             self._reserve(self._bound(entries, [*parts, *received]), held)
@@ -293,24 +296,10 @@ class Rows:
         for at, low, high in parts:
             value[ids[at], low:high] = 0
 
-    def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
-        """Run a user's updater on the root, on copies of values; store these if no rank failed. Collective."""
-        updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
-        assert isinstance(updater, CallableUpdater)
-        try:
-            for entry, step, (ids, total) in zip(entries, steps, sums, strict=True):
-                if self._transport.rank == self._root:
-                    rows = cast_rows(self._tables, total, entry.dtype).reshape(ids.size, *entry.shape[1:])
-                    # The function sees the whole value, and may fail halfway.
-                    value = entry.value.copy()
-                    changed.append((entry, value))
-                    _call_updater(updater, step, RowSparse(ids, rows, entry.shape), value)
-        except BaseException as error:  # also sys.exit and Ctrl-C: the other ranks wait in confirm
-            failure = error
-        # All ranks learn of the failure before any value changes.
-        confirm(failure)
-        for entry, value in changed:
-            np.copyto(entry.value, value)
+    def _cast(self, entry: Entry, ids: Array, total: Array) -> RowSparse:
+        """Return a sum of rows in the value's dtype and shape. Local."""
+        rows = cast_rows(self._tables, total, entry.dtype)
+        return RowSparse(ids, rows.reshape(ids.size, *entry.shape[1:]), entry.shape)
 
     # --- Pulls
 
@@ -328,7 +317,7 @@ class Rows:
             some = zip(entries, asked, strict=True)
             return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
 
-        received = self._messages.fetch(wanted, kinds, _keys(entries), take, ready)
+        received = self._messages.fetch(wanted, kinds, tuple(entry.key for entry in entries), take, ready)
         for rank, part in enumerate(received):
             if rank == self._transport.rank:
                 continue
@@ -458,15 +447,6 @@ class _Owners:
                 yield at, max(low, 0), min(high, self._width)
 
 
-def _call_updater(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
-    """Call a user's updater, to change ``value`` in place; add the key to an error that it raises. Local."""
-    try:
-        updater.call(step, rows, value)
-    except BaseException as error:
-        noted(error, f"updating key {step!r}")
-        raise
-
-
 def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
     """Return an upper bound of GPU memory for ``copies`` of each row in ``arrays`` of each value, in bytes. Local."""
     pairs = (pair for numbers in every for pair in zip(numbers, kinds, strict=False))
@@ -475,10 +455,6 @@ def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies:
 
 def _kind(entry: Entry) -> Kind:
     return Kind(prod(entry.shape[1:]), entry.dtype)
-
-
-def _keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
-    return tuple(entry.key for entry in entries)
 
 
 def _table(entry: Entry, array: Array) -> Array:
