@@ -93,12 +93,6 @@ class Block:
             self.sums = self.memory.zeros(self.kept.size * dtype.itemsize).view(dtype)
         return self.sums
 
-    def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
-        """Append float32 zeros to ``residuals`` up to ``positions`` arrays; ``zeroed(nbytes)`` makes them. Local."""
-        while len(self.residuals) < positions:
-            # Float32, however wide the values are: it is added to the gradient before the codec rounds.
-            self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
-
     def ensure_state(self, slots: Slots) -> None:
         """Allocate zeros for the slots that the block's state lacks. On GPUs collective, and may raise MemoryError."""
         self.state |= self.new_state(
@@ -141,7 +135,8 @@ class _Group(NamedTuple):
     dtype: np.dtype[Any]
     numbers: Sequence[int]
     """Their positions in the request."""
-    sizes: Sequence[int]
+    starts: Sequence[int]
+    """Where they begin in the block, side by side, and where the last ends."""
 
 
 class _Holes:
@@ -243,11 +238,13 @@ class Arena:
         """
         self.release(leaving)
         groups = self._plan_new_blocks(requests, alone)
-        coming = sum(map(self._nbytes_of, groups))
+        coming = sum(self._nbytes(group.dtype, group.starts[-1]) for group in groups)
         listed: dict[int, Place] = {}
-        for group in groups:
-            listed |= zip(group.numbers, self._place_listed(group, coming), strict=True)
-            coming -= self._nbytes_of(group)
+        for dtype, numbers, starts in groups:
+            block = self._add_block(dtype, coming, starts)
+            coming -= self._nbytes(dtype, starts[-1])
+            for number, start in zip(numbers, starts, strict=False):
+                listed[number] = Place(block, start, requests[number][1], block.old)
         places: list[Place] = []
         shared = (request for number, request in enumerate(requests) if number not in listed)
         for (dtype, size), alike in groupby(shared):
@@ -316,18 +313,13 @@ class Arena:
             if not self._on_host and number not in alone:
                 together.setdefault(dtype, []).append(number)
             elif not self._on_host or size * dtype.itemsize * 4 >= self._pool:
-                groups.append(_Group(dtype, [number], [size]))
+                groups.append(_Group(dtype, [number], (0, self._room(dtype, size))))
         for dtype, numbers in together.items():
             sizes = [requests[number][1] for number in numbers]
             if sum(sizes) * dtype.itemsize >= min(_LIST_BYTES, self._pool // 4):
-                groups.append(_Group(dtype, numbers, sizes))
+                rooms = (self._room(dtype, size) for size in sizes)
+                groups.append(_Group(dtype, numbers, list(accumulate(rooms, initial=0))))
         return groups
-
-    def _place_listed(self, group: _Group, coming: int) -> list[Place]:
-        """Add a block for a group's values; return their places in it, side by side. Collective: it may allocate."""
-        starts = list(accumulate((self._room(group.dtype, size) for size in group.sizes), initial=0))
-        block = self._add_block(group.dtype, coming, starts)
-        return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
     def _place_shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
         """Yield ``most`` places of one size in blocks that small values share; may add such blocks. Collective."""
@@ -414,10 +406,6 @@ class Arena:
         """Return the elements of a block for so many, padded on GPUs to equally many per rank."""
         line = self._grid(dtype)[1]
         return size if line == 1 else rounded(size, line * self._transport.size)
-
-    def _nbytes_of(self, group: _Group) -> int:
-        """Return the bytes that the block of a group takes of a segment."""
-        return self._nbytes(group.dtype, sum(self._room(group.dtype, size) for size in group.sizes))
 
     def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
         """Return the bytes that a block for so many elements takes of a segment."""

@@ -103,12 +103,11 @@ def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], me
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
     """Allocate a block's missing residuals for lists of ``positions`` arrays; none without error feedback. Local."""
-    if not codec.feedback:
-        return
-    if codec.elementwise:
-        block.ensure_residuals(positions, block.memory.zeros)
-    else:  # a codec of tensors works on the host, on the sum of a list
-        block.ensure_residuals(1, HOST.zeros)
+    # A codec of tensors works on the host, on the sum of a list.
+    memory, needed = (block.memory, positions) if codec.elementwise else (HOST, 1)
+    while codec.feedback and len(block.residuals) < needed:
+        # Float32, however wide the values are: it is added to the gradient before the codec rounds.
+        block.residuals.append(memory.zeros(4 * block.values.size).view(np.float32))
 
 
 def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:

@@ -83,7 +83,7 @@ def test_a_new_block_has_nothing_of_the_one_before(arena):
     (place,) = arena.place([(FLOAT, 1 << 17)])
     place.block.ensure_state({"mean": FLOAT})
     place.block.state["mean"][:] = 7
-    place.block.ensure_residuals(1, place.block.memory.zeros)
+    place.block.residuals.append(place.block.memory.zeros(4))
     where = spans([place])
     arena.release([place])
     (again,) = arena.place([(FLOAT, 1 << 17)])
