@@ -108,10 +108,7 @@ class KeyTable:
         return key in self._entries
 
     def __getitem__(self, key: Key) -> Entry:
-        try:
-            return self._entries[key]
-        except KeyError:
-            raise KeyNotInitialized(self._unknown(key)) from None
+        return self.find((key,))[0]
 
     def entries(self) -> Iterator[Entry]:
         return iter(self._entries.values())
