@@ -292,7 +292,10 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     Raises:
         CheckpointError: the text is no header of a whole checkpoint.
     """
-    whole = _decode(text)
+    try:
+        whole = text.decode()
+    except ValueError as error:
+        raise CheckpointError(f"its header is not JSON: {error}") from None
     # The usual file begins with them: then the places of thousands of arrays are compared as text, and not parsed.
     metadata, end = _read_metadata(whole)
     if metadata is None:
@@ -356,13 +359,6 @@ def _parse_sums(text: str, chunks: int) -> Array:
     if len(sums) != chunks:
         raise CheckpointError(f"its checksums are not {chunks} numbers of 8 digits")
     return sums
-
-
-def _decode(text: bytes) -> str:
-    try:
-        return text.decode()
-    except ValueError as error:
-        raise CheckpointError(f"its header is not JSON: {error}") from None
 
 
 def _parse_tree(text: str) -> dict[str, Any]:

@@ -44,12 +44,9 @@ def add_program(transport: Transport, header: Header, packed: Mapping[str, Array
         np.frombuffer(hashlib.blake2b(blob.data, digest_size=8).digest(), np.int64)[0] for blob in packed.values()
     ]
     table = gather(transport, np.array([sizes, digests], np.int64).reshape(-1)).reshape(transport.size, 2, -1)
-    # One row where all rows are the same.
-    rows = [np.unique(table[:, :, number], axis=0) for number in range(len(packed))]
-    program = {
-        name: [int(table[0, 0, number])] if len(rows[number]) == 1 else table[:, 0, number].tolist()
-        for number, name in enumerate(packed)
-    }
+    # One size where all ranks gave the same.
+    columns = zip(packed, table[:, 0].T.tolist(), (table == table[0]).all(axis=(0, 1)), strict=True)
+    program = {name: sizes[:1] if alike else sizes for name, sizes, alike in columns}
     header, pieces, rank = replace(header, program=program), list[Piece](), transport.rank
     for name, edges in header.blobs.items():
         if rank < len(edges) - 1:
