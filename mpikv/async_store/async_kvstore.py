@@ -15,6 +15,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -470,18 +471,14 @@ class AsyncKVStore(KVStore):
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
             return super()._parting()
-        announced: list[Callable[[], list[int]]] = []
-        parting = super()._parting
+        # Its first call announces, and returns the function that lists; later calls return the same one.
+        parting = cache(super()._parting)
 
         def absent() -> list[int]:
             if endpoint.answering:
                 return [self.rank]
             # Until nothing is in flight in either direction; only then may the communicator be freed.
-            if around := endpoint.discard():
-                return around
-            if not announced:
-                announced.append(parting())
-            return announced[0]()
+            return endpoint.discard() or parting()()
 
         return absent
 
