@@ -134,14 +134,6 @@ class Split:
         return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
 
-RowMessages: TypeAlias = "Packed | Split"
-
-
-def row_messages(transport: Transport) -> RowMessages:
-    """Return the messages for rows in this transport's memory. Local."""
-    return Packed(transport) if transport.memory.is_host else Split(transport)
-
-
 # --- Rows as bytes
 
 

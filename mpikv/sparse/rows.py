@@ -24,7 +24,7 @@ from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, sum_rows
 from ..optimizers.updaters import CallableUpdater
 from ..protocols import Array, Key, Placement, Workspace
-from .messages import Kind, Selected, row_messages
+from .messages import Kind, Packed, Selected, Split
 
 if TYPE_CHECKING:
     from ..engine.exchange import Exchange
@@ -57,7 +57,7 @@ class Rows:
         self._exchange, self._root = exchange, root
         self._transport, self._memory = exchange.transport, exchange.transport.memory
         self._tables = self._memory.workspace
-        self._messages = row_messages(exchange.transport)
+        self._messages = Packed(exchange.transport) if self._memory.is_host else Split(exchange.transport)
         self._owners_of = WeakKeyDictionary[Plan, _Owners]()
         # On a GPU _reserve takes the memory of each push, at a point where all ranks learn if one has too little.
         self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
