@@ -123,7 +123,7 @@ class Bucket:
     buffers: tuple[Array, ...]
     """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
     bind_list: Callable[[Sequence[Array]], BoundList | None]
-    """As :meth:`Planner.bind_list`."""
+    """As :attr:`Planner.bind_list`."""
 
     # Lazy, as not every call needs them, and many keys make them slow.
 
@@ -437,16 +437,14 @@ class Planner:
         here = self.transport.sharing_size > 1 and not self.compressed
         return here and (self.transport.size == 2 or not self.in_pairs)
 
-    def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return an object that compares or copies lists with these arrays in one call; None where none does. Local."""
-        kernels = self._list_kernels
-        return None if kernels is None else kernels.bind_list(arrays)
-
     @lazy
-    def _list_kernels(self) -> ListKernels | None:
-        """The kernels, if they take lists. Lazy, as this check takes as long as the rest of making a plan."""
+    def bind_list(self) -> Callable[[Sequence[Array]], BoundList | None]:
+        """Returns an object that compares or copies lists with these arrays in one call; None where none does. Local.
+
+        Lazy, as the check of the kernels takes as long as the rest of making a plan.
+        """
         here = self.transport.memory.is_host
-        return self.kernels if here and isinstance(self.kernels, ListKernels) else None
+        return self.kernels.bind_list if here and isinstance(self.kernels, ListKernels) else lambda arrays: None
 
     @lazy
     def current(self) -> bool:
