@@ -107,12 +107,6 @@ class Block:
         """Return new zeroed state of the elements ``kept``. On GPUs collective, and may raise MemoryError."""
         return {name: self.allocate(kept.size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
-    def replace_state(self, kept: Spans, state: dict[str, Array]) -> None:
-        """Set ``kept`` and ``state`` of the block; drop its memory for sums if ``kept`` changes. Local."""
-        if kept != self.kept:
-            self.sums = None
-        self.kept, self.state = kept, state
-
     def state_of(self, low: int, high: int) -> dict[str, Array]:
         """Return views of the state of elements that this rank keeps, side by side. Local."""
         where = self.kept.locate(low, high)

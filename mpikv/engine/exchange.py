@@ -19,12 +19,14 @@ from ..optimizers import Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transfers, Transport, Updater
+from .arena import Block
 from .calls import Steps
 from .compression import Compression, check_arrays, make_compression
 from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, TransferPipeline, groups_of
 from .placement import place
 from .plan import Plan, Planner
+from .spans import Spans
 from .team import Team
 from .values import Values
 
@@ -134,16 +136,13 @@ class Exchange:
         """
         placement, table = self.place_updater(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
-        dtypes = {block: block.values.dtype for block in self.values.blocks}
         planner = replace(self.values.planner, updater=updater, placement=placement)
-        # The elements of this rank may be others under the new placement, and need state there.
-        kept = {block: planner.kept(block) for block in dtypes}
-        states = {
-            block: block.state
-            if overwrites and block.has_state(updater.slots(dtype), kept[block])
-            else block.new_state(updater.slots(dtype), kept[block])
-            for block, dtype in dtypes.items()
-        }
+        changes = list[tuple[Block, Spans, dict[str, Array]]]()
+        for block in self.values.blocks:
+            # The elements of this rank may be others under the new placement, and need state there.
+            kept, slots = planner.kept(block), updater.slots(block.values.dtype)
+            reuses = overwrites and block.has_state(slots, kept)
+            changes.append((block, kept, block.state if reuses else block.new_state(slots, kept)))
         # The new placement may have other owners, and they need the newest values.
         # On all ranks the same ones, so all publish them together.
         stale = [entry for entry in table.entries() if table.stale[entry.index]]
@@ -153,8 +152,10 @@ class Exchange:
         # From here nothing can fail: all memory has been taken.
         self._revision = updater.revision
         self._use_planner(planner)
-        for block in self.values.blocks:
-            block.replace_state(kept[block], states[block])
+        for block, kept, state in changes:
+            if kept != block.kept:
+                block.sums = None  # its memory for sums is of the elements kept before
+            block.kept, block.state = kept, state
         for entry in table.entries():
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on

@@ -71,7 +71,7 @@ def test_a_rank_keeps_all_of_a_value_if_one_of_its_ranges_has_every_element():
         (((8, 11),), ""),
         ((), ""),
     ):
-        block.replace_state(Spans(ranges), {})
+        block.kept = Spans(ranges)
         assert [key for key in known if known[key].keeps_all] == list(kept)
 
 
