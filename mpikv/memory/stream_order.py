@@ -126,11 +126,13 @@ class GpuOrder:
         self._in_use: deque[tuple[Event, Any]] = deque()
         # Reentrant: a garbage collection inside may run a finalizer, and the finalizer a call, in the same thread.
         self._dropping = threading.RLock()
+        # The store's watchdog replaces these functions, as work on a stream may never end by itself.
         self.wake: Callable[[], None] = _nothing
         """Called when :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self.abandon: Callable[[str], None] = _nothing
+        """Ends work in flight, and tells other ranks why."""
         self.queue: Door = lambda _, run: run(None)
         """Queues work without a transport, in :meth:`run`."""
         self.recording = False
@@ -138,16 +140,6 @@ class GpuOrder:
         # Launchable graphs; None once they were discarded. The watchdog's thread discards them, too.
         self._graphs: WeakSet[Graph] | None = WeakSet()
         self._recording = threading.Lock()
-
-    def watch(
-        self, check: Callable[[], None], abort: Callable[[str], None], queue: Door, wake: Callable[[], None]
-    ) -> None:
-        """Keep functions of the store's watchdog, as work on a stream may never end by itself. Local.
-
-        ``check`` raises if work has failed. ``abort`` ends the work, and tells other ranks why. ``queue`` queues work
-        without a transport. ``wake`` becomes :attr:`wake`.
-        """
-        self.check, self.abandon, self.queue, self.wake = check, abort, queue, wake
 
     @property
     def failed(self) -> bool:
@@ -248,11 +240,7 @@ class GpuOrder:
 
     def rejoin(self) -> None:
         if self._some_issued:
-            self.follow(self.stream.record())
-
-    def follow(self, event: Event) -> None:
-        """Make the current stream of this thread wait for an event; the host does not wait. Local."""
-        self._gpu.current().wait(event)
+            self._gpu.current().wait(self.stream.record())
 
     def _keep(self, done: Event, arguments: Any) -> None:
         """Keep arguments alive until the GPU has passed an event; drop those of ended work. Local."""
@@ -404,7 +392,7 @@ class Issued:
 
     def rejoin(self) -> None:
         if self.done is not None:
-            self._order.follow(self.done)
+            self._order._gpu.current().wait(self.done)
 
 
 def _nothing(*_: object) -> None:

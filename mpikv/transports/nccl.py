@@ -76,30 +76,21 @@ class Wire(NamedTuple):
         return bfloat16() if self.dtype == "bfloat16" else np.dtype(self.dtype)
 
 
-_INT32, _UINT32 = Wire("int32", "NCCL_INT32"), Wire("uint32", "NCCL_UINT32")
-_FLOAT32, _FLOAT64 = Wire("float32", "NCCL_FLOAT32"), Wire("float64", "NCCL_FLOAT64")
-WIRES = {
+_INTEGERS, _HALVES = ("int8", "int32", "int64", "uint8", "uint32", "uint64"), ("float16", "bfloat16")
+_OWN = {name: Wire(name, f"NCCL_{name.upper()}") for name in (*_INTEGERS, *_HALVES, "float32", "float64")}
+ALL_WIRES = {
+    **_OWN,
     # Of zeros and ones the logical or is the maximum.
-    "bool": Wire("uint8", "NCCL_UINT8", "NCCL_MAX"),
-    "int8": Wire("int8", "NCCL_INT8"),
-    "int16": _INT32,
-    "int32": _INT32,
-    "int64": Wire("int64", "NCCL_INT64"),
-    "uint8": Wire("uint8", "NCCL_UINT8"),
-    "uint16": _UINT32,
-    "uint32": _UINT32,
-    "uint64": Wire("uint64", "NCCL_UINT64"),
-    # NCCL would round at every hop.
-    "float16": _FLOAT32,
-    "bfloat16": _FLOAT32,
-    "float32": _FLOAT32,
-    "float64": _FLOAT64,
-    "complex64": _FLOAT32._replace(each=2),
-    "complex128": _FLOAT64._replace(each=2),
+    "bool": _OWN["uint8"]._replace(operation="NCCL_MAX"),
+    "int16": _OWN["int32"],
+    "uint16": _OWN["uint32"],
+    "complex64": _OWN["float32"]._replace(each=2),
+    "complex128": _OWN["float64"]._replace(each=2),
 }
-"""The type of each dtype, by the dtype's name."""
-ALL_WIRES = WIRES | {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
-"""The same, with half precision as it is: NCCL rounds at each addition."""
+"""The type of each dtype, by the dtype's name, with half precision as it is: NCCL rounds at each addition."""
+# NCCL would round half precision at every hop.
+WIRES = ALL_WIRES | dict.fromkeys(_HALVES, _OWN["float32"])
+"""The same, with sums of half precision in float32."""
 
 
 class NcclTransport(Unshared):
@@ -148,7 +139,8 @@ class NcclTransport(Unshared):
         self._watchdog = Watchdog(
             waiting, self._gpu.watch, self._check_flight, self._fail, self._order.drop_done, self.rank
         )
-        self._order.watch(self._check, self.abandon, self._queue, self._watchdog.wake)
+        self._order.check, self._order.abandon = self._check, self.abandon
+        self._order.queue, self._order.wake = self._queue, self._watchdog.wake
         order_launches()
         preflight(group, self._gpu, nccl.get_version())
         # A message is prepared while the one ahead of it is summed.
@@ -250,7 +242,7 @@ class NcclTransport(Unshared):
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         """Queue a sum of every rank's ``send`` at the root; return arrays that add up to it there. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
-        return self._scatter("reduce", send, recv[: counts[self.rank]], counts)
+        return self.reduce_scatter(send, recv[: counts[self.rank]], counts, name="reduce")
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
         """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return arrays that add up to it. Collective."""
@@ -280,12 +272,13 @@ class NcclTransport(Unshared):
 
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective."""
-        return self._scatter("reduce_scatter", send, recv, counts, op)
+    def reduce_scatter(
+        self, send: Array, recv: Array, counts: Sequence[int], op: str = "", name: str = "reduce_scatter"
+    ) -> Sequence[Array]:
+        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective.
 
-    def _scatter(self, name: str, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective."""
+        ``name`` is the call's, for messages.
+        """
         if self._gathers:
             return self._terms(send, counts)
 
@@ -523,22 +516,17 @@ class NcclTransport(Unshared):
 
     def _check_flight(self) -> None:
         """Raise if NCCL reports an error or a rank has left: queued work would never finish. Local."""
-        self._check_async()
+        if self._queueing.acquire(blocking=False):  # while another thread uses NCCL it is not asked
+            try:
+                if self._comm is not None:
+                    self._comm.check_async_error()
+            except (self._nccl.NcclError, KeyError) as error:
+                if _status(error) != _IN_PROGRESS:
+                    raise self._translate(error, "work in flight") from error
+            finally:
+                self._queueing.release()
         if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.find_end()):
             raise TransportError(why)
-
-    def _check_async(self) -> None:
-        """Raise NCCL's error about queued work, if it has one; do nothing while another thread uses it. Local."""
-        if not self._queueing.acquire(blocking=False):
-            return
-        try:
-            if self._comm is not None:
-                self._comm.check_async_error()
-        except (self._nccl.NcclError, KeyError) as error:
-            if _status(error) != _IN_PROGRESS:
-                raise self._translate(error, "work in flight") from error
-        finally:
-            self._queueing.release()
 
     def _translate(self, error: Exception, doing: str) -> MPIKVError:
         """Return a TransportError for an error of NCCL, or PeerFailed if it is another rank's failure. Local."""

@@ -64,16 +64,12 @@ class Watchdog:
 
     def wake(self) -> None:
         """Have finished memory released again: there is some since the thread's last look."""
-        if not self._alive:
-            self._start()
+        if not (self._alive or self._stopped) and self._take_place():
+            threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """End the thread, for good, when all watched work is done. Does not wait."""
         self._stopped = True
-
-    def _start(self) -> None:
-        if not self._stopped and self._take_place():
-            threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def _take_place(self) -> bool:
         """Return whether no thread watched, and take its place."""
@@ -90,7 +86,9 @@ class Watchdog:
             while True:
                 # It polls for new work: to wake a thread takes longer than the rest of a call.
                 time.sleep(_NAP)
-                self._drop_done()
+                # Without a lock: only this thread removes work, and deque.append is atomic.
+                while self._works and self._works[0].done:
+                    self._works.popleft()
                 if self._works:
                     self._waiting.until(self._oldest_is_done, tuple)
                 if self._works or not self._drop():
@@ -108,11 +106,6 @@ class Watchdog:
         # two sees the other.
         self._alive = False
         return not (self._works or not self._drop()) or not self._take_place()
-
-    def _drop_done(self) -> None:
-        # Without a lock: only this thread removes work, and deque.append is atomic.
-        while self._works and self._works[0].done:
-            self._works.popleft()
 
     def _oldest_is_done(self) -> bool:
         """Return whether the oldest work is done; if not, call ``check``, which may raise."""
