@@ -236,29 +236,23 @@ class _Inbox:
 
         The next message overwrites its body.
         """
-        if self._coming is None and not self._begin():
-            return None
-        assert self._coming is not None
+        if self._coming is None:
+            # Any source: owners do not know who will ask next.
+            status, mpi = self._status, self._mpi
+            # A matched probe: the following receive gets exactly this message, whatever other threads receive.
+            message = self._comm.Improbe(mpi.ANY_SOURCE, self._tag, status)
+            if message is None:
+                return None
+            nbytes = status.Get_count(mpi.BYTE)
+            if nbytes > self._memory.size:
+                self._memory = zeros(nbytes)
+            self._coming = message.Irecv([self._memory, nbytes, mpi.BYTE]), status.source, nbytes
         request, source, nbytes = self._coming
         # Never a blocking receive: a long message needs its sender, who may be gone.
         if not request.Test():
             return None
         self._coming = None
         return Request(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
-
-    def _begin(self) -> bool:
-        """Begin to receive the next message; return whether there was one. Does not wait."""
-        # Any source: owners do not know who will ask next.
-        status, mpi = self._status, self._mpi
-        # A matched probe: the following receive gets exactly this message, whatever other threads receive.
-        message = self._comm.Improbe(mpi.ANY_SOURCE, self._tag, status)
-        if message is None:
-            return False
-        nbytes = status.Get_count(mpi.BYTE)
-        if nbytes > self._memory.size:
-            self._memory = zeros(nbytes)
-        self._coming = message.Irecv([self._memory, nbytes, mpi.BYTE]), status.source, nbytes
-        return True
 
 
 class _Outbox:
@@ -273,9 +267,9 @@ class _Outbox:
     def send(self, rank: int, head: Sequence[int], body: Array | None) -> None:
         """Send a copy of a message without waiting for its receiver. Local; any thread."""
         nbytes = _HEAD + (0 if body is None else body.nbytes)
+        if len(self._sent) >= _MOST_UNFINISHED:
+            self.tidy()
         with self._lock:
-            if len(self._sent) >= _MOST_UNFINISHED:
-                self._tidy()
             # A training sends messages of few sizes, and new memory costs more than the copy.
             free = self._free.get(nbytes)
             memory = free.pop() if free else zeros(nbytes)
@@ -292,14 +286,10 @@ class _Outbox:
         if not self._sent:
             return []
         with self._lock:
-            self._tidy()
+            # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
+            if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
+                for request, memory, _ in self._sent:
+                    if not request and len(free := self._free.setdefault(memory.size, [])) < _MOST_KEPT:
+                        free.append(memory)
+                self._sent = [message for message in self._sent if message[0]]
             return [rank for _, _, rank in self._sent]
-
-    def _tidy(self) -> None:
-        """Take back the memory of completed messages. Local; the lock is held."""
-        # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
-        if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
-            for request, memory, _ in self._sent:
-                if not request and len(free := self._free.setdefault(memory.size, [])) < _MOST_KEPT:
-                    free.append(memory)
-            self._sent = [message for message in self._sent if message[0]]
