@@ -142,7 +142,7 @@ def _describe_process(launch: Launch | None) -> Report:
             "mpi4py": _version_of("mpi4py"),
         },
         "mpi": mpi,
-        "launch": None if launch is None else dataclasses.asdict(launch),
+        "launch": launch and launch._asdict(),
         "host": {"name": platform.node(), "system": platform.platform(), "cores": core_count()},
         "gpu": survey(visible_gpus(environ))._asdict(),
         "optional": {name: _version_of(name) for name in OPTIONAL},

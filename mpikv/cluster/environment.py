@@ -6,8 +6,8 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import ConfigError
 
@@ -31,8 +31,7 @@ def keep_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ["MPIKV_KEEP"]) if "MPIKV_KEEP" in environ else None
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A launcher's message to this process, from its environment."""
 
     launcher: str
@@ -122,8 +121,7 @@ def is_named(environ: Mapping[str, str] = os.environ) -> bool:
 def free_port() -> int:
     """Return a port that is free on this host."""
     with socket.create_server(("", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+        return int(server.getsockname()[1])
 
 
 def has_one_thread(environ: Mapping[str, str] = os.environ) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -58,8 +57,7 @@ class _Sum(NamedTuple):
     terms: tuple[Array, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class _Flight:
+class _Flight(NamedTuple):
     """Messages of an exchange that may be in flight."""
 
     requests: list[Any]
