@@ -385,10 +385,10 @@ class AsyncKVStore(KVStore):
 
     def _begin(self) -> None:
         """After a collective call: set clocks to 0, forget pushes, take the key table, accept requests. Local."""
-        self._client.begin(self._agreement.calls)
+        self._client.begin(self._agreement.record.calls)
         with self._held(self._config.timeout):
             # First the epoch: the thread may serve early requests as soon as the lock is free.
-            self._epoch = self._agreement.calls
+            self._epoch = self._agreement.record.calls
             self._owner.begin(self._exchange.values.table, self._applied)
             self._clocks.begin()
         self._clock = 0

@@ -80,11 +80,6 @@ class Agreement:
         elif record.calls >= self._lateness.next:
             self._lateness.fold(record.calls, self._transport.all_gather)
 
-    @property
-    def calls(self) -> int:
-        """How many calls this rank has begun."""
-        return self.record.calls
-
     def least(self, number: int) -> int:
         """Return the smallest of the numbers that the ranks pass; compares no call. Collective."""
         # In place, in memory of its own: it is called before each call with wait=False.
@@ -149,7 +144,7 @@ class Agreement:
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
-            last = self.calls - 1
+            last = self.record.calls - 1
             text, verb = f"call #{last} {text_of_note(self.record.note_of(last))}" if last > 0 else "create", _END
         # As text: an exception of a caller's class may not be made on another rank.
         failure = format_error(error, place) if error else ""
@@ -174,7 +169,7 @@ class Agreement:
             # A nonblocking call of MPI begins with this letter.
             begun = any(other.verb[0] == "I" for other in known.values())
             text = (
-                f"ranks disagree at call #{number or self.calls}: {_difference(known)}; "
+                f"ranks disagree at call #{number or self.record.calls}: {_difference(known)}; "
                 f"{'MPI has begun the nonblocking ones' if begun else 'nothing was changed'}; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
                 f"{_places(known)}"

@@ -194,8 +194,3 @@ def system_function(name: str) -> Any:
         return getattr(ctypes.CDLL(None, use_errno=True), name)
     except AttributeError:
         raise OSError(f"{name} is not in the system's library") from None
-
-
-def enter(runtime: Runtime) -> None:
-    """Make this thread one of a simulation."""
-    here.runtime = runtime

@@ -84,7 +84,9 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
     turn comes.
     """
     hide_frames(error)
-    if _is_repeated(error):
+    alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    # One line is enough here, as another rank prints the same in full.
+    if alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error)):
         lines, place = "".join(traceback.format_exception_only(error)).splitlines(), place_of(error)
         # The prefix already names this rank, and the text after RankMismatch may name its place.
         text = "; ".join(map(str.strip, lines)).removesuffix(prefix.strip()).rstrip()
@@ -126,12 +128,6 @@ def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
     """Return " at FILE:LINE in NAME" of the first frame outside installed libraries, else of the first; "" for none."""
     own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
     return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
-
-
-def _is_repeated(error: BaseException) -> bool:
-    """Return whether an error's one line is enough here, as another rank prints the same in full."""
-    alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
-    return alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error))
 
 
 def _shorten(error: BaseException) -> None:

@@ -158,7 +158,7 @@ class Exchange:
             block.kept, block.state = kept, state
         for entry in table.entries():
             if entry.present is not None:
-                entry.present.fill()  # other ranks may own the rows from now on
+                entry.present.rows = None  # other ranks may own the rows from now on
         # The state starts at zero, and with it the count that a step depends on; versions go on.
         table.start_counts()
         self.values.copy_to_masters(tuple(table))

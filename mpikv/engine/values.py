@@ -114,7 +114,7 @@ class Values:
         self.table.stale[[entry.index for entry in entries]] = False
         for entry in entries:
             if entry.present is not None:
-                entry.present.fill()
+                entry.present.rows = None
         self.transport.fence()
         self.copy_to_masters(keys)
 

@@ -188,11 +188,7 @@ class NonzeroRows:
 
     rows: Array | None = None
     """Numbers of the possibly nonzero rows of this rank; None: any row may be nonzero. They hold only while the store
-    has no updater; whoever removes an updater must call :meth:`fill`."""
-
-    def fill(self) -> None:
-        """Record that any row may be nonzero."""
-        self.rows = None
+    has no updater; whoever removes an updater must set None."""
 
 
 def row_ids(given: Any, count: int) -> Array:

@@ -229,7 +229,7 @@ class KVStore(RankedStore):
         """
         counters: dict[str, Any] = {"rows": {"bytes_sent": self._rows.sent}}
         if self.size > 1:
-            counters |= self._board.lateness.statistics(self._agreement.calls)
+            counters |= self._board.lateness.statistics(self._agreement.record.calls)
         return counters if self._commits is None else {**counters, "commits": self._commits.statistics()}
 
     def keys(self) -> tuple[Key, ...]:

@@ -27,10 +27,10 @@ ANSWER = HEAD + FRAMES
 def test_the_board_says_the_latest_call() -> None:
     """A short text after a long one, and the same again."""
     shown = board.StatusBoard(ProcessGroup())
-    assert shown.call == "create"
+    assert shown.report(()).text == "create"
     for number, text in enumerate(("push(" + "x" * 200 + ")", "pull('é')", "pull('é')", "barrier()"), 1):
         shown.record.begin(note(text))
-        assert shown.call == f"call #{number} {text[:160]}"
+        assert shown.report(()).text == f"call #{number} {text[:160]}"
 
 
 def test_an_answer_is_whole_when_the_next_one_begins() -> None:

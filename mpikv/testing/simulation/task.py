@@ -110,7 +110,7 @@ class Task:
 
     def _begin(self) -> None:
         self._turn.acquire()
-        runtime.enter(self)
+        runtime.here.runtime = self
         self.scheduler.enter(self)
         try:
             if not self.ending:
@@ -212,7 +212,7 @@ class Task:
         return self._found
 
     def _ended(self) -> Ended:
-        runtime.enter(_Gone(self))
+        runtime.here.runtime = _Gone(self)
         return Ended()
 
     def take_turn(self) -> None:
