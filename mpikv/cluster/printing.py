@@ -61,13 +61,12 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
 
 def _try_write(text: str, stream: Any) -> bool:
     """Write a text to a stream and flush it; return whether that worked. Raises no Exception."""
-    try:
+    with suppress(Exception):
         stream.write(text)
         if hasattr(stream, "flush"):
             stream.flush()
-    except Exception:
-        return False
-    return True
+        return True
+    return False
 
 
 def _unread(descriptor: int) -> int:

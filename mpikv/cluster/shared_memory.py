@@ -99,22 +99,18 @@ def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]
 
 def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
     """Map a file's memory and return it; with ``new``, make the file. Raises OSError. Local."""
-    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
-    try:
+    with open(path, "x+b" if new else "r+b", 0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         if new:
-            os.ftruncate(file, nbytes)
-        return mmap(file, nbytes)
-    finally:
-        os.close(file)
+            file.truncate(nbytes)
+        return mmap(file.fileno(), nbytes)
 
 
 def _free_bytes() -> int:
     """Return the free bytes of the host's shared memory; 0 if it has none. Local."""
-    try:
+    with suppress(OSError):  # there is none; all ranks of the host learn it
         space = os.statvfs(SHARED)
-    except OSError:  # there is none; all ranks of the host learn it
-        return 0
-    return space.f_bavail * space.f_frsize
+        return space.f_bavail * space.f_frsize
+    return 0
 
 
 class _Timespec(ctypes.Structure):

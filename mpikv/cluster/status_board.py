@@ -31,7 +31,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,11 +112,6 @@ class StatusBoard:
         """Log that this rank has waited, and for whom; asks late ranks for their lines. Local."""
         log("rank %d has waited %.1f s in %s%s", self._rank, waited, self.report(missing).text, self._about)
 
-    @property
-    def call(self) -> str:
-        """The call that this rank is in."""
-        return call_of(self._own)
-
     def report(self, missing: Sequence[int]) -> Answer:
         """Ask ranks that delay this one, on any host, for their lines; return who they are, and words. Local; may wait.
 
@@ -134,7 +129,8 @@ class StatusBoard:
         told.sort(key=lambda text: not (_GONE in text or _SILENT in text))
         if rest := len(told[_MOST_TOLD:]):
             told[_MOST_TOLD:] = [f"{rest} more {'host has' if rest == 1 else 'hosts have'} late ranks"]
-        return Answer(late, f"{self.call}: {'; '.join(told)}" if told else self.call)
+        call = call_of(self._own)
+        return Answer(late, f"{call}: {'; '.join(told)}" if told else call)
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
         """Ask the late ranks of this host for their lines by a signal; return them, and words. Local; may wait."""
@@ -278,11 +274,10 @@ def _state(slot: Any) -> str:
         return peer.state()
     if slot["space"] != _pid_space():
         return "running"  # as far as this process can see
-    try:
+    with suppress(OSError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "gone"
-    return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
+        return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
+    return "gone"
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
@@ -295,7 +290,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
         return peer.frames(int(slot["thread"]))
     if answers < 0 or slot["space"] != _pid_space():
         return []
-    try:
+    with suppress(OSError):
         path = f"/proc/{pid}/fd/{answers}"
         with open(path, errors="replace") as file:
             before = file.seek(0, os.SEEK_END)
@@ -307,9 +302,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
                 file.seek(before)
                 if frames := _frames(file.read()):
                     return frames
-            return []
-    except OSError:
-        return []
+    return []
 
 
 def _signal(pid: int, thread: int) -> None:

@@ -35,13 +35,12 @@ def locate(value: Any) -> tuple[Array, Gpu | None]:
         if gpu.owns(value):
             return value, gpu
     # An array of another library: each GPU is asked, as only the right one can adopt it.
-    refused: Unsupported | None = None
+    why = ""
     for gpu in tuple(_GPUS):
         try:
             return gpu.adopt(value), gpu
         except Unsupported as error:
-            refused = error
-    why = "" if refused is None else f" ({refused})"
+            why = f" ({error})"
     raise Unsupported(f"the array is on a GPU, and this process has no store on that GPU; create the store first{why}")
 
 

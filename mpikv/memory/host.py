@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -16,6 +16,11 @@ from ..cluster.runtime import here
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Transport
 from .stream_order import HostOrder
+
+
+def _refuse(_: Any) -> NoReturn:
+    """Raise Unsupported for an array of a GPU."""
+    raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
 
 
 class HostMemory:
@@ -28,9 +33,10 @@ class HostMemory:
 
     is_host = True
 
-    def __init__(self, find: Callable[[Any], Gpu] | None = None) -> None:
-        """``find`` returns the GPU of another library's array; without it, the memory refuses such arrays."""
-        self._find = find
+    def __init__(self, find: Callable[[Any], Gpu] = _refuse) -> None:
+        """Without ``find``, the memory refuses arrays of GPUs."""
+        self.find = find
+        """Returns the GPU of another library's array that lies on one."""
         self._warned = False
         self.order = HostOrder()
 
@@ -114,16 +120,6 @@ class HostMemory:
 
     # --- Arrays of GPUs
 
-    def find(self, value: Any) -> Gpu:
-        """Return the GPU of an array that lies on one. Local.
-
-        Raises:
-            Unsupported: this memory knows none.
-        """
-        if self._find is None:
-            raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
-        return self._find(value)
-
     def _download(self, value: Any) -> Array:
         """Return a new host array with a copy of an array on a GPU; waits for it; may warn once. Local."""
         # A new array, not one that is kept: several arrays of a call may come from GPUs.
@@ -145,7 +141,7 @@ class HostMemory:
 
     def _locate(self, value: Any) -> tuple[Gpu, Array]:
         """Return the GPU of an array, and the array as its library's; raise on a worker thread; warn once. Local."""
-        if self._find is not None and here.makes_calls:
+        if self.find is not _refuse and here.makes_calls:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"
