@@ -36,6 +36,9 @@ from .plan import Bucket, Plan, Update
 from .team import SHARED_OUT, Team, deal
 from .values import Values
 
+# numpy finds a function in its module in as long as the function adds a few numbers.
+_add_two = np.add
+
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
 shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""
@@ -296,25 +299,26 @@ class Pipeline:
 
     # --- Update
 
-    def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps, outs: Sequence[Array] = ()) -> None:
+    def _update(
+        self,
+        bucket: Bucket,
+        addends: Sequence[Array],
+        steps: Steps,
+        outs: Sequence[Array] = (),
+        lane: Sequence[Update] | None = None,
+    ) -> None:
         """Add up the addends of this rank's elements; update these, unless the updater takes whole values. Local.
 
         It copies each new piece to ``outs``; these may be the addends. Kernels that can, add and update in one loop.
+        Threads make the updates of a ``lane`` each.
         """
-        updates = bucket.joint_updates if steps.uniform else bucket.updates
+        updates = lane or (bucket.joint_updates if steps.uniform else bucket.updates)
+        if self._team is not None and lane is None and updates and updates[-1].lane:
+            run = partial(self._update, bucket, addends, steps, outs)
+            self._team.run([partial(run, tuple(each)) for _, each in groupby(updates, attrgetter("lane"))])
+            return
         # A transport whose library adds returns the total itself.
         summed = not updates or addends[0] is bucket.total
-        if self._team is None or not updates or not updates[-1].lane:
-            self._run_updates(updates, addends, summed, steps, outs)
-            return
-        lanes = groupby(updates, attrgetter("lane"))
-        run = self._run_updates
-        self._team.run([partial(run, tuple(lane), addends, summed, steps, outs) for _, lane in lanes])
-
-    def _run_updates(
-        self, updates: Sequence[Update], addends: Sequence[Array], summed: bool, steps: Steps, outs: Sequence[Array]
-    ) -> None:
-        """Make updates one after the other, as :meth:`_update` does; add up before, unless that is done. Local."""
         for update in updates:
             if not summed:
                 first, last, low, high = addends[0], addends[-1], update.low, update.high
@@ -326,7 +330,7 @@ class Pipeline:
                         first = update.total
                     update.add_and_run(first, last, steps.each[update.item])
                 elif len(addends) == 2 and first.dtype == update.total.dtype:
-                    np.add(first, last, update.total)
+                    _add_two(first, last, update.total)
                 else:
                     self._add(addends, low, high, update.total)
             if update.run is not None:
