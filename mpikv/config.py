@@ -142,6 +142,15 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
     return _SWITCHES.get(environ.get("MPIKV_FULL_TRACEBACK", "0").lower(), True)
 
 
+def sets_bucket_bytes(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether MPIKV_BUCKET_BYTES says how long messages are.
+
+    >>> sets_bucket_bytes({})
+    False
+    """
+    return "MPIKV_BUCKET_BYTES" in environ
+
+
 def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
     """Return MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights; raise for another text.
 

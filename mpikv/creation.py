@@ -22,7 +22,7 @@ from .collectives.collectives import Collectives
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
-from .config import OWN_AFFAIRS, Config, slice_bytes, unknown_variables, wants_slices
+from .config import OWN_AFFAIRS, Config, sets_bucket_bytes, slice_bytes, unknown_variables, wants_slices
 from .errors import ConfigError, MPIKVError, Stalled, TransportUnavailable, Unsupported, known_names
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
@@ -70,7 +70,8 @@ _NAMES = (*_KIND_OF, "teststore")
 # are twice as large.
 _BUCKET_OF_GPUS = 64 << 20
 # Where a rank has threads, so much of a message for each: it must be long beside the time that a thread takes to wake.
-_BUCKET_OF_THREAD, _BUCKET_OF_THREADS, _MOST_THREADS = 4 << 20, 16 << 20, 8
+# The messages of a host's ranks take their bytes twice, of perhaps 64 MiB of shared memory in a container.
+_BUCKET_OF_THREAD, _BUCKETS_OF_HOST, _MOST_THREADS = 4 << 20, 16 << 20, 8
 # Sums in callers' arrays need messages for few dtypes alone, and the memory for these is eight times a message.
 _BUCKET_OF_SUMS = 16 << 20
 
@@ -85,6 +86,8 @@ class _Request:
     root: Any
     kind: StoreKind = _KINDS[0]
     settings: Config = field(default_factory=Config)
+    sized: bool = False
+    """Whether the call, a variable or the kind of store says how long messages are."""
     staleness: int | None = None
     codec: Any = None
     compression: str = "None"
@@ -149,7 +152,7 @@ def create(
         warn_after: seconds until a waiting rank logs the ranks that it waits for. Default 5.
         transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default): the hosts of ranks decide.
             On GPUs data travel by NCCL in any case, and the ranks agree by this transport.
-        bucket_bytes: bytes of the largest message. Default 1 MiB, on one host where ranks have several cores 8 or 16
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on one host where ranks have several cores up to 16
             MiB, on GPUs 64 MiB, on one GPU alone 128 MiB; of ``p3``, four for each of the elements that
             ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
@@ -201,7 +204,7 @@ def create(
         for text in unknown_variables():
             warn_once(text)
     try:
-        parts = _rendezvous(request, group, bucket_bytes)
+        parts = _rendezvous(request, group)
     except Stalled as error:  # of ranks that would not come to a close either
         error.args = (f"create: {error} [rank {group.rank}/{group.size}]",)
         raise
@@ -246,6 +249,7 @@ def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
     if sliced and given["bucket_bytes"] is None:
         given["bucket_bytes"] = slice_bytes()
     request.settings = settings = Config.read(**given)
+    request.sized = given["bucket_bytes"] is not None or sets_bucket_bytes()
     request.tracer = open_tracer(settings.trace) if settings.trace else None
     if kind.memory == "device" and settings.kernels != Config.kernels:
         asked = f"kernels={given['kernels']!r}" if given["kernels"] else f"MPIKV_KERNELS={settings.kernels}"
@@ -276,7 +280,7 @@ def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
 # --- The agreement of ranks
 
 
-def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None) -> _Parts:
+def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
     """Compare requests, find GPUs, open and return a store's parts; raise on every rank if one fails. Collective."""
     settings, problem = request.settings, request.problem or _find_fault(request, group)
     device, lack = None, ""
@@ -285,22 +289,22 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         device, lack, problem = _find_device(request.kind, group, settings)
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-    facts = [lack, own, device is not None or has_cupy(), _count_threads(request, group)]
+    facts = [lack, own, device is not None or has_cupy(), _count_threads(request, group), request.sized]
     of_ranks = compare_requests(group, "create", _describe(request), problem, facts)
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
-        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for _, _, cupy, _ in of_ranks))
-    settings = replace(settings, threads=min(threads for *_, threads in of_ranks))
-    # Neither the call nor a variable has asked for a size.
-    if bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
+        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for _, _, cupy, *_ in of_ranks))
+    settings = replace(settings, threads=min(threads for *_, threads, _ in of_ranks))
+    if not any(sized for *_, sized in of_ranks):
         if device is not None:
             settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS << (group.size == 1))
         elif settings.threads > 1 and group.one_host:
-            settings = replace(settings, bucket_bytes=min(_BUCKET_OF_THREAD * settings.threads, _BUCKET_OF_THREADS))
+            nbytes = min(_BUCKET_OF_THREAD * settings.threads, _BUCKETS_OF_HOST // group.size)
+            settings = replace(settings, bucket_bytes=max(settings.bucket_bytes, nbytes // 64 * 64))
     try:
         board, waits = StatusBoard(group, settings.report), None
-        if request.kind.storeless and all(cupy for _, _, cupy, _ in of_ranks):
+        if request.kind.storeless and all(cupy for _, _, cupy, *_ in of_ranks):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
             waits = AbortableWaiting(group.find_end, waiting, listening=False)
         if device is None:

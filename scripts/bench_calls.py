@@ -193,16 +193,18 @@ def threads(comm: Any, options: argparse.Namespace) -> None:
     gradient = np.ones(int(options.mebibytes or 64) << 18, np.float32)
     out = np.zeros_like(gradient)
     for name, given in (("none", {}), ("sgd", {"momentum": 0.9}), ("adam", {})):
-        cases = []
+        stores = []
         for asked in ("1", "0"):
             os.environ["MPIKV_THREADS"] = asked
-            kv = mpikv.create(kernels=options.kernels)
+            stores.append(kv := mpikv.create(kernels=options.kernels))
             if name != "none":
                 kv.set_optimizer(name, **given)
             kv.init("w", out)
-            count = "one thread" if asked == "1" else f"{len(os.sched_getaffinity(0))} cores"
-            cases.append((count, partial(kv.pushpull, "w", gradient, out=out)))
-        compare(comm, f"pushpull, {name}, {gradient.nbytes >> 20} MiB", cases, options.rounds)
+        cases = [partial(kv.pushpull, "w", gradient, out=out) for kv in stores]
+        named = [*zip(("one thread", "all cores"), cases, strict=True)]
+        compare(comm, f"pushpull, {name}, {gradient.nbytes >> 20} MiB", named, options.rounds)
+        for kv in stores:
+            kv.close()
 
 
 SUITES = {"agreement": agreement, "checks": checks, "halves": halves, "codecs": compare_codecs, "threads": threads}

@@ -541,9 +541,7 @@ class Planner:
         if self.transport.size == 1 and not self.transport.memory.is_host and total.dtype == dtype:
             sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
-        # Threads share out a copy; another rank's memory is read by one.
-        lends = self.transport.shared and nbytes >= _DIRECT_BYTES and self.team is None
-        may_be_direct = self.transport.sharing_size == 1 or lends
+        may_be_direct = self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
             value=value,

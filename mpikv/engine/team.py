@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -27,8 +28,8 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._jobs, self._outcomes = SimpleQueue[Any](), SimpleQueue[Any]()
-        self._started = False
+        self._jobs, self._news = SimpleQueue[Any](), SimpleQueue[None]()
+        self._started = 0
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
 
@@ -37,39 +38,52 @@ class Team:
 
         It raises the error of a job. numpy warns of no overflow in the other threads.
         """
-        if not self._started:
-            self._start()
-        for job in jobs[1:]:
-            self._jobs.put(job)
+        if not (self._started or self._start()):
+            for job in jobs:
+                job()
+            return
+        ended, interrupt, started = list[BaseException | None](), None, 0
         try:
+            for job in jobs[1:]:
+                self._jobs.put((job, ended))
+                started += 1
             jobs[0]()
-        finally:  # the others write to memory of the store, and of the caller
-            errors = [self._outcomes.get() for _ in jobs[1:]]
-        for error in filter(None, errors):
+        finally:
+            while len(ended) < started:  # they write to memory of the store, and of the caller
+                try:
+                    self._news.get()  # news of an earlier call may be left
+                except KeyboardInterrupt as pressed:
+                    interrupt = pressed
+        for error in filter(None, [interrupt, *ended]):
             raise error
 
-    def _start(self) -> None:
-        for _ in range(1, self.size):
-            # Daemons: a store that is never closed must not keep the program from ending.
-            threading.Thread(target=_work, args=(self._jobs, self._outcomes), name="mpikv lane", daemon=True).start()
-        self._started = True
+    def _start(self) -> int:
+        """Start the threads, fewer at a limit of the system; return how many work. Local."""
+        # Daemons: a store that is never closed must not keep the program from ending. At its end Python may start none.
+        with suppress(RuntimeError):
+            while self._started < self.size - 1:
+                threading.Thread(target=_work, args=(self._jobs, self._news), name="mpikv lane", daemon=True).start()
+                self._started += 1
+        return self._started
 
     def close(self) -> None:
         """Let the threads end; idempotent. Local."""
         self._end()
 
 
-def _work(jobs: SimpleQueue[Any], outcomes: SimpleQueue[Any]) -> None:
-    """Run jobs until one is None, and leave that to the next thread. Local."""
+def _work(jobs: SimpleQueue[Any], news: SimpleQueue[None]) -> None:
+    """Run jobs until None comes, and leave that to the next thread; add the error, or None, to a job's list. Local."""
     np.seterr(all="ignore")  # a thread begins with rules of its own
-    while (job := jobs.get()) is not None:
+    while (given := jobs.get()) is not None:
+        job, ended = given
         error = None
         try:
             job()
-        except BaseException as raised:  # a user's rule may raise anything
+        except BaseException as raised:  # MemoryError, say
             error = raised
-        del job  # the arrays' owner may free them
-        outcomes.put(error)
+        del given, job  # the arrays' owner may free them
+        ended.append(error)
+        news.put(None)
     jobs.put(None)
 
 

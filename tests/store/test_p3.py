@@ -185,6 +185,17 @@ def test_names_and_the_variable(make, meet, monkeypatch, name):
         assert held.sums == ([5000] if name == "local" else [2000, 2000, 1000])
 
 
+def test_threads_leave_a_size_that_was_asked_for(make, meet, monkeypatch):
+    monkeypatch.setenv("MPIKV_THREADS", "2")
+    monkeypatch.setenv("MXNET_KVSTORE_SLICE_THRESHOLD", str(1 << 18))
+    kv, held = make("p3", bucket_bytes=None)
+    with kv:
+        kv.init("w", np.zeros(600_000, np.float32))
+        held.sums.clear()
+        kv.push("w", np.ones(600_000, np.float32))
+        assert held.sums == [1 << 18, 1 << 18, 600_000 - (1 << 19)]
+
+
 @pytest.mark.feature("p3-variable")
 def test_the_number_of_elements(comm, monkeypatch):
     for text in ("many", "0", "-1", "1.5", "", "²", str(2**40)):

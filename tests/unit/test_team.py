@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 import warnings
@@ -61,13 +62,41 @@ def test_an_error_comes_when_all_jobs_have_ended(place: int) -> None:
         with pytest.raises(KeyError, match=str(place)):
             team.run([partial(job, number) for number in range(3)])
         assert sorted(ended) == sorted([number for number in range(3) if number != place] * turn)
+    team.close()
+
+
+def test_without_more_threads_the_caller_does_all() -> None:
+    before, ran = threading.stack_size(1 << 46), list[int]()  # no machine has so much
+    try:
+        Team(3).run([partial(ran.append, number) for number in range(3)])
+    finally:
+        threading.stack_size(before)
+    assert ran == [0, 1, 2]
 
 
 def test_other_threads_warn_of_no_overflow() -> None:
-    large = np.full(4, 3e38, np.float32)
+    large, team = np.full(4, 3e38, np.float32), Team(2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Team(2).run([lambda: None, lambda: np.multiply(large, large)])
+        team.run([lambda: None, lambda: np.multiply(large, large)])
+    team.close()
+
+
+def test_an_interrupt_waits_for_the_other_jobs() -> None:
+    team, ended = Team(2), list[int]()
+
+    def interrupted() -> None:
+        time.sleep(0.1)
+        _thread.interrupt_main()
+        time.sleep(0.3)
+        ended.append(1)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            team.run([lambda: None, interrupted])
+        assert len(ended) == 1
+        ended.clear()
+    team.close()
 
 
 SHAPES = st.sampled_from([(), (0,), (7,), (LONGEST,), (3, 0), (3, LONGEST // 4), (LONGEST // 8, 5), (50, 3, 1000)])
