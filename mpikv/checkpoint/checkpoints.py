@@ -1,8 +1,8 @@
 """Calls that write and read checkpoints of a store, or of an optimizer's state that every rank has.
 
 Every rank of a store writes and reads its own elements, straight from and to the store's memory; a save needs almost no
-extra memory. A Trainer with local updates has the same state on all ranks: rank 0 writes it, and all read it. Each of
-the two loads the other's files.
+extra memory. Of many ranks on several hosts each writes whole chunks, which their owners send it. A Trainer with local
+updates has the same state on all ranks: rank 0 writes it, and all read it. Each of the two loads the other's files.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -25,17 +26,19 @@ from ..engine.alltoallv import gather
 from ..engine.arena import Block
 from ..engine.exchange import Exchange
 from ..engine.keys import Entry
+from ..engine.placement import Owners
 from ..engine.plan import digest
 from ..engine.spans import Spans
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
 from ..optimizers import Optimizer
-from ..protocols import Array, Key, Updater
+from ..protocols import Array, Carries, Key, Updater
 from .ahead import Ahead
-from .chunks import Parts, Piece, Window, cut_array, read_arrays, write_arrays
+from .chunks import Gather, Parts, Piece, Window, cut_array, read_arrays, write_arrays
 from .compatibility import check_dumpable, describe_updater, find_states, find_values, slot_names, warn_of_other_mean
 from .extents import list_extents
 from .files import Draft, Reader, Source
-from .header import CHUNK, RESIDUALS, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
+from .gathering import FEWEST, Gathering
+from .header import CHUNK, RESIDUALS, Header, Kind, check_writable, number_alike, parse_dtype
 from .program import Program, add_program, pack_state
 from .residuals import pack_residuals, plan_residuals
 from .saving import Copies, SaveWork, Span
@@ -115,20 +118,37 @@ class Checkpoints:
         header, program = add_program(self._transport, header, packed)
         if packed:
             self._agreement.run_together(call, check_writable, header)
-        spans = self._list_values(header, self._find_elements_to_write)
-        is_root, work = self._transport.rank == self._root, None
+        pieces, gather = self._list_pieces(call, header, wait)
+        pieces, is_root, work = chain(pieces, program), self._transport.rank == self._root, None
         if wait:
-            pieces = chain(_cut_spans(spans, self._memory.to_host), program)
-            self._run_parts(call, write_arrays(draft, header, pieces, is_root))
+            self._run_parts(call, write_arrays(draft, header, pieces, is_root, gather=gather))
         else:
-            copies = chain(self._agreement.run_together(call, self._copies.make, spans), program)
             ahead = Ahead[Window]()
-            parts = write_arrays(draft, header, copies, is_root, ahead=ahead)
+            parts = write_arrays(draft, header, pieces, is_root, ahead=ahead)
             self._run_parts(call, parts, enough=lambda: ahead.source is not None)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if work is not None:
             work.start()  # last: the thread would slow down the agreement before on a busy host
         return work
+
+    def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
+        """Return the pieces for this rank to write, copies unless ``wait``, and what gathers more. Collective."""
+        # The owners of whole values write long pieces anyway.
+        cuts = not isinstance(self._exchange.placement, Owners)
+        if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
+            allocate = partial(np.empty, dtype=np.uint8) if wait else self._copies.ensure_room
+            make = partial(Gathering, self._exchange, header, allocate, keeps=not wait)
+            gathering: Gathering = self._agreement.run_together(call, make)
+            if wait:
+                return (), gathering.prepare
+            copies = list[Piece]()
+            for window in gathering.windows:
+                self._agreement.run_together(call, gathering.prepare, window, copies)()
+            return copies, None
+        spans = self._list_values(header, self._find_elements_to_write)
+        if wait:
+            return _cut_spans(spans, self._memory.to_host), None
+        return self._agreement.run_together(call, self._copies.make, spans), None
 
     def finish(self) -> None:
         """End the pending save, if there is one, with its rename, or raise what it has raised. Collective.
@@ -313,24 +333,26 @@ class Checkpoints:
         """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block. Local."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
-        for block, slot, first, last, begin in list_extents(header, entries):
-            for low, high in mine[block].within(first, last):
-                array = block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
-                yield Span(begin + (low - first) * array.itemsize, array)
+        for extent in list_extents(header, entries):
+            for low, high in mine[extent.block].within(extent.low, extent.high):
+                array = extent.find(low, high)
+                yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
         """Run parts, comparing success after each, to the end or until ``enough``, the rest for later. Collective."""
-        with ExitStack() as at_end:
-            # Left early by an error, the generator closes its file and removes the draft.
-            at_end.enter_context(closing(parts))
+        try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
-                if sums.size:  # replaced by the exclusive or of all ranks' sums
+                if callable(sums):
+                    sums()
+                elif sums.size:  # replaced by the exclusive or of all ranks' sums
                     np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
                 if enough():
-                    at_end.pop_all()
                     return
+        except BaseException:
+            parts.close()  # left early by an error, the generator closes its file and removes the draft
+            raise
 
     # --- Checks
 

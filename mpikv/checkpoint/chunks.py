@@ -22,13 +22,19 @@ from .ahead import Ahead
 from .files import MOST_PARTS, NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 
-Parts: TypeAlias = "Generator[Array]"
+Parts: TypeAlias = "Generator[Array | Callable[[], object]]"
 """The local parts of a collective call; every rank has as many. After each part the caller learns whether it succeeded
 on all ranks; only then it runs the next. A part yields its contribution (uint32). The caller overwrites it by the
-exclusive or of all ranks' contributions; the next part uses the result."""
+exclusive or of all ranks' contributions; the next part uses the result. Or all ranks' parts yield a collective
+function; the caller runs it."""
 
-Window: TypeAlias = "tuple[slice, Array]"
-"""The chunks of a window, and this rank's contribution to the checksum of each."""
+Window: TypeAlias = "tuple[slice, Array | Callable[[], object]]"
+"""The chunks of a window, and this rank's contribution to the checksum of each; or a collective function, run before
+the window is written."""
+
+Gather: TypeAlias = "Callable[[slice, list[Piece]], Callable[[], object]]"
+"""Appends the pieces of a window's chunks that this rank writes for others, too; returns the collective function that
+fills them. Local, so that all ranks learn of its failure."""
 
 NO_SUMS = np.empty(0, np.uint32)
 """Yielded by a part without a contribution."""
@@ -68,14 +74,16 @@ def write_arrays(
     creates: bool,
     attaches: bool = True,
     ahead: Ahead[Window] | None = None,
+    gather: Gather | None = None,
 ) -> Parts:
     """Yield checksums after each part of a save: create the file, write this rank's pieces, rename it. Collective.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. With
-    ``ahead``, its thread writes the windows, once started; without it each part writes a window.
+    ``ahead``, its thread writes the windows, once started; without it each part writes a window, and ``gather`` adds
+    pieces to the window before.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
-    windows = _write_windows(draft, header, pieces)
+    windows = _write_windows(draft, header, pieces, gather)
     try:
         if creates:
             draft.create(nonce)
@@ -87,8 +95,10 @@ def write_arrays(
             windows = ahead.prepare(windows)
         yield NO_SUMS
         for chunks, mine in windows:
-            sums[chunks] = mine
-            yield sums[chunks]
+            if not callable(mine):
+                sums[chunks] = mine
+                mine = sums[chunks]
+            yield mine
         if creates:
             # The rename is the last step: until then the path holds the old checkpoint.
             draft.commit(header, sums)
@@ -99,9 +109,11 @@ def write_arrays(
         draft.close()
 
 
-def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece]) -> Iterator[Window]:
+def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None) -> Iterator[Window]:
     """Write and flush one window after the other; yield its chunks, and their checksums of this rank's part. Local."""
-    for chunks, (mine,) in _cut_windows(header.nbytes, pieces):
+    for chunks, (mine,) in cut_windows(header.nbytes, pieces):
+        if gather is not None:
+            yield chunks, gather(chunks, mine)
         sums = _sum_moved(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, header.start + offset))
         if mine:
             # Per window: a full or failing disk shows now, and not at the end.
@@ -116,7 +128,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
     unchanged.
     """
     nbytes = reader.source.header.nbytes
-    for chunks, (mine, everyones) in _cut_windows(nbytes, own, shared):
+    for chunks, (mine, everyones) in cut_windows(nbytes, own, shared):
         if checks:
             # Every rank reads the shared pieces: exclusive or over the ranks would cancel them, so they are added
             # after.
@@ -131,7 +143,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
     yield NO_SUMS
 
 
-def _cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
+def cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[list[Piece]]]]:
     """Yield the chunks of each window, the same on all ranks, and the pieces of each kind in them. Local."""
     # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..engine.arena import Block
 from ..engine.keys import Entry
-from .header import Header
+from ..protocols import Array
+from .header import VALUE, Header
 
 
 class Extent(NamedTuple):
@@ -25,6 +26,11 @@ class Extent(NamedTuple):
     high: int
     begin: int
     """Byte offset of the first element, from the first array of the file."""
+
+    def find(self, low: int, high: int) -> Array:
+        """Return elements ``[low, high)`` of the block, or their state, which this rank keeps side by side. Local."""
+        block, slot = self.block, self.slot
+        return block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
 
 
 def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:

@@ -54,13 +54,18 @@ class Copies:
         ordered = sorted(spans, key=attrgetter("begin"))
         arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
         edges = list(accumulate((array.nbytes for array in arrays), initial=0))
+        room = self.ensure_room(edges[-1])
+        # Without gathering the caller waits for this copy alone: the thread writes it, and the store goes on.
+        self._memory.copy([room[low:high] for low, high in pairwise(edges)], arrays)
+        return _cut_copies(room, [span.begin for span in ordered], edges)
+
+    def ensure_room(self, nbytes: int) -> Array:
+        """Return memory of so many bytes, that of the last save if it has as many; may raise MemoryError. Local."""
         # release() first, so that the old copy and the new one never exist together.
-        if self._room.nbytes != edges[-1]:
+        if self._room.nbytes != nbytes:
             self.release()
-            self._room = zeros(edges[-1], huge_pages=True)
-        # The copy is all that the caller waits for: the thread writes it, and the store goes on.
-        self._memory.copy([self._room[low:high] for low, high in pairwise(edges)], arrays)
-        return _cut_copies(self._room, [span.begin for span in ordered], edges)
+            self._room = zeros(nbytes, huge_pages=True)
+        return self._room
 
     def release(self) -> None:
         """Free the memory."""

@@ -46,8 +46,8 @@ class Grid:
     def shares(self, placement: Placement, low: int, high: int) -> Iterator[tuple[int, int]]:
         """Yield (elements, owner) for the ranges of ``[low, high)``, in order; replicated ones once per rank."""
         for begin, end in self.cut(low, high):
-            for rank, count in enumerate(self.shard(placement, begin, end).counts):
-                yield count, rank
+            counts = self.shard(placement, begin, end).counts
+            yield from ((count, rank) for rank, count in enumerate(counts) if count)
 
     def owned(self, placement: Placement, low: int, high: int) -> Spans:
         """Return the elements of ``[low, high)`` that this rank owns."""

@@ -12,12 +12,13 @@ from .group import Group
 from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
-from .transport import ReadsInPlace, SumsInPlace, Transfers, Transport
+from .transport import Carries, ReadsInPlace, SumsInPlace, Transfers, Transport
 from .updater import Updater
 
 __all__ = [
     "Array",
     "BoundList",
+    "Carries",
     "Codec",
     "ElementwiseCodec",
     "Event",

@@ -169,3 +169,14 @@ class ReadsInPlace(Protocol):
         One cannot if its array is small, or cannot be read. Terms come in rank order, this rank's own in place. They
         may be read until the next piece. No rank may change another's part of its ``send`` before the next exchange.
         """
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """A transport over MPI that carries messages from one rank to another, most often between hosts."""
+
+    def carry(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
+        """Send arrays of uint8 to ranks, and fill arrays from ranks; wait for all of them. Collective.
+
+        Two ranks list the arrays between them in the same order with the same sizes; so does a rank for itself.
+        """

@@ -24,7 +24,7 @@ import pytest
 from ..arrays.arrays import accumulator, add
 from ..cluster.process_group import ProcessGroup
 from ..errors import Stalled, TransportError
-from ..protocols import Array, Group, Transfers, Transport
+from ..protocols import Array, Carries, Group, Transfers, Transport
 
 __all__ = ["TransportContract"]
 
@@ -328,6 +328,32 @@ class TransportContract:
                     assert_same(read(transport, value), exchange.sum)
         assert not sums
         assert not spread
+
+    def test_messages_between_two_ranks(self, transport: Transport) -> None:
+        """In their order, of any length, also to a rank that sends nothing."""
+        if not isinstance(transport, Carries):
+            pytest.skip("carries no messages between two ranks")
+        for turn in range(3):
+            sizes = {
+                (source, rank): [
+                    1 + (source + 3 * rank + turn + number) % 5 * 30_000 for number in range(source + turn)
+                ]
+                for source in range(transport.size)
+                for rank in range(transport.size)
+            }
+            sends, receives = list[tuple[int, Array]](), list[tuple[int, Array]]()
+            for (source, rank), lengths in sizes.items():
+                for number, length in enumerate(lengths):
+                    if source == transport.rank:
+                        sends.append((rank, np.full(length, 7 * source + number, np.uint8)))
+                    if rank == transport.rank:
+                        receives.append((source, np.zeros(length, np.uint8)))
+            transport.carry(sends, receives)
+            numbers = [
+                number for (_, rank), each in sizes.items() if rank == transport.rank for number in range(len(each))
+            ]
+            for (source, memory), number in zip(receives, numbers, strict=True):
+                assert (memory == 7 * source + number).all()
 
     def test_allocated_memory(self, transport: Transport) -> None:
         blocks: list[Array] = []

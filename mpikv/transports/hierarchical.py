@@ -228,6 +228,9 @@ class HierarchicalTransport:
             part, ends = whole[begin : begin + self.limit], begin + self.limit >= whole.size
             self._send_values("broadcast", part, 1, self._all_at(root, part.size), ends)
 
+    def carry(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
+        self._flat.carry(sends, receives)
+
     def fence(self) -> None:
         self._inner.fence()
 

@@ -31,6 +31,8 @@ from .unshared import Unshared
 # The most ranks for which an exchange of half precision beats an allreduce in float32. With messages of b bytes in half
 # precision and n ranks, each rank receives (n - 1) b in the exchange, and at least 4 b (n - 1) / n in the allreduce.
 _FEW_RANKS = 3
+# The tag of messages between two ranks. 1 to 3 are those of failures and of several hosts.
+_CARRIED = 4
 
 
 class Tickets:
@@ -167,6 +169,14 @@ class MpiTransport(Unshared):
         with self._group.translated("broadcast"):
             for begin in range(0, whole.size, self.limit):
                 self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
+
+    def carry(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
+        """Send arrays to ranks, and receive arrays from ranks, each list in order; wait for all. Collective."""
+        with self._group.translated("carry"), self._requests.started() as started:
+            # Receives first, as between hosts.
+            started.extend(self._comm.Irecv(memory, rank, _CARRIED) for rank, memory in receives)
+            started.extend(self._comm.Isend(memory, rank, _CARRIED) for rank, memory in sends)
+        self._requests.complete(*started)
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         return self._tickets.agree(token)
