@@ -33,7 +33,7 @@ from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
 from .plan import Bucket, Plan, Update
-from .team import SHARED_OUT, Team, deal
+from .team import CUT_BYTES, SHARED_OUT, Team, deal
 from .values import Values
 
 # numpy finds a function in its module in as long as the function adds a few numbers.
@@ -506,8 +506,8 @@ def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequ
 
 
 def _copy_in_lanes(team: Team, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy as :func:`_copy` does; long arrays by several threads."""
-    if sum(target.nbytes for target in targets) < SHARED_OUT:
+    """Copy as :func:`_copy` does; by several threads where arrays are long, as short ones take Python's time alone."""
+    if sum(map(attrgetter("nbytes"), targets)) < max(SHARED_OUT, CUT_BYTES * len(targets)):
         _copy(targets, sources)
     else:
         team.run([partial(_copy, *lane) for lane in deal(targets, sources, team.size)])

@@ -20,7 +20,7 @@ from ..protocols import Array
 SHARED_OUT = 1 << 20
 """From so many bytes on work is shared out: to wake a thread may take as long as to copy them."""
 # Shorter arrays of a list are copied whole, each by one thread.
-_CUT_BYTES = 64 << 10
+CUT_BYTES = 64 << 10
 
 
 class Team:
@@ -96,7 +96,7 @@ def deal(targets: Sequence[Array], sources: Sequence[Array], count: int) -> list
     lanes: list[tuple[list[Array], list[Array]]] = [([], []) for _ in range(count)]
     loads = [0] * count
     for target, source in zip(targets, sources, strict=True):
-        if target.nbytes < _CUT_BYTES:
+        if target.nbytes < CUT_BYTES:
             lane = loads.index(min(loads))
             loads[lane] += target.nbytes
             lanes[lane][0].append(target)
