@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*numbers): SPMD code, true for each of these numbers of ranks")
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
     config.addinivalue_line("markers", "gpu: the test needs a GPU, CuPy and NCCL, and is skipped where one is missing")
-    config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/support/features.py")
+    config.addinivalue_line("markers", "feature(*names): the test shows these rows of docs/reference/features.md")
     config.addinivalue_line(
         "markers", "one_library: what the test shows does not depend on the MPI library; it runs with one of them"
     )

@@ -1,30 +1,40 @@
-"""Writes docs/reference/features.md: each row of ``features.py`` with the tests that show it, found by syntax trees."""
+"""Keeps docs/reference/features.md: the page has the rows, and each gets the tests that show it, by syntax trees."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from support.features import FEATURES, Feature
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "features.md"
 CONTRACT = ROOT / "mpikv" / "testing" / "store.py"
-
-HEAD = """\
-# Features
-
-This page compares mpikv with MXNet's KVStore and Gluon's Trainer, row by row. `scripts/features` writes it from
-`tests/support/features.py` and from the marker `feature` of tests, and a test fails while the page is out of date.
-
-**done**: tests show it. **refused**: mpikv raises, as the row says, and tests show that. A test may need a package
-(ml_dtypes for bfloat16, numba, scikit-learn, torch) and is skipped without it; it counts here. `StoreContract` stands
-for `mpikv/testing/store.py`; `tests/store/test_store.py` runs it for combinations of transport and placement.
-"""
 _MOST_SHOWN = 3
+
+
+class Row(NamedTuple):
+    """One feature."""
+
+    name: str
+    does: str
+    status: str
+    """``done``, or ``refused``: it raises instead, as ``does`` says."""
+    shown: str = ""
+
+    @property
+    def contract(self) -> list[str]:
+        """Return the tests of the store's contract that show it, which the row itself names."""
+        return re.findall(r"`StoreContract\.(\w+)`", self.shown)
+
+
+def rows(text: str) -> list[Row]:
+    """Return the rows of the page."""
+    lines = (line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| feature |"))
+    return [Row(*(cell.strip() for cell in line[1:-1].split("|"))) for line in lines]
 
 
 def marked(folder: Path) -> dict[str, list[str]]:
@@ -61,41 +71,31 @@ def contract_tests(path: Path = CONTRACT) -> set[str]:
     return {node.name for node in contract.body if isinstance(node, ast.FunctionDef)}
 
 
-def faults(table: dict[str, tuple[Feature, ...]], found: dict[str, list[str]], contract: set[str]) -> list[str]:
-    """Return what is wrong with a table and the tests that were found."""
-    rows = [row for rows in table.values() for row in rows]
-    names = [row.name for row in rows]
+def faults(table: Sequence[Row], found: dict[str, list[str]], contract: set[str]) -> list[str]:
+    """Return what is wrong with the rows and the tests that were found."""
+    names = [row.name for row in table]
     wrong = [f"{name} is there twice" for name in sorted(set(names)) if names.count(name) > 1]
     wrong += [
         f"{test} names {name!r}, which is no feature" for name in found.keys() - set(names) for test in found[name]
     ]
-    for row in rows:
+    for row in table:
         wrong += [f"{row.name}: the contract has no {test}" for test in row.contract if test not in contract]
-        shown = bool(row.contract or found.get(row.name))
-        if not shown:
-            wrong.append(f"{row.name} is said to be {'refused' if row.refused else 'done'}, and no test shows it")
+        if row.status not in ("done", "refused") or not (row.contract or found.get(row.name)):
+            wrong.append(f"{row.name} is said to be {row.status}, and no test shows it")
     return sorted(wrong)
 
 
-def page(table: dict[str, tuple[Feature, ...]], found: dict[str, list[str]]) -> str:
-    """Return the text of the page."""
-    rows = [row for rows in table.values() for row in rows]
-    counts = {status: sum(_status(row) == status for row in rows) for status in ("done", "refused")}
-    parts = [HEAD, f"{len(rows)} rows: " + ", ".join(f"{count} {status}" for status, count in counts.items()) + ".\n"]
-    for section, several in table.items():
-        parts.append(f"\n## {section}\n\n| feature | does | status | shown by |\n|---|---|---|---|\n")
-        parts += [
-            f"| {row.name} | {row.does} | {_status(row)} | {_shown(row, found.get(row.name, []))} |\n"
-            for row in several
-        ]
-    return "\n".join(parts[:2]) + "".join(parts[2:])
+def page(text: str, found: dict[str, list[str]]) -> str:
+    """Return the text of the page with the counts, and with the tests of each row."""
+    table = rows(text)
+    for row in table:
+        old = re.escape(f"| {row.name} | {row.does} | {row.status} |")
+        text = re.sub(f"^({old}).*", rf"\1 {_shown(row, found.get(row.name, []))} |", text, flags=re.MULTILINE)
+    counts = Counter(row.status for row in table)
+    return re.sub(r"(?m)^\d+ rows: .*", f"{len(table)} rows: {counts['done']} done, {counts['refused']} refused.", text)
 
 
-def _status(row: Feature) -> str:
-    return "refused" if row.refused else "done"
-
-
-def _shown(row: Feature, tests: list[str]) -> str:
+def _shown(row: Row, tests: list[str]) -> str:
     """Return the first of the tests, short."""
     short = [f"`StoreContract.{name}`" for name in row.contract]
     short += [f"`{test.rpartition('/')[2]}`" for test in tests]
@@ -104,12 +104,12 @@ def _shown(row: Feature, tests: list[str]) -> str:
 
 
 def main() -> int:
-    """Write the page; return 1 and say why where the table and the tests do not fit."""
-    found = marked(ROOT / "tests")
-    wrong = faults(FEATURES, found, contract_tests())
+    """Write the page; return 1 and say why where the rows and the tests do not fit."""
+    text, found = PAGE.read_text(encoding="utf-8"), marked(ROOT / "tests")
+    wrong = faults(rows(text), found, contract_tests())
     print("\n".join(wrong), file=sys.stderr, end="\n" * bool(wrong))
     if not wrong:
-        PAGE.write_text(page(FEATURES, found), encoding="utf-8")
+        PAGE.write_text(page(text, found), encoding="utf-8")
     return bool(wrong)
 
 
