@@ -37,8 +37,8 @@ NOT_LISTENING = 213
 # killed already, and are to start again.
 _HARDER, _HARDEST = 4.0, 1.0
 
-# In nanoseconds. A first death may be seen that much later than the deaths it caused. Two deaths closer than the second
-# have an unknown order.
+# In nanoseconds. A first death may be seen that much later than the deaths it caused. Of ranks on different hosts, two
+# deaths closer than the second have an unknown order.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
 # MPI_ERR_UNKNOWN of Open MPI: the status of its ranks that lose a connection to another host, where a rank has died.
@@ -352,7 +352,8 @@ def _first(failures: Sequence[Death]) -> list[Death]:
         crash = next((one for one in crashes if one.time_ns < limit), None)
         return [crash, *(one for one in others[: others.index(crash)] if one.status is None)] if crash else others[:1]
     bereft = {_BEREFT} if first.status is None else set()
-    return [failure for failure in near if failure.time_ns - begin < _DOUBT and failure.status not in bereft]
+    limit = begin + _DOUBT * any(failure.status is None for failure in near)
+    return [failure for failure in near if failure.time_ns <= limit and failure.status not in bereft]
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> _End:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 
 from ..checking.opening import check_world
-from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, set_rank_variables
+from ..cluster.environment import FILES, UNSTARTED, forgo_single_copy, launch_of, run_directory, set_rank_variables
 from ..cluster.mpi_library import may_read_processes
 from ..cluster.printing import print_lines, until_read
 from ..cluster.runtime import owned
@@ -31,7 +31,7 @@ from ..errors import ConfigError, text_of
 from ..store.endings import tell_unseen
 from .reports import Report, open_report
 from .starts import wait_at_gate
-from .watch import MISTAKE, PREFIX, shared_files
+from .watch import MISTAKE, PREFIX, hold_pipe, shared_files
 
 INTERRUPTED = 130
 # Mistakes of a program. Others may be those of a disk, a network or a peer.
@@ -60,6 +60,9 @@ def main() -> None:
     at_end = atexit.register(_record, report, rank, 0, process)
     status = 1
     try:
+        if (directory := run_directory(os.environ)) is not None:
+            with suppress(OSError):  # it is another host's
+                hold_pipe(directory, rank)
         report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
         status = _run(sys.argv[1:], prefix, lambda mistake: report(f"{MISTAKE}{rank}", mistake))
     except BaseException as error:  # of the script's own hook, say

@@ -29,10 +29,17 @@ from .boards import Boards
 PREFIX = "rank."
 """Prefix of a rank's file with its process id and host, written at its start."""
 
+PIPE = "pipe."
+"""Prefix of a rank's named pipe, which it has open until it dies."""
+
 MISTAKE = "mistake."
 """Prefix of a rank's file with an error of the program, which another start would most likely raise again."""
 
 _TICK = 0.05
+# The most seconds between the close of a dead rank's files and its end.
+_DYING = 0.5
+# A descriptor that is higher than those of the launcher.
+_HIGH = 255
 # Ticks between two looks for boards.
 _SELDOM = 19
 # Seconds in which a shared file is mapped: first by its maker, a little later by others of the job.
@@ -67,7 +74,7 @@ class Watch:
         self.deaths: list[Death] = []
         self._directory = directory
         self._met: set[int] = set()
-        self._alive: dict[int, tuple[int, int]] = {}
+        self._alive: dict[int, tuple[int, int, int]] = {}
         self._poll = select.poll()
         self._files: set[str] = set()
         self._before = set(map(str, _SHARED.glob("*")))
@@ -88,7 +95,7 @@ class Watch:
         # The launcher may end before the ranks it has killed: look for their deaths, too.
         self._poll.unregister(own)
         self._look(_TICK if launcher.returncode and self._alive else 0)
-        for handle in (own, *self._alive):
+        for handle in {own, *self._alive, *(pipe for _, _, pipe in self._alive.values())}:
             os.close(handle)
         return launcher.returncode
 
@@ -123,7 +130,7 @@ class Watch:
         # When files were made, and seldom in between: a rank with many open files would wait for this processor.
         if (fresh := self._is_fresh()) or self._turn % _SELDOM == 0:
             # One rank at a time: most often all ranks have the same boards, which outlive them here.
-            for _, pid in list(self._alive.values())[self._turn % max(len(self._alive), 1) :][:1]:
+            for _, pid, _ in list(self._alive.values())[self._turn % max(len(self._alive), 1) :][:1]:
                 self.boards.look(pid)
         for pid in self._to_ask() if fresh else ():
             self._files |= shared_files(pid)
@@ -131,13 +138,19 @@ class Watch:
             self._see_deaths(0)
 
     def _see_deaths(self, seconds: float) -> None:
-        ready, now = self._poll.poll(1000 * seconds), time.time_ns()
-        for handle, _ in ready:
-            if handle in self._alive:
-                rank, pid = self._alive.pop(handle)
+        ready, now = {handle for handle, _ in self._poll.poll(1000 * seconds)}, time.time_ns()
+        for handle, (rank, pid, pipe) in list(self._alive.items()):
+            if ready.isdisjoint((handle, pipe)):
+                continue
+            # A rank that dies closes its files a while before its end: MPICH's launcher may kill others in between.
+            if select.select([handle], [], [], _DYING)[0]:
+                del self._alive[handle]
                 self.deaths.append(Death(rank, now, _exit_status(handle, pid)))
-                self._poll.unregister(handle)
-                os.close(handle)
+            else:  # it goes on without its pipe
+                self._alive[handle] = rank, pid, handle
+            for one in {handle, pipe} - self._alive.keys():
+                self._poll.unregister(one)
+                os.close(one)
 
     def _meet_ranks(self) -> None:
         for path in self._directory.glob(PREFIX + "*"):
@@ -151,8 +164,12 @@ class Watch:
             except ProcessLookupError:
                 self.deaths.append(Death(rank, time.time_ns(), None))
                 continue
-            self._alive[handle] = rank, int(pid)
-            self._poll.register(handle, select.POLLIN)
+            pipe = handle
+            with contextlib.suppress(OSError):  # it could make none
+                pipe = os.open(self._directory / f"{PIPE}{rank}", os.O_RDONLY | os.O_NONBLOCK)
+            self._alive[handle] = rank, int(pid), pipe
+            for one in {handle, pipe}:
+                self._poll.register(one, select.POLLIN)
 
     def _is_fresh(self) -> bool:
         """Return whether shared files have been made, or removed, a moment ago."""
@@ -164,10 +181,20 @@ class Watch:
     def _to_ask(self) -> list[int]:
         """Return the ranks that may have made the newest shared files; their maps are readable only while they live."""
         unknown = any(_FILES.match(str(file)) for file in _SHARED.iterdir() if not self._knows(file))
-        return [pid for _, pid in self._alive.values()] if unknown else []
+        return [pid for _, pid, _ in self._alive.values()] if unknown else []
 
     def _knows(self, file: Path) -> bool:
         return str(file) in self._before or str(file) in self._files
+
+
+def hold_pipe(directory: Path, rank: int) -> None:
+    """Make a rank's named pipe, and have it open until this process dies."""
+    name = directory / f"{PIPE}{rank}"
+    os.mkfifo(name)
+    # Linux closes the highest descriptors of a dead process first: this one before the connection to the launcher.
+    low = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(low)
 
 
 def shared_files(pid: int) -> set[str]:

@@ -23,7 +23,7 @@ from support.processes import is_running
 from mpikv.cli import launchers, run
 from mpikv.cli.job import run_job
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
-from mpikv.cli.watch import remove_leftovers
+from mpikv.cli.watch import PREFIX, Watch, remove_leftovers
 from mpikv.errors import ConfigError, MPIKVError, TransportUnavailable
 
 ROOT = Path(__file__).parents[2]
@@ -329,6 +329,44 @@ def test_files_of_jobs_that_were_killed_are_removed() -> None:
     finally:
         for file in files.values():
             file.unlink(missing_ok=True)
+
+
+DYING = """
+import os, pathlib, select, sys, time
+from mpikv.cli.watch import PIPE, PREFIX, hold_pipe
+directory, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+hold_pipe(directory, rank)
+(directory / f"{PREFIX}{rank}").write_text(f"{os.getpid()} {os.uname().nodename}")
+other = int(input())
+os.closerange(3, 300)
+os.kill(other, 9)
+select.select([os.pidfd_open(other)], [], [])
+time.sleep(0.1)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_whose_files_are_closed_first_has_died_first(tmp_path: Path, first: int) -> None:
+    lines = (["sleep", "60"], *([sys.executable, "-c", DYING, str(tmp_path), rank] for rank in "01"))
+    launcher, *ranks = [subprocess.Popen(line, stdin=subprocess.PIPE, text=True) for line in lines]
+    watch, met = Watch(tmp_path), []
+
+    def have_died() -> bool:
+        met.append(len([*tmp_path.glob(f"{PREFIX}*")]) == 2)
+        if met[-2:] == [True, True] and met.count(True) == 2:
+            print(ranks[1 - first].pid, file=ranks[first].stdin, flush=True)
+        return len(watch.deaths) == 2
+
+    try:
+        watch.wait(launcher, have_died)
+    finally:
+        for process in (launcher, *ranks):
+            process.kill()
+            process.communicate()
+    seen = {death.rank: death for death in watch.deaths}
+    assert (seen[first].status, seen[1 - first].status) == (3, -signal.SIGKILL)
+    assert seen[first].time_ns <= seen[1 - first].time_ns
 
 
 def test_a_file_that_hides_mpi4py_is_named(tmp_path: Path, library: Library) -> None:
