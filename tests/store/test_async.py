@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import Closed, ConfigError, KeyNotInitialized, PeerFailed, RankMismatch, Stalled, Unsupported, ValueMismatch
+from mpikv import (
+    Closed,
+    ConfigError,
+    KeyNotInitialized,
+    PeerFailed,
+    RankMismatch,
+    Stalled,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
 from mpikv.cli.launchers import clean
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
@@ -552,6 +562,23 @@ def test_an_updater_that_raises(kv):
     kv.push("w", np.ones(2))
     kv.barrier()
     assert kv.pull("w").tolist() == [2 * kv.size - 1.0] * 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_that_fails_in_the_middle(kv):
+    """Nobody is told that nothing has changed."""
+
+    class Breaking(mpikv.optimizers.Test):
+        def rule(self, step, block):
+            super().rule(step, block)
+            raise MemoryError("no more")
+
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer(Breaking(learning_rate=1.0))
+    pushes = kv.rank == kv.size - 1
+    text = r"key 'w' failed halfway: MemoryError.*may be half changed" if pushes else "waited 20.0 s for"
+    with pytest.raises(TransportError, match=text):
+        push_and_pull(kv, "w", np.ones(2)) if pushes else kv.barrier()
 
 
 @SEVERAL
