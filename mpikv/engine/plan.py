@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, name_of
 from ..cluster.calls import Call
 from ..memory.row_sparse import NonzeroRows
-from ..optimizers.optimizer import BLOCK, Optimizer
+from ..optimizers.optimizer import BLOCK, LANE_BLOCK, Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import check_state
 from ..protocols import (
@@ -71,7 +71,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Elements of a bucket updated at once here: on the host up to :data:`~mpikv.optimizers.optimizer.BLOCK`."""
+    """Elements of a bucket updated at once here: on the host up to :data:`~mpikv.optimizers.optimizer.LANE_BLOCK`."""
 
     item: int
     """The position of its (first) key in the call."""
@@ -584,9 +584,10 @@ class Planner:
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
-        most = BLOCK if block.memory.is_host else block.values.size
+        bounds = self._bounds_of_lanes(block, shard)
+        most = (LANE_BLOCK if len(bounds) > 2 else BLOCK) if block.memory.is_host else block.values.size
         # In pieces that stay in the cache from the addition to the update.
-        lanes = enumerate(pairwise(self._bounds_of_lanes(block, shard)))
+        lanes = enumerate(pairwise(bounds))
         for (lane, (begin, end)), (item, low, high) in product(lanes, list(_owned(ranges, shard))):
             for first in range(max(low, begin), min(high, end), most):
                 last = min(first + most, high, end)
@@ -594,11 +595,9 @@ class Planner:
                 place = begin if again and not self.whole else first
                 part_total = total[place : place + last - first]
                 value, state = block.values[where], block.state_of(where.start, where.stop)
-                adding = self.adding and not self.whole
-                both = self.kernels.bind_adding(self.updater, value, state) if adding else None
-                alone = not self.whole and both is None
-                with self.updater.in_lane(lane) if isinstance(self.updater, Optimizer) else nullcontext():
-                    run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
+                both = self.kernels.bind_adding(self.updater, value, state) if self.adding and not self.whole else None
+                with self.updater.in_lane(lane, most) if isinstance(self.updater, Optimizer) else nullcontext():
+                    run = None if self.whole or both else self.kernels.bind(self.updater, part_total, value, state)
                 yield Update(item, first, last, part_total, value, state, run, both, lane=lane)
 
     def _bounds_of_lanes(self, block: Block, shard: Shard) -> list[int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...arrays.float16 import add_widened, subnormals_vanish, widen
 from ...codecs.options import Scratch
-from ...optimizers.optimizer import BLOCK
+from ...optimizers.optimizer import LANE_BLOCK
 from ...protocols import Array
 from .compiling import compile_cached, inner
 
@@ -29,7 +29,7 @@ _CHUNK = 1024
 # The exponent of a float16 starts at 1, that of its power of two at 126; the difference, in a float16's place.
 _BIAS = -(126 << 10) & 0xFFFF
 # Memory for the sum of a part, one per thread.
-_total = Scratch(BLOCK, np.float32)
+_total = Scratch(LANE_BLOCK, np.float32)
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
