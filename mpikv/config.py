@@ -88,9 +88,7 @@ class Config:
         """
         parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
         values: dict[str, Any] = {}
-        for variable in environ:
-            if variable not in parsers:
-                continue
+        for variable in filter(parsers.__contains__, environ):
             (name, parse), text = parsers[variable], environ[variable]
             try:
                 values[name] = parse(text)
@@ -101,7 +99,8 @@ class Config:
         try:
             config = cls(**values)
         except ConfigError as error:
-            raise ConfigError(f"{error} (from the environment)") from None
+            variables = ", ".join(f"MPIKV_{name.upper()}" for name in values)
+            raise ConfigError(f"{error} (from {variables} of the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
 
 
