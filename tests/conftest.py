@@ -156,6 +156,14 @@ def two_hosts(request: pytest.FixtureRequest, simulate_ranks_per_host: int, monk
         monkeypatch.setenv("MPIKV_SIMULATE_RANKS_PER_HOST", str(simulate_ranks_per_host))
 
 
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
+def transport(request: pytest.FixtureRequest, ranks: int) -> str:
+    """Return each transport of several ranks, or the one of one rank."""
+    if ranks == 1 and request.param != "shm":
+        pytest.skip("one rank has one transport")
+    return "auto" if ranks == 1 else request.param
+
+
 @pytest.fixture
 def over(transport: str, simulate_ranks_per_host: int) -> dict[str, Any]:
     """Return the transport of a test for :func:`mpikv.testing.faulty.store_over`, which reads no variables."""

@@ -22,13 +22,6 @@ FEW = pytest.mark.ranks(1, 3)
 SEEDS = range(int(os.environ.get("MPIKV_MEMORY_SEEDS", "2")))
 
 
-@pytest.fixture(params=["shm", "mpi", "hierarchical"])
-def transport(request, ranks):
-    if ranks == 1 and request.param != "shm":
-        pytest.skip("one rank has one transport")
-    return "auto" if ranks == 1 else request.param
-
-
 class Growth:
     """By how many bytes this rank's memory has grown."""
 

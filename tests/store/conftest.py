@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
+import mpikv
 
-@pytest.fixture(params=["shm", "mpi", "hierarchical"])
-def transport(request: pytest.FixtureRequest, ranks: int) -> str:
-    """Return each transport of several ranks, or the one of one rank."""
-    if ranks == 1 and request.param != "shm":
-        pytest.skip("one rank has one transport")
-    return "auto" if ranks == 1 else request.param
+
+@pytest.fixture
+def kv(comm: Any) -> Iterator[mpikv.KVStore]:
+    with mpikv.create(comm=comm) as store:
+        yield store
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,6 @@ FORMS: dict[str, Callable[[Any, New], tuple[Any, Any, Any]]] = {
     "buffers and views": lambda kv, new: ("a", None, None),
     "an own view": lambda kv, new: ("a", new(1), kv.view("a")),
 }
-
-
-@pytest.fixture
-def kv(comm: Any) -> Iterator[mpikv.KVStore]:
-    with mpikv.create("dist_sync", comm=comm) as store:
-        yield store
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -58,12 +58,6 @@ OPTIMIZERS = [
 
 
 @pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm) as store:
-        yield store
-
-
-@pytest.fixture
 def other(comm):
     with mpikv.create(comm=comm) as store:
         yield store

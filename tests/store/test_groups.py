@@ -9,12 +9,6 @@ from mpikv import ConfigError, PeerFailed, RankMismatch
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm, timeout=5) as kv:
-        yield kv
-
-
 @pytest.mark.feature("trainer-several-on-one-store")
 def test_trainers_on_one_store(kv):
     """Two networks on one store, by turns."""

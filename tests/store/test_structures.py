@@ -519,12 +519,6 @@ def test_random_structures_in_and_out(comm, store):
 # --- What is not drawn
 
 
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm) as made:
-        yield made
-
-
 @pytest.mark.ranks(1, 2)
 def test_a_compiled_call_needs_arrays_that_can_be_written(kv):
     kv.init("w", np.zeros(3))

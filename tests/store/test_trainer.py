@@ -181,13 +181,6 @@ def test_any_sequence_of_steps(start, on_store, data):
 # --- The decisions of Gluon's
 
 
-@pytest.mark.feature("trainer-sorted-names")
-def test_keys_are_the_names_in_sorted_order(start):
-    kv, trainer, _ = start(params={"z": np.zeros(1), "net": {"b": np.zeros(1), "a": np.zeros(1)}})
-    trainer.start()
-    assert kv.keys() == ("net/a", "net/b", "z")
-
-
 @BOTH
 def test_the_order_of_a_dict_does_not_matter(comm, start, on_store):
     names = ["a", "b", "c"][:: -1 if comm and comm.rank else 1]
@@ -295,7 +288,7 @@ class Told(mpikv.KVStoreBase):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.feature("trainer-setup-order")
+@pytest.mark.feature("trainer-setup-order", "trainer-sorted-names")
 def test_the_order_in_which_a_store_is_set_up():
     told = Told()
     params = {"z": np.ones(1), "a": np.ones(1), "frozen": Parameter(np.ones(1), grad_req="null")}

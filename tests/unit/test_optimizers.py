@@ -272,9 +272,11 @@ class TestStep:
         optimizer.update(optimizer.step("layer0_bias", 1), np.full(3, 0.5), weight, {})
         assert np.array_equal(weight, np.full(3, 0.5))
 
-    def test_a_scheduler_that_returns_nonsense_is_named(self):
-        with pytest.raises(ConfigError, match=r"lr_scheduler\(3\) returned nan"):
-            optimizers.SGD(lr_scheduler=lambda number: float("nan")).step("a", 3)
+    @pytest.mark.parametrize("rate", [float("nan"), "fast", None, [0.1]])
+    def test_a_scheduler_that_returns_nonsense_is_named(self, rate):
+        text = re.escape(f"lr_scheduler(3) returned {rate!r}, which is not a ")
+        with pytest.raises(ConfigError, match=rf"SGD\(.*{text}"):
+            optimizers.SGD(lr_scheduler=lambda number: rate).step("a", 3)
 
 
 class TestOptions:
@@ -356,6 +358,7 @@ class TestOptions:
             ({"lr_mult": [1.0]}, "lr_mult="),
             ({"wd_mult": {"a": -1.0}}, r"wd_mult\['a'\]=-1.0"),
             ({"lr_scheduler": 0.1}, "lr_scheduler=0.1"),
+            ({"lr_scheduler": Factor}, "lr_scheduler is the class Factor; pass an object"),
         ],
     )
     def test_bad_values_are_named(self, options, message):
