@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Done, python
 from support.launching import why_no_mpi
 from support.pages import ROOT, blocks, read_tutorial
 
@@ -105,13 +106,7 @@ def test_the_imports_of_scripts_can_be_had() -> None:
     )
     lines = {line for node in nodes if not OPTIONAL.search(line := ast.unparse(node)) and "__future__" not in line}
     folders = os.pathsep.join(str(ROOT / name) for name in ("", "scripts", "tests"))
-    ran = subprocess.run(
-        [sys.executable, "-c", "\n".join(sorted(lines))],
-        env={**clean(os.environ), "PYTHONPATH": folders},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    ran = python("-c", "\n".join(sorted(lines)), timeout=60, PYTHONPATH=folders)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -122,14 +117,13 @@ def script_and_output() -> tuple[str, str]:
     return script, output
 
 
-def run(folder: Path, script: str, ranks: int, name: str = "first.py") -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, ranks: int, name: str = "first.py") -> Done:
     """Run a script on several ranks, or without a launcher."""
     if ranks > 1 and (reason := why_no_mpi()):
         pytest.skip(reason)
     (folder / name).write_text(script)
     launcher = ["-m", "mpikv", "run", "-n", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, name]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return python(*launcher, name, cwd=folder, timeout=60)
 
 
 def test_the_script_prints_what_is_shown(tmp_path: Path) -> None:
@@ -161,7 +155,7 @@ def test_the_last_lines_of_examples_are_those_of_their_docstrings() -> None:
 @pytest.mark.skipif(bool(find_spec("cupy")), reason="the page shows a machine without CuPy")
 def test_the_page_on_gpus_shows_what_is_missing() -> None:
     information, error = blocks(read_tutorial("gpus"), "text")
-    ran = subprocess.run([sys.executable, "-m", "mpikv", "info"], capture_output=True, text=True, timeout=60)
+    ran = python("-m", "mpikv", "info", timeout=60)
     assert information.splitlines()[1] in ran.stdout.splitlines()
     with pytest.raises(mpikv.TransportUnavailable) as caught:
         mpikv.create("nccl")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.launching import why_no_mpi
+from support.commands import ROOT, mpikv
 
-ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "jax")
 
 
@@ -55,24 +51,13 @@ def test_pages_install_from_this_folder() -> None:
 def test_a_script_prints_what_the_page_shows(library: str, name: str, tmp_path: Path) -> None:
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    if reason := why_no_mpi():
-        pytest.skip(reason)
     script, shown = find_recipes(library)[name]
     (tmp_path / name).write_text(script)
     printed = []
     for line in shown.splitlines():
         if not line.startswith("$ "):
             continue
-        command = shlex.split(line.removeprefix("$ mpikv "))
-        environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # an environment with the library may not have this package
-        ran = subprocess.run(
-            [sys.executable, "-m", "mpikv", *command],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        ran = mpikv(*shlex.split(line.removeprefix("$ mpikv ")), cwd=tmp_path, timeout=120)
         assert ran.returncode == 0, ran.stderr
         printed += [line, *ran.stdout.splitlines()]
     assert printed == shown.splitlines()

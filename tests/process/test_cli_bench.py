@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.commands import Done, python
 from support.launching import cleaned, mpi, why_no_mpi
 
 import mpikv
@@ -21,7 +21,6 @@ from mpikv.cli.bench.cases import Group
 from mpikv.cli.bench.keysets import KeySet, gradients
 from mpikv.cli.bench.rounds import Case, measure
 from mpikv.cli.bench.rules import SGD
-from mpikv.cli.launchers import clean
 from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ DEADLINE = 110.0
 pytestmark = [pytest.mark.deadline(120), pytest.mark.one_library]
 FEW = KeySet("a few", ((3,), (2, 2), (5,)))
 BENCH, SCRIPT = ("-m", "mpikv", "bench"), (str(ROOT / "scripts/benchmark"),)
-Run = Callable[..., "tuple[subprocess.CompletedProcess[str], Any]"]
+Run = Callable[..., "tuple[Done, Any]"]
 ALONE: Any = SimpleNamespace(rank=0, size=1, Barrier=lambda: None, allgather=lambda one: [one], bcast=lambda one: one)
 
 
@@ -227,13 +226,11 @@ def bench(tmp_path: Path) -> Iterator[Run]:
     if why_no_mpi():
         pytest.skip(why_no_mpi())
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "scripts")))
-    environ = {**clean(os.environ), "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    environ = {"PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
 
-    def run(command: Sequence[str], arguments: str) -> tuple[subprocess.CompletedProcess[str], Any]:
-        line = [sys.executable, *command, "--quick", "--json", "all.json", *arguments.split()]
-        done = subprocess.run(
-            line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False
-        )
+    def run(command: Sequence[str], arguments: str) -> tuple[Done, Any]:
+        line = [*command, "--quick", "--json", "all.json", *arguments.split()]
+        done = python(*line, cwd=tmp_path, timeout=DEADLINE, **environ)
         return done, json.loads((tmp_path / "all.json").read_text())["jobs"][0]
 
     with cleaned(tmp_path):

@@ -5,13 +5,13 @@ A rank's gradient is often its unit vector, so that a value says of each rank ho
 
 import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from support import commands
 
 import mpikv
 from mpikv import (
@@ -25,7 +25,6 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.cli.launchers import clean
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
@@ -685,9 +684,7 @@ def job(folder, text, ranks, limit=40, **variables):
     script = folder / "script.py"
     script.write_text(f"import mpikv, numpy as np, os, signal, sys, time\ntold = __file__ + '.told'\n{text}")
     started = time.monotonic()
-    command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script)]
-    environ = {**clean(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit, check=False)
+    done = commands.mpikv("run", "-n", ranks, script, timeout=limit, **variables)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started
 
 

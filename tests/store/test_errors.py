@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from support.commands import python
 
 import mpikv
 from mpikv import (
@@ -25,7 +25,6 @@ from mpikv import (
     optimizers,
 )
 from mpikv.cli.gpus import survey
-from mpikv.cli.launchers import clean
 from mpikv.errors import is_repeated
 
 GPU_NAMES = ("nccl", "dist_device_sync", "dist_sync_device")
@@ -703,9 +702,7 @@ def test_halves_without_masters_are_mentioned(caplog):
 
 def alone(code, **environment):
     """Run Python code in a process with these variables and no launcher's."""
-    environ = {**clean(os.environ), **environment}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+    return python("-c", code, timeout=30, **environment)
 
 
 @pytest.mark.processes
@@ -873,15 +870,3 @@ def test_an_updater_calls_other_stores(comm, call):
             kv.push("w", np.ones(2))
             assert (kv.pull("w") == kv.size).all()
         alone.close()
-
-
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("given", ["fast", None, [0.1]])
-def test_a_schedule_returns_no_number(comm, given):
-    with mpikv.create(comm=comm, timeout=10) as kv:
-        kv.init("w", np.zeros(2))
-        kv.set_optimizer("sgd", lr_scheduler=lambda count: given)
-        with pytest.raises(ConfigError, match=r"push: SGD\(.*lr_scheduler\(1\) returned .*, which is not a number"):
-            kv.push("w", np.ones(2))
-        with pytest.raises(ConfigError, match="lr_scheduler is the class Factor; pass an object"):
-            kv.set_optimizer("sgd", lr_scheduler=mpikv.schedules.Factor)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.launching import why_no_mpi
+from support import commands
 
 import mpikv
 from mpikv import Closed, Stalled, TransportError
@@ -109,12 +107,9 @@ for step in range(1_000_000):
 @pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hierarchical", 3), ("hierarchical", 4)])
 @pytest.mark.feature("dead-rank-ends-job")
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> None:
-    if reason := why_no_mpi():
-        pytest.skip(reason)
     (tmp_path / "dying.py").write_text(DYING)
     died = tmp_path / "died"
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "3", str(tmp_path / "dying.py"), str(died), str(seed), name]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    ran = commands.mpikv("run", "-n", 3, tmp_path / "dying.py", died, seed, name, timeout=30)
     assert died.exists(), ran.stderr
     assert time.time() - died.stat().st_mtime < 5
     assert ran.returncode != 0

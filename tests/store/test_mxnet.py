@@ -1,16 +1,11 @@
 """MXNet's names, its environment variables, and rows of its contract that no other test is about."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from support.commands import python
 
 import mpikv
 from mpikv import ConfigError
-from mpikv.cli.launchers import clean
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -50,12 +45,6 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm) as store:
-        yield store
-
-
 def facts_and_sums(comm):
     """Return what a store says of itself, and what some calls give."""
     with mpikv.create("dist_sync", comm=comm) as kv:
@@ -80,12 +69,8 @@ def test_variables_that_are_ignored(comm, monkeypatch):
 def test_a_server_of_mxnet_is_an_ordinary_process():
     """There, the import of a process with this role serves, and exits."""
     code = "import mpikv; kv = mpikv.create('dist_sync'); print(kv.rank, kv.size)"
-    environ = {**clean(os.environ), **IGNORED, "PYTHONPATH": str(Path(mpikv.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=environ, capture_output=True, text=True, timeout=15, check=True
-    )
-    assert done.stdout == "0 1\n"
-    assert done.stderr == ""
+    done = python("-W", "error", "-c", code, timeout=15, **IGNORED)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1\n", "")
 
 
 @pytest.mark.feature("legacy-names")

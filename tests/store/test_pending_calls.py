@@ -13,6 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support.commands import python
 
 import mpikv
 from mpikv import (
@@ -430,12 +431,6 @@ def test_several_threads_may_wait(kv):
     assert all(result is results[0] for result in results)
 
 
-def run(program, timeout):
-    return subprocess.run(
-        [sys.executable, "-c", program], env=clean(os.environ), capture_output=True, text=True, timeout=timeout
-    )
-
-
 UNFINISHED = """
 import sys, threading
 import numpy as np, mpikv
@@ -450,7 +445,7 @@ sys.exit(7)
 @pytest.mark.processes
 @pytest.mark.deadline(60)
 def test_an_updater_that_never_returns_does_not_keep_the_program():
-    ended = run(UNFINISHED, 30)
+    ended = python("-c", UNFINISHED, timeout=30)
     assert ended.returncode == 7
     assert "calls with wait=False have not completed after 1 s" in ended.stderr
 
@@ -480,7 +475,7 @@ print("first")
     ],
 )
 def test_what_nobody_has_seen_fails_the_program(last_lines, status):
-    ended = run(UNSEEN + last_lines, 30)
+    ended = python("-c", UNSEEN + last_lines, timeout=30)
     assert ended.returncode == status, ended.stderr
     assert ended.stdout == "first\n" + ("the last word\n" if "atexit" in last_lines else "")
     told = "mpikv: at the end of the program: ValueMismatch" in ended.stderr
@@ -527,7 +522,7 @@ except KeyError:
     ids=["ends the store", "exits", "leaves the block"],
 )
 def test_what_an_updater_has_raised_that_nobody_has_seen(program, told):
-    ended = run(BEGINS + program, 30)
+    ended = python("-c", BEGINS + program, timeout=30)
     assert ended.returncode == bool(told), ended.stderr
     assert not told or f"at the end of the program: {told}" in ended.stderr
 
@@ -556,7 +551,7 @@ work.wait()
 @pytest.mark.processes
 @pytest.mark.deadline(60)
 def test_a_forked_child_does_not_wait():
-    ended = run(FORKED, 30)
+    ended = python("-c", FORKED, timeout=30)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "issued before a fork" in ended.stdout
 

@@ -8,8 +8,6 @@ import operator
 import os
 import random
 import re
-import subprocess
-import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from support.commands import python
 
 import mpikv
 from mpikv import CheckpointError, Unsupported, schedules
@@ -486,7 +485,7 @@ def test_an_optimizer_that_is_not_registered_here(tmp_path: Path) -> None:
         "other.load(sys.argv[1])\n"
         "assert other.optimizer.strength == 0.25, other.optimizer\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "checkpoint")], check=True, timeout=40)
+    assert python("-c", script, tmp_path / "checkpoint", timeout=40).returncode == 0
     text = complaint(tmp_path / "checkpoint")
     assert "unknown optimizer 'Elsewhere'" in text
     assert "register an optimizer of your own first" in text
@@ -568,9 +567,7 @@ def test_state_that_no_reader_would_take(tmp_path: Path, state: Any, text: str) 
 # --- mpikv info PATH
 
 
-def info(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mpikv", "info", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+info = functools.partial(python, "-m", "mpikv", "info")
 
 
 def test_info(good: Path) -> None:

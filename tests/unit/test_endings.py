@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from support.commands import python
 
 PROGRAM = """
 import numpy as np
@@ -28,7 +26,7 @@ kv.abandon("another rank may wait for this one")
 
 @pytest.mark.parametrize("program", [PROGRAM, PROGRAM + ABANDONED], ids=["open", "abandoned"])
 def test_what_nobody_has_seen_is_told_and_the_exit_status_too(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 1
     assert "mpikv: at the end of the program: ValueError: bad; updating key 'w'" in done.stderr
     assert "for which nobody has waited" in done.stderr

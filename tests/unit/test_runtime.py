@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from support.commands import python
 
 FORK = """
 import os
@@ -19,4 +18,4 @@ else:
 
 
 def test_a_forked_process_has_its_own_processor_time() -> None:
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
+    assert python("-c", FORK, timeout=60).returncode == 0

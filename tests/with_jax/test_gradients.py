@@ -1,19 +1,15 @@
 """Gradients that are means over ranks are those of one process with all examples."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.launching import why_no_mpi
+from support import commands
 
 import mpikv
 from mpikv import PeerFailed, RankMismatch, TransportUnavailable
-from mpikv.cli.launchers import clean
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'mpikv[jax]'")
 jnp = jax.numpy
@@ -140,17 +136,9 @@ def test_without_optax(hide):
 
 def test_without_jax():
     code = "import sys; sys.modules['jax'] = None; import mpikv.jax"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    ran = commands.python("-c", code)
     assert "mpikv.errors.TransportUnavailable: mpikv.jax needs JAX" in ran.stderr
     assert "pip install 'mpikv[jax]'" in ran.stderr
-
-
-def launch(tmp_path, ranks, *arguments):
-    if why_no_mpi():
-        pytest.skip(why_no_mpi())
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), *arguments]
-    return subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=110, check=False)
 
 
 @pytest.mark.processes
@@ -159,7 +147,7 @@ def test_the_example_goes_on_from_its_checkpoint(tmp_path, x64, capsys):
     for library in ("sklearn", "optax"):
         pytest.importorskip(library, reason=f"{library} is not installed")
     script, checkpoint = str(ROOT / "scripts/train_jax.py"), ["--checkpoint", str(tmp_path / "digits.npz")]
-    first = launch(tmp_path, 2, script, "--epochs", "1", *checkpoint)
+    first = commands.mpikv("run", "-n", 2, script, "--epochs", "1", *checkpoint)
     assert first.returncode == 0, first.stderr
     runpy.run_path(script)["main"](["--epochs", "2", *checkpoint])  # goes on, on one rank
     losses = re.findall(r"epoch  (\d)  loss ([\d.]+)", first.stdout + capsys.readouterr().out)
@@ -175,7 +163,7 @@ def test_an_error_in_a_compiled_function_ends_the_program(tmp_path):
         "kv = mpikv.create('allreduce', timeout=20)\n"
         "jax.jit(lambda x: mpikv.jax.pushpull(kv, x[: 3 + kv.rank]))(jnp.ones(9))\n"
     )
-    ran = launch(tmp_path, 2, "train.py")
+    ran = commands.mpikv("run", "-n", 2, "train.py", cwd=tmp_path)
     assert ran.returncode != 0
     assert re.search(r"RankMismatch: pushpull: ranks disagree .*float32\[3\].*float32\[4\]", ran.stderr)
 
@@ -194,6 +182,6 @@ def test_a_program_may_end_before_its_compiled_functions(tmp_path, more):
         f"for _ in range(1 + {more} * kv.rank):\n"
         "    total(slow(ones))\n"
     )
-    ran = launch(tmp_path, 2, "train.py")
+    ran = commands.mpikv("run", "-n", 2, "train.py", cwd=tmp_path)
     assert (ran.returncode != 0) == more, ran.stderr
     assert ("RankMismatch" in ran.stderr) == more

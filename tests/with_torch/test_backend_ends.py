@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from mpikv.cli.launchers import clean
+from support import commands
 
 from .training import is_too_old
 
@@ -122,10 +118,8 @@ def test_settings_of_one_rank_are_named_on_all(change: str, first: str, second: 
         assert line.endswith(f"[rank {rank}/2]")
 
 
-def run(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(text: str, folder: Path) -> commands.Done:
     """Run a program on two ranks."""
     program = folder / "program.py"
     program.write_text(text)
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", str(program)]
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=50)
+    return commands.mpikv("run", "-n", 2, program, cwd=folder, timeout=50, OMP_NUM_THREADS="1")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from support.launching import why_no_mpi
-
-from mpikv.cli.launchers import clean
+from support.commands import mpikv
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mpikv[torch]'")
 
 pytestmark = [pytest.mark.processes, pytest.mark.deadline(100)]
 
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 SCRIPT = f"""\
 import sys
@@ -40,12 +34,10 @@ BUFFERS = 2 * 4 * 600 + 8
 
 @pytest.mark.parametrize("update", ["local", "store"])
 def test_bytes_of_a_step(update: str, tmp_path: Path) -> None:
-    if reason := why_no_mpi():
-        pytest.skip(reason)
     (tmp_path / "train.py").write_text(SCRIPT)
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPIKV_TRACE": "trace"}
     for command in ["run", "-n", "2", "train.py", update], ["trace", "trace"]:
-        subprocess.run([sys.executable, "-m", "mpikv", *command], cwd=tmp_path, env=environ, check=True, timeout=60)
+        done = mpikv(*command, cwd=tmp_path, timeout=60, OMP_NUM_THREADS="1", MPIKV_TRACE="trace")
+        assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
     begun = [event for event in events if event["ph"] == "B" and event["pid"] == 0]
     # The keys and the bytes of a call are in the event after its own.

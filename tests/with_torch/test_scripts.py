@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from mpikv.cli.launchers import clean
+from support.commands import mpikv
 
 from .training import assert_close, torch
 
@@ -44,14 +40,7 @@ def write_for_ranks(name: str, folder: Path) -> str:
 
 
 def job(*command: str) -> None:
-    environment = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "mpikv", "run", "-n", "2", *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    ran = mpikv("run", "-n", 2, *command, timeout=100, OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
 
 

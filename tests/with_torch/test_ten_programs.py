@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from mpikv.cli.launchers import clean
+from support.commands import python
 
 pytestmark = [pytest.mark.processes, pytest.mark.deadline(240)]
 
@@ -26,13 +22,7 @@ def losses(folder: Path, start: str, backend: str) -> dict[str, list[float]]:
     names = NAMES if start == "torchrun" else READ_THE_LAUNCH
     installed = [name for name in names if name not in ("accelerate", "lightning") or find_spec(name)]
     written = folder / "losses.json"
-    ran = subprocess.run(
-        [sys.executable, "-m", *STARTS[start], str(PROGRAM), backend, str(written), *installed],
-        env={**clean(os.environ), "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ran = python("-m", *STARTS[start], PROGRAM, backend, written, *installed, timeout=200, OMP_NUM_THREADS="1")
     assert ran.returncode == 0, ran.stderr
     found: dict[str, list[float]] = json.loads(written.read_text())
     assert [*found] == installed

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT, python
 from support.launching import why_no_mpi
-
-from mpikv.cli.launchers import clean
 
 pytest.importorskip("torch", reason="torch is not installed: pip install 'mpikv[torch]'")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: pip install 'mpikv[examples]'")
 
 pytestmark = [pytest.mark.processes, pytest.mark.deadline(200)]
 
-ROOT = Path(__file__).parents[2]
 SHOWN = r"epoch +(\d+)  loss (\d\.\d+)  test accuracy (\d\.\d+)"
 # The numbers shown have six digits and four; what the number of ranks changes in float64 is far smaller.
 TOLERANCE = 2e-6
@@ -28,10 +23,8 @@ def run(ranks: int, *arguments: str) -> dict[int, tuple[float, float]]:
     """Return the loss and the accuracy of each epoch."""
     if ranks > 1 and (reason := why_no_mpi()):
         pytest.skip(reason)
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    line = [*start, str(ROOT / "scripts/train_torch.py"), *arguments]
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    start = ["-m", "mpikv", "run", "-n", ranks] if ranks > 1 else []
+    done = python(*start, ROOT / "scripts/train_torch.py", *arguments, timeout=100, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return {int(epoch): (float(loss), float(accuracy)) for epoch, loss, accuracy in re.findall(SHOWN, done.stdout)}
 

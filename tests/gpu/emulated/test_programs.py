@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.launching import cleaned, why_no_mpi
+from support.commands import Done, mpikv
+from support.launching import cleaned
 from support.pages import ROOT, blocks, read_tutorial
-
-from mpikv.cli.launchers import clean
 
 pytestmark = pytest.mark.deadline(300)
 
 SCRIPTS = ROOT / "scripts"
 SETS = "from gpu_steps import sets, step\nstep.tell(sets.sets(quick=True))"
 
-Job = Callable[..., subprocess.CompletedProcess[str]]
+Job = Callable[..., Done]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     """Return a function that runs a program on several ranks, and cleans up after it."""
-    if why_no_mpi():
-        pytest.skip(why_no_mpi())
 
-    def job(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def job(ranks: int, program: str, *arguments: str) -> Done:
         script = tmp_path / "program.py"
         script.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n{program}\n")
-        line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script), *arguments]
-        environ = {**clean(os.environ), "TMPDIR": str(tmp_path)}
-        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
-        return subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        return mpikv("run", "-n", ranks, script, *arguments, cwd=tmp_path, timeout=240, TMPDIR=str(tmp_path))
 
     with cleaned(tmp_path):
         yield job

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import commands
 
 import mpikv
 from mpikv.arrays.arrays import accumulator
@@ -177,7 +176,6 @@ for step in range(1000):
 def test_a_killed_rank_ends_the_job(tmp_path: Path):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = commands.mpikv("run", "-n", 2, script, timeout=100)
     assert done.returncode != 0
     assert "AssertionError" not in done.stderr, done.stderr

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.commands import ROOT, python
 
 import mpikv
 from mpikv.cli.gpus import survey
@@ -27,7 +27,6 @@ from mpikv.compute.cuda.gpu import Staging, choose_gpu, find_gpu, find_nccl, gpu
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.errors import TransportUnavailable, Unsupported
 
-ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
 
 
@@ -88,11 +87,8 @@ def test_without_cupy(hide):
 def run(code: str, **variables: str) -> tuple[str, float]:
     """Return what a new process prints, which must say nothing else, and the seconds after the import of CuPy."""
     code = f"import time, cupy; begin = time.perf_counter(); {code}; print(time.perf_counter() - begin)"
-    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nowhere", **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=18, check=True
-    )
-    assert done.stderr == ""
+    done = python("-c", code, timeout=18, PATH="", HOME="/nowhere", **variables)
+    assert (done.returncode, done.stderr) == (0, "")
     *lines, seconds = done.stdout.splitlines()
     return "\n".join(lines), float(seconds)
 
@@ -300,15 +296,8 @@ def test_the_example_says_what_is_missing(tmp_path, writable):
     pytest.importorskip("sklearn")
     (tmp_path / "file").touch()
     cache = tmp_path / ("cache" if writable else "file/no folder")
-    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": "", "CUPY_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts/train_digits.py", "--device", "gpu", "--epochs", "1"],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=18,
-        check=False,
-    )
+    environ = {"PATH": "", "CUDA_VISIBLE_DEVICES": "", "CUPY_CACHE_DIR": str(cache)}
+    done = python(ROOT / "scripts/train_digits.py", "--device", "gpu", "--epochs", "1", timeout=18, **environ)
     assert (done.returncode, done.stdout) == (1, "")
     why = "no GPU can be used here" if writable else "CUPY_CACHE_DIR"
     assert re.fullmatch(rf"train_digits\.py: create: .*(need the package CuPy|{why}).*\n", done.stderr)

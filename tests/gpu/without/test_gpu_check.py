@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.commands import Done, python
 from support.launching import wait
 
 ROOT = Path(__file__).parents[3]
@@ -52,8 +53,8 @@ def module(name: str) -> ModuleType:
 
 def test_it_starts_without_any_package():
     code = "import sys; sys.path.insert(0, 'scripts'); import gpu_steps.table, gpu_steps.aims; print(*sys.modules)"
-    line = [sys.executable, "-S", "-c", code]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=40, check=True)
+    done = python("-S", "-c", code, cwd=ROOT, timeout=40)
+    assert done.returncode == 0
     assert not {"numpy", "cupy", "mpi4py", "mpikv"} & set(done.stdout.split())
 
 
@@ -62,10 +63,8 @@ def test_examples(name):
     assert doctest.testmod(module(name)).failed == 0
 
 
-def without_gpu(*options: object) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    line = [sys.executable, str(SCRIPT), *map(str, options)]
-    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=40, check=False)
+def without_gpu(*options: object) -> Done:
+    return python(SCRIPT, *options, timeout=40, CUDA_VISIBLE_DEVICES="")
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
