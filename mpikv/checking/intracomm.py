@@ -240,7 +240,7 @@ def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
 
 @_unless_free
 def _call_and_wait(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Make a blocking send or receive by its nonblocking form, and wait for it with the deadline."""
+    """Make a blocking send, or receive into a buffer, by its nonblocking form, and wait with the deadline."""
     # The place of the status, which the nonblocking call lacks.
     options, at = dict(named), len(_signature(_nonblocking(name)).parameters) - 1
     status = given[at] if len(given) > at else options.pop("status", None)

@@ -43,7 +43,7 @@ class Copies:
         self._room = np.empty(0, np.uint8)
 
     def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
-        """Copy arrays to host memory, over the copies of the last save; return their pieces of the file. Local.
+        """Copy arrays to host memory, over the copies of the last save; yield their pieces of the file. Local.
 
         The pieces are as long as possible.
 

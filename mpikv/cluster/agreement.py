@@ -120,7 +120,7 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """From join, count and meet the others' next call; return its report, None if all are in join. Collective.
+        """For a rank in join: meet the others' next call; return its report, None if all are in join. Collective.
 
         :meth:`confirm` must follow a report.
         """
@@ -188,7 +188,7 @@ class Agreement:
                 raise self.at_rank(call.verb, self._make_mismatch(f"{text}; nothing was changed", working))
 
     def _make_mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
-        """Return a RankMismatch with this text, marked on all ranks but the one that prints it in full. Local.
+        """Return a RankMismatch with this text, marked as repeated unless this rank is to print it in full. Local.
 
         One rank prints it in full: the first of the smallest group with one call, most likely the wrong one. A rank at
         the end of its program has no traceback and is passed over.

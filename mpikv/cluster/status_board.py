@@ -168,7 +168,7 @@ class StatusBoard:
         slots = zip(self._ranks, self._slots, strict=True)
         asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
         # "over" is read again: a rank that gave up just before the question has left this package's code, too.
-        return tuple(rank for rank, slot in asked if not _waits(slot) and not slot["over"])
+        return tuple(rank for rank, slot in asked if not _ask_if_waiting(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
         """Ask a rank of this host for its line; return words for its last call and that line. Local; may wait."""
@@ -253,8 +253,8 @@ def is_gone(slot: Any) -> bool:
     return _state(slot) in ("gone", "dead")
 
 
-def _waits(slot: Any) -> bool:
-    """Ask a process by a signal; return whether it runs, and is in mpikv's code or does not answer. Local; may wait."""
+def _ask_if_waiting(slot: Any) -> bool:
+    """Return whether a process runs in mpikv's code, asked by a signal, or does not answer. Local; may wait."""
     files = [file for file, _, _ in _ask(slot)]
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
@@ -368,7 +368,7 @@ class Inquiry:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Return this host's late ranks, kept for a second of one call, else asked by a signal. Local; may wait."""
+        """Return this host's late ranks and words on them, at most a second old and of this call. Local; may wait."""
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:

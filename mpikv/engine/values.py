@@ -242,7 +242,7 @@ class Values:
         return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 
     def apart(self, array: Array) -> Array:
-        """Return the array, or a copy if it lies in the memory of values, as it may change before it is read. Local."""
+        """Return the array, or a copy if it lies in the memory of values, which a call may change. Local."""
         if not self.is_view(array):
             return array
         copied = self._memory.empty(array.shape, array.dtype)

@@ -143,7 +143,7 @@ class GpuOrder:
 
     @property
     def failed(self) -> bool:
-        """Whether work on this GPU, or another rank, is known to have failed. Local."""
+        """Whether :attr:`check` would raise: work on this GPU, or another rank, is known to have failed. Local."""
         try:
             self.check()
         except MPIKVError:  # of another rank it is PeerFailed

@@ -1126,7 +1126,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block ranks may call unequally often: one that leaves takes part in the others' calls until all do.
+        """A with block for unequal numbers of calls: a rank that is done takes part in the others' calls until all are.
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
         different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,

@@ -497,7 +497,7 @@ class _Remains:
 
 
 def _free_dropped(new: _Remains) -> None:
-    """Free the memory of models that every rank has dropped, and number a new attachment. Collective."""
+    """Free the memory of models that every rank has dropped; set ``new.number``, the same on all ranks. Collective."""
     kv = new.kv
     stores = open_stores() if new.own else [kv]
     listed = [one for store in stores for one in store.before_close if isinstance(one, _Remains)]

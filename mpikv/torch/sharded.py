@@ -35,7 +35,7 @@ def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
 
 
 def check_shardable(optimizer: Any) -> None:
-    """Raise Unsupported unless the optimizer's parameters can be updated in parts. Local.
+    """Raise Unsupported unless its type is known to update each element, or each parameter, by itself. Local.
 
     >>> check_shardable(torch.optim.LBFGS([torch.zeros(2)]))
     Traceback (most recent call last):

@@ -298,7 +298,7 @@ class Trainer:
                 steps = self._prepare_steps("step", ready)
                 self._reduce("step", ready)
                 self._update("step", ready, steps)
-            elif not self._has_overflow("step", ready):
+            elif not self._record_overflow("step", ready):
                 self._kvstore.pushpull(list(ready), _gradients(ready), out=_weights(ready))
                 self._updates += 1
         for parameter in ready.values():
@@ -482,7 +482,7 @@ class Trainer:
         }
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
-        """Overwrite weights, optimizer state, counts and scale by a result of :meth:`_state`. Local."""
+        """Overwrite counts, scale, and weights and optimizer state that no store has, by a :meth:`_state`. Local."""
         self._updates = state["updates"]
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -708,7 +708,7 @@ class Trainer:
 
         Collective with a loss scaler.
         """
-        if self._has_overflow(verb, ready):
+        if self._record_overflow(verb, ready):
             return
         try:
             self._local.run(self.optimizer, ready, steps)
@@ -718,8 +718,8 @@ class Trainer:
             raise
         self._updates += 1
 
-    def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
-        """Return whether any rank's gradient has inf or NaN, and change the scale. Collective; False if no scaler."""
+    def _record_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        """Return whether any rank's gradient has inf or NaN; adapt the scale to it. Collective; False if no scaler."""
         if self._scaler is None:
             return False
         overflow = self._any_overflow(verb, ready)

@@ -162,7 +162,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block, let exchanges return while their messages between hosts are on their way. Collective."""
+        """In a with block, exchanges return before their messages arrive; wait_for each before the end. Collective."""
         self._is_apart = True
         try:
             yield

@@ -61,7 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Fill an array as far as bytes are there; return their number, and if the sender may wait. By the receiver."""
+        """Fill an array as far as bytes are there; return their number, and whether to wake the sender."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -116,7 +116,7 @@ class Rings:
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the message after the latest head, by a generator that yields to wait; raise if it is lost. Local.
+        """Receive the message after the latest head, yielding to wait; raise if one read in place is lost. Local.
 
         Raises:
             TransportError: it was to be read in place, and its sender has given up.

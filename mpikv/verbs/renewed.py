@@ -142,7 +142,7 @@ def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _make_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the type of ``like`` with these items; a mutable one is a copy with its order. Local."""
+    """Return a mapping of the type of ``like`` with these items: a mutable one is copied and updated. Local."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]
     new = copy(like)

@@ -56,10 +56,10 @@ def sum_given(
     return Brought([_sum_group(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
-def single_rows(
+def rows_to_store(
     keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory, apart: Callable[[Array], Array]
 ) -> list[RowSparse]:
-    """Return each key's one RowSparse, itself or ``apart`` from values; ValueMismatch if a key has several. Local."""
+    """For init: return each key's RowSparse, in ``memory`` and ``apart`` from values; ValueMismatch if several."""
     for key, group in zip(keys, groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:

@@ -14,7 +14,7 @@ from .arguments import checked_singles, priorities
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
 from .renewed import answer
-from .row_arguments import brings_rows, single_rows
+from .row_arguments import brings_rows, rows_to_store
 
 
 class ValueVerbs:
@@ -34,7 +34,7 @@ class ValueVerbs:
         # Compared as well: a key that only some ranks know would start anew on these alone.
         known = [name for name in keys if name in table]
         if brings_rows(groups):
-            rows = single_rows(keys, groups, self._memory, exchange.values.apart)
+            rows = rows_to_store(keys, groups, self._memory, exchange.values.apart)
             exchange.check_storable([each.values for each in rows])
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")

@@ -376,10 +376,7 @@ class CupyGpu:
 
     @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
-        """Return GPU memory with a numpy array's content, ``out`` if given; queued.
-
-        The caller may change the array on return.
-        """
+        """Queue a copy of a numpy array to the GPU, or ``out``; return it. The array may be changed at once."""
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
         if out is None or out is whole:

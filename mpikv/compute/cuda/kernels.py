@@ -94,7 +94,7 @@ class CudaKernels:
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function that queues updates of ranges of these arrays, with few launches; it keeps them alive.
+        """Return a function that, given a step for each range, queues the updates of all with few launches.
 
         One launch does for 200 ranges and up to 16 different steps.
 

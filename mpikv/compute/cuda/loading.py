@@ -156,7 +156,7 @@ def pointer(array: Array) -> int:
 
 
 def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, Any]:
-    """Return the addresses of all that an update changes, by their names in a launch's argument.
+    """Return the addresses of sum, value, master (or 0) and ``states`` state arrays, by names in a launch's argument.
 
     Raises: as :func:`address_of`.
     """
