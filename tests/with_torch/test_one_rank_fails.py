@@ -14,10 +14,10 @@ import mpikv
 from mpikv import PeerFailed, RankMismatch
 
 from .training import (
-    assert_close,
     assert_equal_over_ranks,
     attach,
     attached_pair,
+    check_attaches,
     is_last,
     last_fails,
     network,
@@ -28,17 +28,6 @@ from .training import (
 )
 
 pytestmark = pytest.mark.ranks(2, 3)
-
-
-def check_trains(kv: Any) -> None:
-    """Train a new model on the same store, as one process does."""
-    model, alone = network(7), network(7)
-    optimizer, own = sgd(model), sgd(alone)
-    attached = attach(model, optimizer, kv=kv)
-    train(model, optimizer, range(3), kv)
-    train(alone, own, range(3))
-    assert_close(model, alone)
-    attached.detach()
 
 
 def planted(*_: Any, **__: Any) -> Any:
@@ -72,7 +61,7 @@ def test_attach_cannot_describe_the_model_of_one_rank(kv, update, spoil):
         spoil(model, optimizer)
     last_fails(kv, ArithmeticError, "planted", lambda: attach(model, optimizer, kv=kv, update=update))
     assert not kv.keys()
-    check_trains(kv)
+    check_attaches(kv)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +80,7 @@ def test_attach_is_undone_where_one_rank_fails_midway(kv, monkeypatch, place):
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
     assert not {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks}
     attach(model, optimizer, kv=kv, update="store").detach()
-    check_trains(kv)
+    check_attaches(kv)
 
 
 def test_a_store_of_attach_ends_where_one_rank_fails_midway(comm, monkeypatch):
@@ -163,7 +152,7 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
     assert not kv.keys()
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
     attach(model, sgd(model), kv=kv).detach()
-    check_trains(kv)
+    check_attaches(kv)
 
 
 # --- A step in shards
@@ -208,7 +197,7 @@ def test_a_rank_cannot_send_its_state_at_the_end_of_join(kv, spoil, kind, text):
     model, optimizer, attached = attached_pair(kv)
     spoil(kv, optimizer)
     last_fails(kv, kind, text, lambda: uneven(kv, model, optimizer, attached))
-    check_trains(kv)
+    check_attaches(kv)
     kv.before_close.clear()
 
 
@@ -218,7 +207,7 @@ def test_a_rank_cannot_load_the_state_at_the_end_of_join(kv):
         optimizer.load_state_dict = planted
     with pytest.raises(PeerFailed if kv.rank else ArithmeticError, match="planted"):
         uneven(kv, model, optimizer, attached)
-    check_trains(kv)
+    check_attaches(kv)
     kv.before_close.clear()
 
 
@@ -255,4 +244,4 @@ def test_a_join_in_a_join(kv):
 def test_broadcast_is_given_no_tensors_on_one_rank(kv, wrong, kind, pattern):
     tensors = wrong if is_last(kv) else [torch.ones(2, 2)]
     last_fails(kv, kind, pattern, lambda: mpikv.torch.broadcast(tensors, kv=kv))
-    check_trains(kv)
+    check_attaches(kv)

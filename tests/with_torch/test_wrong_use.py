@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,8 @@ from .training import (
     assert_equal_over_ranks,
     attach,
     attached_pair,
+    check_attaches,
+    check_trains,
     functional,
     is_last,
     last_fails,
@@ -50,28 +51,6 @@ def differ(kv: Any, call: Callable[[], Any], others: Callable[[], Any]) -> str:
     with pytest.raises(RankMismatch) as caught:
         (call if is_last(kv) else others)()
     return str(caught.value)
-
-
-def check_trains(kv: Any, model: Any, optimizer: Any, make: Callable[[], Any] = network) -> None:
-    """Train on, as one process that begins where the root is."""
-    state = deepcopy([model.state_dict(), optimizer.state_dict()])
-    model_state, optimizer_state = state if kv.comm is None else kv.comm.bcast(state, 0)
-    alone = make()
-    alone.load_state_dict(model_state)
-    own = type(optimizer)(alone.parameters(), lr=0.1)
-    own.load_state_dict(optimizer_state)
-    train(model, optimizer, range(100, 103), kv)
-    train(alone, own, range(100, 103))
-    assert_close(model, alone)
-
-
-def check_attaches(kv: Any) -> None:
-    """Attach another model to the same store and train it."""
-    model = network(7)
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv)
-    check_trains(kv, model, optimizer)
-    attached.detach()
 
 
 def end_all_the_same(kv: Any) -> None:

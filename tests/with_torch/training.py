@@ -7,6 +7,7 @@ The folder is not called torch: its parent is in ``sys.path``, where it would be
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -98,3 +99,25 @@ def assert_equal_over_ranks(kv: Any, *tensors: Any) -> None:
     own = [tensor.detach().reshape(-1).to(torch.float64).tolist() for tensor in tensors]
     every = [own] if kv.comm is None else kv.comm.allgather(own)
     assert every == [every[0]] * kv.size
+
+
+def check_trains(kv: Any, model: Any, optimizer: Any, make: Callable[[], Any] = network) -> None:
+    """Train on, as one process that begins where the root is."""
+    state = deepcopy([model.state_dict(), optimizer.state_dict()])
+    model_state, optimizer_state = state if kv.comm is None else kv.comm.bcast(state, 0)
+    alone = make()
+    alone.load_state_dict(model_state)
+    own = type(optimizer)(alone.parameters(), lr=0.1)
+    own.load_state_dict(optimizer_state)
+    train(model, optimizer, range(100, 103), kv)
+    train(alone, own, range(100, 103))
+    assert_close(model, alone)
+
+
+def check_attaches(kv: Any) -> None:
+    """Attach another model to the same store and train it."""
+    model = network(7)
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    check_trains(kv, model, optimizer)
+    attached.detach()
