@@ -31,7 +31,7 @@ PROGRAMS = {1: 12, 2: 5, 3: 3, 4: 2}
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize(("transport", "placement", "streams"), STORES)
-@pytest.mark.feature("push-order", "values-call-order", "init-other-shapes", "priority-differs")
+@pytest.mark.feature("push-order", "values-call-order", "init-other-shapes", "priority-differs", "unequal-batches")
 def test_programs(comm, ranks, request, transport, placement, streams):
     if comm is None and transport != "shm":
         pytest.skip("one rank has one transport")

@@ -32,7 +32,6 @@ class Oracle:
 
     def __init__(self, values, updater=None):
         self.values = {key: value.copy() for key, value in values.items()}
-        self.versions = dict.fromkeys(values, 0)
         self.adopt(updater)
 
     def adopt(self, updater):
@@ -49,7 +48,6 @@ class Oracle:
         for other in others:
             first = np.asarray(first + other)
         self.counts[key] += 1
-        self.versions[key] += 1
         if self.updater is None:
             value[...] = first
         elif self.updater is swap:
