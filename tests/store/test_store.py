@@ -47,19 +47,6 @@ def test_names_of_stores(name):
         np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("placement", ["root", "sharded"])
-@pytest.mark.deadline(60)
-def test_ranks_may_pull_into_other_layouts(placement, streamed):
-    """What one rank's arrays look like must not decide which collectives it runs."""
-    with mpikv.create(transport="mpi", placement=placement, bucket_bytes=4096, timeout=5) as kv:
-        value = np.arange(512.0 * 5)
-        kv.init("w", np.zeros(value.size))
-        out = np.zeros(value.size) if kv.is_root else np.zeros(2 * value.size)[::2]
-        kv.pushpull("w", value, out)
-        np.testing.assert_array_equal(out, value * kv.size)
-
-
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_training_that_diverges_raises_nothing_halfway(transport):
