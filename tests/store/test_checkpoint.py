@@ -205,9 +205,10 @@ def test_every_placement_writes_the_same_file(comm, folder, save_in):
             assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
 
 
-@pytest.mark.feature("optimizer-states-other-size")
-def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
-    """A run on all ranks, and its continuation on some of them that do the work of all: to the last bits."""
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.feature("optimizer-states-other-size", "recovery")
+def test_fewer_ranks_load_and_go_on(comm, folder, ranks, deterministic):
+    """A run on all ranks, and its continuation on some of them that do the work of all; to the bit in a fixed order."""
     shape, rounds = (41, 13), 6
 
     def gradient(number, part):
@@ -219,7 +220,7 @@ def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
             kv.push("w", [gradient(number, part) for part in mine])
         return kv.pull("w")
 
-    with mpikv.create(comm=comm, deterministic=True) as kv:
+    with mpikv.create(comm=comm, deterministic=deterministic) as kv:
         kv.init("w", gradient(99, 0))
         kv.set_optimizer("adam", lr_scheduler=schedules.Cosine(10, base_lr=0.1))
         train(kv, 0, rounds // 2)
@@ -230,11 +231,12 @@ def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
             comm.Split(library_of(comm).UNDEFINED, 0)
             continue
         some = comm and comm.Split(0, comm.rank)
-        with mpikv.create(comm=some, deterministic=True) as kv:
+        with mpikv.create(comm=some, deterministic=deterministic) as kv:
             kv.load(folder / "checkpoint")
             resumed = train(kv, rounds // 2, rounds)
         assert np.abs(resumed - through).max() <= 1e-12
-        if size == ranks or (ranks in (2, 4) and size in (1, 2)):
+        # Sums in pairs are the same on numbers of ranks that are powers of two.
+        if deterministic and (size == ranks or (ranks in (2, 4) and size in (1, 2))):
             assert resumed.tobytes() == through.tobytes()
         if some is not None:
             some.Free()
