@@ -351,9 +351,8 @@ def _first(failures: Sequence[Death]) -> list[Death]:
         crashes = [one for one in others if (one.status or 0) < 0 and one.status != -signal.SIGTERM]
         crash = next((one for one in crashes if one.time_ns < limit), None)
         return [crash, *(one for one in others[: others.index(crash)] if one.status is None)] if crash else others[:1]
-    bereft = {_BEREFT} if first.status is None else set()
     limit = begin + _DOUBT * any(failure.status is None for failure in near)
-    return [failure for failure in near if failure.time_ns <= limit and failure.status not in bereft]
+    return [one for one in near if one.time_ns <= limit and (one.status != _BEREFT or first.status is not None)]
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> _End:

@@ -143,7 +143,9 @@ class Watch:
             if ready.isdisjoint((handle, pipe)):
                 continue
             # A rank that dies closes its files a while before its end: MPICH's launcher may kill others in between.
-            if select.select([handle], [], [], _DYING)[0]:
+            ending = select.poll()  # select() takes no descriptors from 1024 on
+            ending.register(handle)
+            if ending.poll(1000 * _DYING):
                 del self._alive[handle]
                 self.deaths.append(Death(rank, now, _exit_status(handle, pid)))
             else:  # it goes on without its pipe
