@@ -72,7 +72,7 @@ class Agreement:
         record = self.record
         record.begin(call.note)
         equal = self._transport.agree(call.token, send_ready)
-        record.meet()
+        record.met = record.clock()
         if not equal:
             _, some_have_left = self.compare_reports(call)
             if some_have_left:
@@ -91,7 +91,7 @@ class Agreement:
         """Count a call, tell ranks in :meth:`begin` that this one cannot make it, and raise the error. Collective."""
         self.record.begin(call.note)
         self._tell_failure(call, error)
-        self.record.meet()
+        self.record.met = self.record.clock()
         if isinstance(error, MemoryError):
             self.name_call_in(error, call)
         raise self.at_rank(call.verb, error)
@@ -126,7 +126,7 @@ class Agreement:
         """
         self.record.begin(call.note)
         equal = self._transport.agree(JOINED)
-        self.record.meet()
+        self.record.met = self.record.clock()
         return None if equal else self.compare_reports(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:

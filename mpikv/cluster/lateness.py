@@ -55,7 +55,9 @@ _WHY = {
     "swap": ("faults", "reads its pages back from a disk, as from swap"),
     "exchange": ("moving", "exchanges data{0}: look at the network to its host"),
 }
-_PACK, _BYTES = struct.Struct(f"{len(RECORD.descr)}q").pack_into, RECORD.itemsize
+# Not "q", the same on 64-bit Linux: Python takes twice as long to convert a moment to that.
+_PACK, _BYTES = struct.Struct(f"{len(RECORD.descr)}l").pack_into, RECORD.itemsize
+_PACK_NOTE = struct.Struct(f"{NOTE_BYTES}s").pack_into
 
 
 class Recorder:
@@ -65,17 +67,19 @@ class Recorder:
         """``slot`` is an array of one. Without ``timed``, as of a rank that waits for nobody, the clock stands at 0."""
         # Looked up here: simulated ranks have their own.
         here = present()
-        self._clock, self._processor, self._read_signs = time.monotonic_ns if timed else int, here.busy, here.signs
+        self.clock, self._processor, self._read_signs = time.monotonic_ns if timed else int, here.busy, here.signs
         self.calls = 0
         """How many calls this rank has begun."""
         self._notes = [bytes(NOTE_BYTES)] * LABELS
         self._views: tuple[memoryview, ...] = ()
         self.use(slot)
         self._first = here.signs() if timed else [0] * len(SIGNS)
-        self._left = self._sampled = self._read = self._clock()
+        self._left = self._sampled = self._read = self.clock()
         self._busy = self._processor()
-        # When the present call began, 0 outside of one; when all ranks had come; the input before it, if that was long.
-        self._began = self._met = self._input = 0
+        # When the present call began, 0 outside of one; the input before it, if that was long.
+        self._began = self._input = 0
+        self.met = 0
+        """When all ranks had come to the call, by :attr:`clock`; set by whoever finds so."""
 
     def use(self, slot: Array) -> None:
         """Write to this slot from now on. Local."""
@@ -89,33 +93,32 @@ class Recorder:
         """Count a call, start its clock, and show it on the board; ends one that an error left. Local."""
         if self._began:  # the call before was left by an error
             self.leave()
-        self._began = self._met = now = self._clock()
+        clock = self.clock
+        self._began = self.met = now = clock()
         if (outside := now - self._left) > _LONG:
             self._input = outside - self._sample(now, outside)
         self.calls = number = self.calls + 1
-        # A training repeats a few calls: most often their texts stand there already.
-        if self._notes[number % LABELS] is not noted:
-            self.rewrite(noted)
+        # A training repeats a few calls: often their texts stand there already.
+        if self._notes[place := number % LABELS] is not noted:
+            self._notes[place] = noted
+            _PACK_NOTE(self._labels, place * NOTE_BYTES, noted)
         # Last: a reader that sees the new number finds its text (on x86-64, which keeps the order of stores).
         self._number[0] = number
-
-    def meet(self) -> None:
-        """Note that all ranks have come to the call. Local."""
-        self._met = self._clock()
 
     def leave(self) -> None:
         """End the call's clock, and write its times to the board; without a call do nothing. Local."""
         if began := self._began:
-            now, number = self._clock(), self.calls
+            now, number = self.clock(), self.calls
             if now - began > _LONG:
                 self._sample(now, now - began)
-            _PACK(self._ring, number % RING * _BYTES, number, self._left, began, self._met, now, self._input)
+            _PACK(self._ring, number % RING * _BYTES, number, self._left, began, self.met, now, self._input)
             self._began, self._left, self._input = 0, now, 0
 
     def rewrite(self, noted: bytes) -> None:
         """Show another text for the last call. Local."""
         place = self.calls % LABELS
-        self._notes[place] = self._labels[place * NOTE_BYTES : (place + 1) * NOTE_BYTES] = noted
+        self._notes[place] = noted
+        _PACK_NOTE(self._labels, place * NOTE_BYTES, noted)
 
     def note_of(self, number: int) -> bytes:
         """Return the note of one of the last calls. Local."""
