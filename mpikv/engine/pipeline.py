@@ -88,8 +88,8 @@ class Pipeline:
 
     def pack_first(self, plan: Plan, sources: Arrays) -> None:
         """Pack the first message of the next push into the send buffer, if the plan prefetches it. Local."""
-        if plan.prefetches:
-            self.prefetched = self._pack(plan.buckets[0], sources)
+        if (first := plan.prefetches) is not None:
+            self.prefetched = self._pack(first, sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
         """Return the sources as they are; the pipeline of a GPU adds up their lists here. Local."""
@@ -195,8 +195,8 @@ class Pipeline:
         """
         delivery = None if outs is None else _Delivery(self, plan, outs)
         streams = self.streams
-        # Not dict[...](): Python builds that type anew in each call, which takes as long as a small sum.
-        sums: dict[Bucket, tuple[Sequence[Array], Any]] = {}
+        # Of messages in flight, in their order. Not list[...](): Python builds that type anew in each call.
+        sums: list[tuple[Sequence[Array], Any]] = []
         compressed = None
         if self._compression is not None:
             assert sources is not None  # a codec packs the buffers, too: they come as arrays
@@ -204,12 +204,12 @@ class Pipeline:
         for coming, ready in plan.schedule:
             if coming is not None:
                 addends = self._reduce(coming, sources) if compressed is None else (compressed(coming),)
-                sums[coming] = addends, streams.sent() if streams is not None else None
+                sums.append((addends, streams.sent() if streams is not None else None))
             elif delivery is None and streams is not None:
                 # The caller's stream may go on: no later stage reads the caller's arrays, updates read sums alone.
                 streams.note_read()
             if ready is not None:
-                addends, sent = sums.pop(ready)
+                addends, sent = sums.pop(0)
                 if streams is not None:
                     streams.wait_for(sent)
                 self._update(ready, addends, steps, addends if in_place else ())
@@ -261,9 +261,9 @@ class Pipeline:
         if not bucket.dense:
             send.fill(0)
         if type(sources[0]) is not tuple:
-            given, bound = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.bound_slots[slot]
+            given, (parts, bound) = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.slots[slot]
             if bound is None or not bound.take(given):
-                self._copy(bucket.slots[slot], given)
+                self._copy(parts, given)
         else:  # casts may overflow, and numpy must not warn of it, or raise on one rank
             run_quietly(self._pack_groups, bucket, sources, send)
         return send

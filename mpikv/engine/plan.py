@@ -138,19 +138,14 @@ class Bucket:
         return self._parts_of(self.value)
 
     @lazy
-    def slots(self) -> tuple[tuple[Array, ...], ...]:
-        """The pieces of each of the sends, in their shapes."""
-        return tuple(map(self._parts_of, self.sends))
+    def slots(self) -> tuple[tuple[tuple[Array, ...], BoundList | None], ...]:
+        """The pieces of each of the sends, in their shapes; the same, bound to kernels that copy to them, or None."""
+        return tuple((parts, self.bind_list(parts)) for parts in map(self._parts_of, self.sends))
 
     @lazy
     def bound_parts(self) -> BoundList | None:
         """The parts, bound to kernels that copy from them; None where none do."""
         return self.bind_list(self.parts)
-
-    @lazy
-    def bound_slots(self) -> tuple[BoundList | None, ...]:
-        """The slots, bound to kernels that copy to them; None where none do."""
-        return tuple(map(self.bind_list, self.slots))
 
     def _parts_of(self, message: Array) -> tuple[Array, ...]:
         pairs = zip(self.pieces, self.shapes, strict=True)
@@ -170,15 +165,60 @@ class Plan:
     raw: bool
     """Whether arrays are pushed as they are: from the host, not compressed."""
     planner: Planner
+    shapes: list[tuple[int, ...]]
+    dtypes: list[np.dtype[Any]]
+    present: tuple[NonzeroRows, ...]
+    """The nonzero rows of the row-sparse values."""
+    values: list[Array]
+    """This rank's memory of each value, in its shape."""
     calls: dict[str, Call] = field(default_factory=dict)
     """The calls that update nothing, by their verbs."""
     update_calls: dict[tuple[str, Contribution], UpdateCall] = field(default_factory=dict)
 
-    # The rest is lazy: calls of rows need no buckets, and a large value has many.
+    # Set by prepare() and not lazy, as every call asks: CPython 3.11 takes twice as long for a lazy attribute.
+
+    ready: bool = False
+    """Whether :meth:`prepare` has set the following."""
+    parted: bool = field(init=False)
+    """Whether a call moves several buckets."""
+    cut: bool = field(init=False)
+    """Whether a key is spread over several buckets."""
+    prefetches: Bucket | None = field(init=False)
+    """The first message, if it is packed before ranks agree, to work while others are late."""
+    single_copy: bool = field(init=False)
+    """Whether other ranks may read a caller's array where it lies, until the next fence."""
+    streams: bool = field(init=False)
+    """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
+    schedule: tuple[tuple[Bucket | None, Bucket | None], ...] = field(init=False)
+    """As :func:`turns` returns it."""
+    bound_values: BoundList | None = field(init=False)
+    """The values, bound to kernels that compare arrays with them; None where none do."""
 
     def prepare(self) -> None:
         """Cut the keys into buckets and allocate whole values' sums, once; MemoryError before ranks agree. Local."""
-        _ = self.buckets, self.totals
+        if self.ready:
+            return
+        planner, buckets, _ = self.planner, self.buckets, self.totals
+        direct, pieces = [bucket.direct for bucket in buckets], sum(len(bucket.pieces) for bucket in buckets)
+        is_long = sum(bucket.value.nbytes for bucket in buckets) >= _STREAMED_BYTES
+        ahead = planner.ahead if self.overlaps or len(buckets) == 1 else 0
+        # The placement, the updater and the compression answer here, so that a push asks none of them.
+        answers = {
+            "parted": len(buckets) > 1,
+            "cut": pieces > sum(entry.place.size > 0 for entry in self.entries),
+            # Not on a GPU, where packing is queued in the order of calls; nor with compression, as packing changes
+            # residuals; nor what may be sent from where it lies.
+            "prefetches": buckets[0] if self.raw and buckets and not direct[0] else None,
+            "single_copy": planner.transport.single_copy and not planner.compressed and any(direct),
+            "streams": not (planner.whole or planner.compressed) and (is_long or not planner.transport.memory.is_host),
+            "schedule": turns(buckets, min(ahead, len(buckets))),
+            "bound_values": planner.bind_list(self.values),
+            "ready": True,
+        }
+        for name, answer in answers.items():
+            object.__setattr__(self, name, answer)  # past the class, as it is frozen
+
+    # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare_updates(self) -> None:
         """Make the buckets' updates for different steps, once; MemoryError before ranks agree. Local."""
@@ -197,47 +237,9 @@ class Plan:
         return tuple(self.planner.memory_for_total(entry) for entry in self.entries)
 
     @lazy
-    def nbytes(self) -> int:
-        return sum(bucket.value.nbytes for bucket in self.buckets)
-
-    @lazy
-    def cut(self) -> bool:
-        """Whether a key is spread over several buckets."""
-        return sum(len(bucket.pieces) for bucket in self.buckets) > sum(entry.place.size > 0 for entry in self.entries)
-
-    # Answers of the placement, the updater and the compression, so that a push asks none of them.
-
-    @lazy
-    def prefetches(self) -> bool:
-        """Whether the first message is packed before ranks agree, to work while others are late."""
-        # Not on a GPU, where packing is queued in the order of calls; nor with compression, as packing changes
-        # residuals; nor what may be sent from where it lies.
-        return self.raw and bool(self.buckets) and not self.buckets[0].direct
-
-    @lazy
-    def single_copy(self) -> bool:
-        """Whether other ranks may read a caller's array where it lies, until the next fence."""
-        lends = self.planner.transport.single_copy and not self.planner.compressed
-        return lends and any(bucket.direct for bucket in self.buckets)
-
-    @lazy
-    def streams(self) -> bool:
-        """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
-        planner = self.planner
-        if planner.whole or planner.compressed:
-            return False
-        return not planner.transport.memory.is_host or self.nbytes >= _STREAMED_BYTES
-
-    @lazy
     def overlaps(self) -> bool:
         """Whether a message between GPUs or hosts is sent while the one before is updated. The same on all ranks."""
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
-
-    @lazy
-    def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
-        """As :func:`turns` returns it."""
-        ahead = self.planner.ahead if self.overlaps or len(self.buckets) == 1 else 0
-        return turns(self.buckets, min(ahead, len(self.buckets)))
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
@@ -245,31 +247,8 @@ class Plan:
         return self.planner.bind_whole(self.entries, self.totals)
 
     @lazy
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [entry.shape for entry in self.entries]
-
-    @lazy
-    def dtypes(self) -> list[np.dtype[Any]]:
-        return [entry.dtype for entry in self.entries]
-
-    @lazy
-    def present(self) -> tuple[NonzeroRows, ...]:
-        """The nonzero rows of the row-sparse values."""
-        return tuple(entry.present for entry in self.entries if entry.present is not None)
-
-    @lazy
-    def values(self) -> list[Array]:
-        """This rank's memory of each value, in its shape."""
-        return [entry.value for entry in self.entries]
-
-    @lazy
-    def bound_values(self) -> BoundList | None:
-        """The same, bound to kernels that compare arrays with them; None where none do."""
-        return self.planner.bind_list(self.values)
-
-    @lazy
     def views(self) -> list[Array]:
-        """The same, read-only."""
+        """The values, read-only."""
         return [entry.view for entry in self.entries]
 
 
@@ -410,15 +389,19 @@ class Planner:
     def plan(self, entries: Sequence[Entry]) -> Plan:
         """Return a new plan for some keys; nothing is allocated, and its buckets are cut on first use. Local."""
         keys = tuple(entry.key for entry in entries)
-        texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
+        shapes, dtypes = [entry.shape for entry in entries], [entry.dtype for entry in entries]
         return Plan(
             keys=keys,
             entries=tuple(entries),
             rows=_index_rows([entry.index for entry in entries]),
-            digest=digest("\n".join(texts)),
+            digest=digest("\n".join(describe(keys, shapes, dtypes))),
             label=label(keys),
             raw=self.transport.memory.is_host and not self.compressed,
             planner=self,
+            shapes=shapes,
+            dtypes=dtypes,
+            present=tuple(entry.present for entry in entries if entry.present is not None),
+            values=[entry.value for entry in entries],
         )
 
     @lazy

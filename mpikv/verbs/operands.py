@@ -115,11 +115,13 @@ class Operands:
         is_one = type(given) is kind
         if not (is_one or (type(given) in _LISTS and given and type(given[0]) is kind)):
             return None  # perhaps rows, which need no buckets
+        if not plan.ready:
+            plan.prepare()
         # A GPU's arrays are all writable, and its operands ask for all places at once.
         writable = filled and self._on_host
         # A push of several buckets changes some values before it reads all sources: sources over the memory of values
         # need a copy then.
-        apart = writable or (self._on_host and len(plan.buckets) > 1)
+        apart = writable or (self._on_host and plan.parted)
         if is_one:
             dtype = plan.dtypes[0]
             if (
@@ -253,7 +255,7 @@ class GpuOperands(Operands):
         arrays = super()._plain_arrays(plan, key, given, filled)
         if arrays is None or not all(map(_is_contiguous, arrays)) or self._gpu.addresses(arrays) is None:
             return None
-        if (filled or len(plan.buckets) > 1) and not self._exchange.values.lie_apart(self._gpu, arrays):
+        if (filled or plan.parted) and not self._exchange.values.lie_apart(self._gpu, arrays):
             return None
         # A copy of the list: it keeps the arrays alive until the GPU has done with them, if the caller's list changes.
         return tuple(arrays)

@@ -118,8 +118,8 @@ def test_a_transport_with_messages_in_flight_gets_them_ahead_of_the_first_update
         ahead = 3
         apart = sent = wait_for = note_read = LocalTransport.close
 
-    seat = Flying(0, 2)
-    plan = plan_of(entries([("w", (10 * LIMIT,), FLOAT)], seat), seat, placement)
+    plan = plan_of(entries([("w", (10 * LIMIT,), FLOAT)], seat := Flying(0, 2)), seat, placement)
+    plan.prepare()
     assert [ready is None for _, ready in plan.schedule] == ahead * [True] + len(plan.buckets) * [False]
     assert plan.overlaps is (ahead > 0)
 
