@@ -146,5 +146,6 @@ class PushPull:
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         """Prepare a pull into checked arrays. Local; its run is collective."""
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
-        call = self._comparison.plan_call("pull", plan, priority)
+        if (call := plan.calls.get("pull")) is None or priority != 0:
+            call = self._comparison.plan_call("pull", plan, priority)
         return call, run if type(result) not in Filled else lambda: answer(run())
