@@ -14,14 +14,7 @@ from mpikv.cluster.mpi_library import library_of
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
-from mpikv.errors import (
-    ConfigError,
-    NotFinite,
-    PeerFailed,
-    RankMismatch,
-    Unsupported,
-    ValueMismatch,
-)
+from mpikv.errors import ConfigError, NotFinite, PeerFailed, RankMismatch, Unsupported, ValueMismatch
 from mpikv.store.kvstore import open_stores
 from mpikv.testing import Recording
 from mpikv.testing.codec import together

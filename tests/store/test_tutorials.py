@@ -16,10 +16,7 @@ import pytest
 import mpikv
 
 # On one rank, each is the transport of one rank.
-pytestmark = [
-    pytest.mark.ranks(1, 2, 4),
-    pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"]),
-]
+pytestmark = [pytest.mark.ranks(1, 2, 4), pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])]
 SHAPE = (2, 3)
 PLACEMENTS = pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 KEYS = pytest.mark.parametrize("name", [int, str], ids=["int", "str"])

@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.arrays.arrays import (
-    castable,
-    check_apart,
-    disjoint,
-    is_array,
-    local_sum,
-    source,
-    storable,
-    target,
-)
+from mpikv.arrays.arrays import castable, check_apart, disjoint, is_array, local_sum, source, storable, target
 from mpikv.errors import Unsupported, ValueMismatch
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
