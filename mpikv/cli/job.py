@@ -343,7 +343,10 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
     # Launchers kill the other ranks by SIGKILL; of those on other hosts only the time is known.
     caused = {-signal.SIGKILL, *([_BEREFT] if any(failure.status is None for failure in near) else ())}
-    others = sorted((failure for failure in near if failure.status not in caused), key=lambda failure: failure.time_ns)
+    # Open MPI's first sends SIGTERM; a SIGKILL before that is not its own.
+    later = {-signal.SIGTERM} if first.status == -signal.SIGKILL else set()
+    others = [one for one in near if one.status not in caused and (one.time_ns == begin or one.status not in later)]
+    others.sort(key=lambda failure: failure.time_ns)
     if any(failure.status is not None for failure in others):
         # A crash may be seen after the end of a connection that it caused, and MPICH may crash a rank without its peer.
         # What else ranks do about a death on another host is a status, or the launcher's SIGTERM.

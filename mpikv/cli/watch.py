@@ -13,6 +13,7 @@ import fcntl
 import os
 import platform
 import re
+import resource
 import select
 import signal
 import stat
@@ -38,8 +39,6 @@ MISTAKE = "mistake."
 _TICK = 0.05
 # The most seconds between the close of a dead rank's files and its end.
 _DYING = 0.5
-# A descriptor that is higher than those of the launcher.
-_HIGH = 255
 # Ticks between two looks for boards.
 _SELDOM = 19
 # Seconds in which a shared file is mapped: first by its maker, a little later by others of the job.
@@ -139,17 +138,18 @@ class Watch:
 
     def _see_deaths(self, seconds: float) -> None:
         ready, now = {handle for handle, _ in self._poll.poll(1000 * seconds)}, time.time_ns()
+        # A rank that dies closes its files a while before its end: MPICH's launcher may kill others in between. One
+        # without a pipe, or with a child that has it, may have died before those with a closed pipe.
+        closed = {handle for handle, (_, pid, _) in self._alive.items() if ready and _has_closed_files(pid)}
+        later = {pipe for pipe, _ in self._poll.poll(0)} - ready - self._alive.keys()
         for handle, (rank, pid, pipe) in list(self._alive.items()):
-            if ready.isdisjoint((handle, pipe)):
-                continue
-            # A rank that dies closes its files a while before its end: MPICH's launcher may kill others in between.
-            ending = select.poll()  # select() takes no descriptors from 1024 on
-            ending.register(handle)
-            if ending.poll(1000 * _DYING):
+            if (handle in ready or (handle in closed and pipe not in later)) and _ends(handle):
                 del self._alive[handle]
                 self.deaths.append(Death(rank, now, _exit_status(handle, pid)))
-            else:  # it goes on without its pipe
+            elif pipe in ready:  # the program has closed it, or is another one now
                 self._alive[handle] = rank, pid, handle
+            else:
+                continue
             for one in {handle, pipe} - self._alive.keys():
                 self._poll.unregister(one)
                 os.close(one)
@@ -194,8 +194,8 @@ def hold_pipe(directory: Path, rank: int) -> None:
     name = directory / f"{PIPE}{rank}"
     os.mkfifo(name)
     # Linux closes the highest descriptors of a dead process first: this one before the connection to the launcher.
-    low = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-    fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    low, (limit, _) = os.open(name, os.O_RDWR | os.O_CLOEXEC), resource.getrlimit(resource.RLIMIT_NOFILE)
+    fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, min(limit, 1024) - 9)
     os.close(low)
 
 
@@ -268,6 +268,21 @@ def _open(pid: int) -> int:
     if not hasattr(os, "pidfd_open"):
         raise OSError("no pidfd_open")
     return os.pidfd_open(pid)
+
+
+def _has_closed_files(pid: int) -> bool:
+    """Return whether a process has ended, or is about to end."""
+    try:
+        return "\nFDSize:\t0\n" in Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:  # its parent has taken note of its end
+        return True
+
+
+def _ends(handle: int) -> bool:
+    """Return whether a process ends within a moment."""
+    ending = select.poll()  # select() takes no descriptors from 1024 on
+    ending.register(handle)
+    return bool(ending.poll(1000 * _DYING))
 
 
 def _exit_status(handle: int, pid: int) -> int | None:

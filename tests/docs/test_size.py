@@ -25,7 +25,7 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 21_137,
-    "lines of code in tests, scripts and commands": 41_087,
+    "lines of code in tests, scripts and commands": 41_079,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
