@@ -99,7 +99,7 @@ class Config:
         try:
             config = cls(**values)
         except ConfigError as error:
-            variables = ", ".join(f"MPIKV_{name.upper()}" for name in values)
+            variables = ", ".join(f"MPIKV_{name.upper()}" for name in values if name in str(error))
             raise ConfigError(f"{error} (from {variables} of the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
 

@@ -65,7 +65,7 @@ def test_switches(text):
             "MPIKV_DETERMINISTIC='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)",
         ),
         ("MPIKV_TIMEOUT", "-1", r"timeout=-1.0 is not a number in .*\(from MPIKV_TIMEOUT of the environment\)"),
-        ("MPIKV_PLACEMENT", "shards", r"unknown placement 'shards' .*did you mean 'sharded'.*\(from MPIKV_PLACE"),
+        ("MPIKV_PLACEMENT", "shards", r"unknown placement 'shards' .*did you.*\(from MPIKV_PLACEMENT of"),
     ],
 )
 def test_bad_variables(variable, text, pattern):
