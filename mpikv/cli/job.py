@@ -37,8 +37,8 @@ NOT_LISTENING = 213
 # killed already, and are to start again.
 _HARDER, _HARDEST = 4.0, 1.0
 
-# In nanoseconds. A first death may be seen that much later than the deaths it caused. Of ranks on different hosts, two
-# deaths closer than the second have an unknown order.
+# In nanoseconds. A first death may be seen that much later than the deaths it caused. Where a status is
+# unknown, as on other hosts, two deaths closer than the second have an unknown order.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
 # MPI_ERR_UNKNOWN of Open MPI: the status of its ranks that lose a connection to another host, where a rank has died.
@@ -335,8 +335,8 @@ def _failures(recorded: Mapping[int, Death], seen: Sequence[Death]) -> list[Deat
 def _first(failures: Sequence[Death]) -> list[Death]:
     """Return the deaths that ended the job; several if their order is unknown.
 
-    MPICH's launcher may learn of a death and kill the other ranks before this process sees the first one end. So among
-    deaths within a moment, those that the launcher does not cause came first.
+    MPICH's launcher may learn of a death and kill the other ranks before this process sees the first one close its
+    files. So among deaths within a moment, those that the launcher does not cause came first.
     """
     first = min(failures, key=lambda failure: failure.time_ns)
     begin = first.time_ns
@@ -344,8 +344,8 @@ def _first(failures: Sequence[Death]) -> list[Death]:
     # Launchers kill the other ranks by SIGKILL; of those on other hosts only the time is known.
     caused = {-signal.SIGKILL, *([_BEREFT] if any(failure.status is None for failure in near) else ())}
     # Open MPI's first sends SIGTERM; a SIGKILL before that is not its own.
-    later = {-signal.SIGTERM} if first.status == -signal.SIGKILL else set()
-    others = [one for one in near if one.status not in caused and (one.time_ns == begin or one.status not in later)]
+    after = {-signal.SIGTERM} if first.status == -signal.SIGKILL else set()
+    others = [one for one in near if one.status not in caused and (one.time_ns == begin or one.status not in after)]
     others.sort(key=lambda failure: failure.time_ns)
     if any(failure.status is not None for failure in others):
         # A crash may be seen after the end of a connection that it caused, and MPICH may crash a rank without its peer.

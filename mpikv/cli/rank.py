@@ -61,7 +61,7 @@ def main() -> None:
     status = 1
     try:
         if (directory := run_directory(os.environ)) is not None:
-            with suppress(OSError):  # it is another host's
+            with suppress(OSError):  # too few descriptors, or a file system without pipes
                 hold_pipe(directory, rank)
         report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
         status = _run(sys.argv[1:], prefix, lambda mistake: report(f"{MISTAKE}{rank}", mistake))

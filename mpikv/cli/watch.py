@@ -37,8 +37,10 @@ MISTAKE = "mistake."
 """Prefix of a rank's file with an error of the program, which another start would most likely raise again."""
 
 _TICK = 0.05
-# The most seconds between the close of a dead rank's files and its end.
-_DYING = 0.5
+# Of so many descriptors one of the highest is taken: each more takes memory of the kernel.
+_MOST_FILES = 1024
+# The most seconds between the close of a dead rank's files and its end: a GPU's driver may take long.
+_DYING = 2.0
 # Ticks between two looks for boards.
 _SELDOM = 19
 # Seconds in which a shared file is mapped: first by its maker, a little later by others of the job.
@@ -141,12 +143,12 @@ class Watch:
         # A rank that dies closes its files a while before its end: MPICH's launcher may kill others in between. One
         # without a pipe, or with a child that has it, may have died before those with a closed pipe.
         closed = {handle for handle, (_, pid, _) in self._alive.items() if ready and _has_closed_files(pid)}
-        later = {pipe for pipe, _ in self._poll.poll(0)} - ready - self._alive.keys()
+        since = {pipe for pipe, _ in self._poll.poll(0)} - ready - self._alive.keys()
         for handle, (rank, pid, pipe) in list(self._alive.items()):
-            if (handle in ready or (handle in closed and pipe not in later)) and _ends(handle):
+            if (handle in ready or (handle in closed and pipe not in since)) and _ends(handle):
                 del self._alive[handle]
                 self.deaths.append(Death(rank, now, _exit_status(handle, pid)))
-            elif pipe in ready:  # the program has closed it, or is another one now
+            elif pipe in ready:  # the program has closed it, or is another one now, or takes long to end
                 self._alive[handle] = rank, pid, handle
             else:
                 continue
@@ -193,10 +195,10 @@ def hold_pipe(directory: Path, rank: int) -> None:
     """Make a rank's named pipe, and have it open until this process dies."""
     name = directory / f"{PIPE}{rank}"
     os.mkfifo(name)
-    # Linux closes the highest descriptors of a dead process first: this one before the connection to the launcher.
-    low, (limit, _) = os.open(name, os.O_RDWR | os.O_CLOEXEC), resource.getrlimit(resource.RLIMIT_NOFILE)
-    fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, min(limit, 1024) - 9)
-    os.close(low)
+    with name.open("r+b", buffering=0) as pipe:
+        # Linux puts a dead process's files on a list, from the lowest descriptor on, and closes the last one of it
+        # first: this one before the connection to the launcher.
+        fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_FILES) - 9)
 
 
 def shared_files(pid: int) -> set[str]:
@@ -271,10 +273,10 @@ def _open(pid: int) -> int:
 
 
 def _has_closed_files(pid: int) -> bool:
-    """Return whether a process has ended, or is about to end."""
+    """Return whether a process has ended or is about to, or its first thread alone has ended."""
     try:
         return "\nFDSize:\t0\n" in Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:  # its parent has taken note of its end
+    except (FileNotFoundError, ProcessLookupError):  # its parent has taken note of its end
         return True
 
 
