@@ -62,6 +62,7 @@ class Pipeline:
     """Moves the values of a store, with one updater, placement and compression.
 
     Methods are collective unless marked *Local*. The verbs prepare calls here and run them after ranks have agreed.
+    They prepare the plan first.
     """
 
     def __init__(self, values: Values, compression: Compression | None) -> None:

@@ -177,25 +177,29 @@ class Plan:
 
     # Set by prepare() and not lazy, as every call asks: CPython 3.11 takes twice as long for a lazy attribute.
 
-    ready: bool = False
+    ready: bool = field(init=False, repr=False, default=False)
     """Whether :meth:`prepare` has set the following."""
-    parted: bool = field(init=False)
+    parted: bool = field(init=False, repr=False)
     """Whether a call moves several buckets."""
-    cut: bool = field(init=False)
+    cut: bool = field(init=False, repr=False)
     """Whether a key is spread over several buckets."""
-    prefetches: Bucket | None = field(init=False)
+    prefetches: Bucket | None = field(init=False, repr=False)
     """The first message, if it is packed before ranks agree, to work while others are late."""
-    single_copy: bool = field(init=False)
+    single_copy: bool = field(init=False, repr=False)
     """Whether other ranks may read a caller's array where it lies, until the next fence."""
-    streams: bool = field(init=False)
+    streams: bool = field(init=False, repr=False)
     """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
-    schedule: tuple[tuple[Bucket | None, Bucket | None], ...] = field(init=False)
+    schedule: tuple[tuple[Bucket | None, Bucket | None], ...] = field(init=False, repr=False)
     """As :func:`turns` returns it."""
-    bound_values: BoundList | None = field(init=False)
+    bound_values: BoundList | None = field(init=False, repr=False)
     """The values, bound to kernels that compare arrays with them; None where none do."""
 
     def prepare(self) -> None:
-        """Cut the keys into buckets and allocate whole values' sums, once; MemoryError before ranks agree. Local."""
+        """Cut the keys into buckets, allocate whole values' sums, set the answers, once; before ranks agree. Local.
+
+        Raises:
+            MemoryError: there is too little for the sums.
+        """
         if self.ready:
             return
         planner, buckets, _ = self.planner, self.buckets, self.totals

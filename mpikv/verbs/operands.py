@@ -109,7 +109,7 @@ class Operands:
         """Return the arrays if there is one per key, in the store's memory, of its shape and dtype; else None. Local.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
-        in this form thousands of times; the slower path of the caller handles all other forms.
+        in this form thousands of times; the slower path of the caller handles all other forms. A new plan is prepared.
         """
         kind = self._kind
         is_one = type(given) is kind

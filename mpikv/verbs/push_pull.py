@@ -146,6 +146,7 @@ class PushPull:
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         """Prepare a pull into checked arrays. Local; its run is collective."""
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
+        # As plan_call does; to ask here saves a hundredth of a small pull.
         if (call := plan.calls.get("pull")) is None or priority != 0:
             call = self._comparison.plan_call("pull", plan, priority)
         return call, run if type(result) not in Filled else lambda: answer(run())
