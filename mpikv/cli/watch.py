@@ -276,8 +276,8 @@ def _has_closed_files(pid: int) -> bool:
     """Return whether a process has ended or is about to, or its first thread alone has ended."""
     try:
         return "\nFDSize:\t0\n" in Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # its parent has taken note of its end
-        return True
+    except OSError:  # its parent has taken note of its end; or too many files are open here
+        return not Path(f"/proc/{pid}").exists()
 
 
 def _ends(handle: int) -> bool:
