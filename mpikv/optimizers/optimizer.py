@@ -26,8 +26,8 @@ BLOCK = 1 << 16
 """Elements per block. A rule passes a dozen times over each of its arrays; all but the first pass find a block in the
 cache."""
 LANE_BLOCK = 2 * BLOCK
-"""Elements per block where threads share out an update: they wait for each other between operations of numpy. Adam took
-0.65 of one thread's time, and 0.75 with shorter blocks."""
+"""Elements per block where threads share out an update: they wait for each other between operations of numpy, and
+longer blocks need fewer."""
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
