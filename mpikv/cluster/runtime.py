@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 
 class OfMessages(partial[bool]):
@@ -28,43 +28,40 @@ class OfMessages(partial[bool]):
     """
 
 
-class Peer(Protocol):
-    """A simulated rank's view of another one."""
+class Runtime:
+    """Time, threads and locks of the real system. A simulation overrides most of it."""
 
-    def state(self) -> str:
-        """Return ``running`` or ``gone``."""
-
-    def frames(self, thread: int) -> list[tuple[str, str, str]]:
-        """Return file, line and function of each frame of a thread, the innermost first."""
-
-
-class Runtime(Protocol):
-    """Time, threads and locks."""
-
-    world: Any
+    world: Any = None
     """The communicator of all ranks if the rank is simulated, else None."""
-    owned: dict[str, list[Any]]
-    """Objects of this rank's process until its end, by kind."""
-    polls: int
+    polls = 200
     """The number of looks of a wait, each with a yield of the core, before it naps."""
-    host: str
-    """The name of this rank's host."""
+    now: Callable[[], float] = staticmethod(time.monotonic)
+    """Returns seconds since some moment; they never go back."""
+    sleep: Callable[[float], None] = staticmethod(time.sleep)
+    give_way: Callable[[], None] = staticmethod(os.sched_yield)
+    """Lets another thread or process have the core."""
+    lock: Callable[[], Any] = staticmethod(threading.Lock)
+    condition: Callable[[], Any] = staticmethod(threading.Condition)
+    event: Callable[[], Any] = staticmethod(threading.Event)
+
+    def __init__(self) -> None:
+        self.owned: dict[str, list[Any]] = {}
+        """Objects of this rank's process until its end, by kind."""
+        self.host = platform.node()
+        """The name of this rank's host."""
 
     @property
     def process(self) -> int:
         """The number of this rank's process."""
+        return os.getpid()  # not cached: a fork changes it
 
-    def peer(self, process: int) -> Peer | None:
+    def peer(self, process: int) -> Any:
         """Return the simulated rank with this process number; None for a real one."""
-
-    def now(self) -> float:
-        """Return seconds since some moment; they never go back."""
-
-    def give_way(self) -> None:
-        """Let another thread or process have the core."""
+        return None
 
     def busy(self) -> int:
         """Return how many nanoseconds the main thread of this rank's process has run on a core."""
+        return time.clock_gettime_ns(_main_clock())
 
     def signs(self) -> list[int]:
         """Return signs of why this rank's process may be late, as nanoseconds and counts. Local.
@@ -72,9 +69,10 @@ class Runtime(Protocol):
         Nanoseconds in Python's garbage collector, and of its main thread without a core; pages and blocks that it read
         from a disk.
         """
-
-    def sleep(self, seconds: float) -> None:
-        """Return after so many seconds."""
+        used, without_core = resource.getrusage(resource.RUSAGE_SELF), 0
+        with suppress(OSError, IndexError):  # a kernel without these figures
+            without_core = int(Path("/proc/self/schedstat").read_text().split()[1])
+        return [_watch_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         """Sleep for some seconds, less if ``ready()`` may be true or at the time ``until``; return whether it is true.
@@ -82,60 +80,15 @@ class Runtime(Protocol):
         Returns:
             Whether ``ready()`` is known to be true.
         """
-
-    def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
-        """Return a daemon thread that has not started."""
-
-    def lock(self) -> Any:
-        """Return a lock, as ``threading.Lock()`` does."""
-
-    def condition(self) -> Any:
-        """Return a condition variable, as ``threading.Condition()`` does."""
-
-    def event(self) -> Any:
-        """Return an event, as ``threading.Event()`` does."""
-
-
-class _System:
-    world = None
-    polls = 200
-    now = staticmethod(time.monotonic)
-    give_way = staticmethod(os.sched_yield)
-    sleep = staticmethod(time.sleep)
-    lock = staticmethod(threading.Lock)
-    condition = staticmethod(threading.Condition)
-    event = staticmethod(threading.Event)
-
-    def __init__(self) -> None:
-        self.owned: dict[str, list[Any]] = {}
-        self.host = platform.node()
-
-    @property
-    def process(self) -> int:
-        return os.getpid()  # not cached: a fork changes it
-
-    def peer(self, process: int) -> Peer | None:
-        return None
-
-    def busy(self) -> int:
-        return time.clock_gettime_ns(_main_clock())
-
-    def signs(self) -> list[int]:
-        """Return nanoseconds in the garbage collector and without a core; then pages and blocks read from a disk."""
-        used, without_core = resource.getrusage(resource.RUSAGE_SELF), 0
-        with suppress(OSError, IndexError):  # a kernel without these figures
-            without_core = int(Path("/proc/self/schedstat").read_text().split()[1])
-        return [_watch_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
-
-    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         time.sleep(seconds)
         return False
 
     def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
+        """Return a daemon thread that has not started."""
         return threading.Thread(target=run, name=name, daemon=True)
 
 
-_SYSTEM: Runtime = _System()
+_SYSTEM = Runtime()
 
 
 @cache
@@ -164,7 +117,7 @@ def _watch_collector() -> list[int]:
 
 class _Here(threading.local):
     # Class attributes: a new thread finds the real system without an __init__ per thread.
-    runtime: Runtime = _SYSTEM
+    runtime = _SYSTEM
     makes_calls = False
     """Whether this thread makes ``wait=False`` calls for the threads that issued them."""
 

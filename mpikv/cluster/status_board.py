@@ -271,7 +271,7 @@ def _state(slot: Any) -> str:
     """Return whether a process is ``running``, as one not seen from here, ``stopped``, ``dead`` or ``gone``. Local."""
     pid = int(slot["pid"])
     if (peer := present().peer(pid)) is not None:
-        return peer.state()
+        return str(peer.state())
     if slot["space"] != _pid_space():
         return "running"  # as far as this process can see
     with suppress(OSError):
@@ -287,7 +287,7 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
     """
     pid, answers = int(slot["pid"]), int(slot["answers"])
     if (peer := present().peer(pid)) is not None:
-        return peer.frames(int(slot["thread"]))
+        return list(peer.frames(int(slot["thread"])))
     if answers < 0 or slot["space"] != _pid_space():
         return []
     with suppress(OSError):

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 21_137,
+    "lines of code in the core": 21_116,
     "lines of code in tests, scripts and commands": 41_079,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,

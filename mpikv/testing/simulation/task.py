@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...cluster import runtime
 from ...cluster.runtime import OfMessages
@@ -53,8 +53,8 @@ class Process:
     signs: list[int] = field(default_factory=lambda: [0] * 4)
 
 
-class Task:
-    """A thread of a simulated rank, and the :class:`~mpikv.cluster.runtime.Runtime` of that thread."""
+class Task(runtime.Runtime):
+    """A thread of a simulated rank, and the runtime of that thread."""
 
     # No polling before a nap: the scheduler tests the condition without giving a turn.
     polls = 0
@@ -212,7 +212,7 @@ class Task:
         return self._found
 
     def _ended(self) -> Ended:
-        runtime.here.runtime = _Gone(self)
+        runtime.here.runtime = cast(Any, _Gone(self))
         return Ended()
 
     def take_turn(self) -> None:
@@ -276,15 +276,17 @@ class _Gone:
 
 
 class _Peer:
-    """Other ranks' view of a rank. A :class:`~mpikv.cluster.runtime.Peer`."""
+    """Other ranks' view of a rank."""
 
     def __init__(self, scheduler: Scheduler, rank: int) -> None:
         self._scheduler, self._rank = scheduler, rank
 
     def state(self) -> str:
+        """Return ``running`` or ``gone``."""
         return "running" if self._scheduler.tasks_of(self._rank) else "gone"
 
     def frames(self, thread: int) -> list[tuple[str, str, str]]:
+        """Return file, line and function of each frame of a thread, the innermost first."""
         tasks = self._scheduler.tasks_of(self._rank)
         task = next((task for task in tasks if task.number == thread), tasks[0] if tasks else None)
         stack: Iterator[traceback.FrameSummary] = reversed(task.stack() if task is not None else [])
