@@ -61,7 +61,6 @@ class Book:
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"the folder {folder} cannot be written to")
         self._json, self.page = folder / f"{name}.json", folder / f"{name}.md"
-        self.paths = self._json, self.page
         self.records = self._read()
 
     def _read(self) -> dict[str, Record]:

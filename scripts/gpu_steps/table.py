@@ -1,6 +1,6 @@
 """All steps, by their names, in the order of their worth: right sums, the aims, the tests, ends, more figures."""
 
-from . import costs, ends, kernels, machine, order, programs, sets, stores
+from . import costs, ends, kernels, machine, programs, sets, stores
 from .step import Step
 
 # Each process takes about 2 s to begin, and a job about 4 s with NCCL's start; a collective of ranks that share a GPU
@@ -8,10 +8,6 @@ from .step import Step
 STEPS = {
     "versions": Step(machine.versions, 60, expected=2),
     "sums_2": Step(stores.sums, 60, expected=5, ranks=2),
-    "bits_2": Step(stores.bits, 40, expected=5, ranks=2),
-    "graph": Step(stores.graph, 30, expected=2),
-    "graph_2": Step(stores.graph, 60, expected=5, ranks=2),
-    "waits": Step(order.waits, 30, expected=2),
     "kernels": Step(kernels.kernels, 60, expected=4),
     "compiled_cost": Step(costs.compiled_cost, 60, expected=4),
     "torch_cost": Step(costs.torch_cost, 60, expected=11),

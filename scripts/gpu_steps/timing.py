@@ -11,11 +11,9 @@ from typing import Any
 # Few GPUs have a faster clock: so long it takes at least, or a little less.
 CYCLES_PER_MS = 2_500_000
 SPIN = r"""
-extern "C" __global__ void spin(long long cycles, float* array, long long size, float value) {
+extern "C" __global__ void spin(long long cycles) {
   long long begin = clock64();
   while (clock64() - begin < cycles) {}
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < size; i += gridDim.x * (long long)blockDim.x)
-    array[i] = value;
 }
 """
 
@@ -29,20 +27,9 @@ def _spinner() -> Any:
 
 def spin(milliseconds: float) -> None:
     """Keep the present stream busy for so long, or somewhat longer."""
-    _launch(1, 1, milliseconds, 0, 0, 0)
-
-
-def fill_late(array: Any, value: float, milliseconds: float = 5) -> None:
-    """Fill an array of float32 some time after the GPU has come to it."""
-    # By one kernel: the first launch of a second one would load it, and that may outlast the spin.
-    _launch(32, 256, milliseconds, array, array.size, value)
-
-
-def _launch(blocks: int, threads: int, milliseconds: float, array: Any, size: int, value: float) -> None:
     import numpy as np
 
-    cycles = np.int64(milliseconds * CYCLES_PER_MS)
-    _spinner()((blocks,), (threads,), (cycles, array, np.int64(size), np.float32(value)))
+    _spinner()((1,), (1,), (np.int64(milliseconds * CYCLES_PER_MS),))
 
 
 def gpu_seconds(run: Callable[[], object], repeat: int = 20) -> float:
