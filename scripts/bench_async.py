@@ -17,8 +17,6 @@ A step is a sleep of some milliseconds for work, so that ranks that share cores 
 pure Python. All other ranks sleep.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

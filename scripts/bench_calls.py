@@ -17,8 +17,6 @@ on where their memory lies, so there are two stores of each kind, made in the or
 memory and MPI, which inside of a host is no network.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -6,8 +6,6 @@ scripts/bench_memory.py adam keys           # these
 mpikv run -n 4 scripts/bench_memory.py adam # one, in the ranks of this job
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -10,8 +10,6 @@ the one kind, each of other rows, and some of the other; the ratio is the median
 long as on its slowest rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import statistics
@@ -23,7 +21,7 @@ import numpy as np
 
 import mpikv
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = np.ndarray[Any, Any]
 
 # Pushes of a kind in a turn, of whose times the median counts. The first finds nothing in the cache.
 _IN_TURN = 5

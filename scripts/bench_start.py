@@ -10,8 +10,6 @@ wait. The difference of the medians is the import's own time.
 slowest rank's. A call with the same keys is planned at its first time, so the second is shown beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

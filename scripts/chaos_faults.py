@@ -3,8 +3,6 @@
 Of a *mistake*, every rank gets an error, catches it, and goes on with the same store. An *end* takes the job with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

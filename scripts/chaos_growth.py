@@ -1,7 +1,5 @@
 """What a process holds, and whether it grows: memory, open files, shared mappings, MPI's communicators and windows."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

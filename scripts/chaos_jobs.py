@@ -1,7 +1,5 @@
 """Runs a job of ``scripts/chaos``, and returns what came of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ same, the arrays of the other ranks too, and so knows what each value must be, b
 integers, whose sums are exact in any order.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence

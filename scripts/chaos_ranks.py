@@ -3,8 +3,6 @@
 A rank writes to the job's folder who it is, what it raised and when; ``scripts/chaos`` judges.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

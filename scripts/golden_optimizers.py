@@ -3,8 +3,6 @@
 Needs torch; the tests need only the file.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

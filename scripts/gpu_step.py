@@ -4,8 +4,6 @@
 process that a step has started.
 """
 
-from __future__ import annotations
-
 import sys
 
 from gpu_steps import ends

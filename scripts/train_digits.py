@@ -23,8 +23,6 @@ The default is float64 because rounding depends on the order of a sum, hence on 
 multiplies it: in float32 the weights may part in the third digit, and a doubtful image may change sides.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time
@@ -36,7 +34,7 @@ import numpy as np
 import mpikv
 
 Array: TypeAlias = np.ndarray[Any, Any]
-Arrays: TypeAlias = "dict[str, Array]"
+Arrays: TypeAlias = dict[str, Array]
 
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "adam": {"learning_rate": 4e-3},

@@ -15,8 +15,6 @@ What to copy is `main`: the two lines with `mpikv.jax` make a program of one pro
 part of every batch. Parts are of one size, so that the mean over ranks is the mean over the batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator

@@ -19,8 +19,6 @@ The root alone evaluates and writes the file. With `--update store` the optimize
 The tensors are of float64 because rounding depends on the number of ranks, and training multiplies it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -6,8 +6,6 @@ plain ``pytest`` runs it on one rank here, without an MPI library, and launches 
 ``@pytest.mark.deadline(seconds)``, fails.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sys

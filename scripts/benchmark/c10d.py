@@ -1,7 +1,5 @@
 """Calls of PyTorch's process groups on tensors of the host: the backend ``mpikv`` beside gloo, one thread a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module

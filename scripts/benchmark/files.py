@@ -1,7 +1,5 @@
 """Groups of one checkpoint: a save and a load, beside the same bytes in plain files and in memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -9,8 +9,6 @@ momentum. ``mpikv`` and ``sums``, which leaves out the update, take options of `
 the slowest rank's time counts. The floor is the time of the bytes alone: 2 (H-1)/H of all on each cable.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """The program of each rank: the chosen groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line of ``scripts/bench``: that of ``mpikv bench``, with more to measure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

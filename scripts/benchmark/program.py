@@ -1,7 +1,5 @@
 """The command ``scripts/bench``, and the program of its ranks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text of a report: that of ``mpikv bench``, with bounds and least bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -21,8 +21,6 @@ The memcpy yardstick reads and writes 4 on every rank: 8n. So at n = 2 SGD-momen
 private arrays, and memcpy 16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The key sets of ``mpikv bench`` with compiled kernels, PyTorch beside them, and what the project aims at."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec

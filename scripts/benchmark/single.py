@@ -1,7 +1,5 @@
 """Groups of one array, and of a hundred small ones, beside a loop with mpi4py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ PyTorch is optional: without it the case is left out. The timing misses DDP's st
 exchange behind the backward pass.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The timing includes DDP's strength in a real step: it hides the exchange behind the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module

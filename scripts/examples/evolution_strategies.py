@@ -21,8 +21,6 @@ Each rank tries a part of the population. All ranks draw the same noise, so they
 each try, and no weights.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import mpikv

@@ -23,8 +23,6 @@ Each rank has a part of the points. A step sums the points and the number of poi
 rank then moves the centers alike.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import mpikv

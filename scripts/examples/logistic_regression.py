@@ -21,8 +21,6 @@ Each rank has a part of the rows. A step sums a gradient and a Hessian over rank
 columns alone. Every rank then solves the same small system, so all have the same weights.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import mpikv

@@ -21,8 +21,6 @@ Each rank takes its part of every batch of ratings. It pulls the rows of those u
 gradients of these rows. The owners of the rows update them by AdaGrad.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 import mpikv

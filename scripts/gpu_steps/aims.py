@@ -1,7 +1,5 @@
 """What is aimed at, beside what was found: ratios of the figures of a record."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What calls cost the host, and a step of a thousand small keys on both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

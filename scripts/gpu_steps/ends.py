@@ -1,7 +1,5 @@
 """Ranks that stop, are killed, raise, or leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

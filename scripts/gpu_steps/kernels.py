@@ -1,7 +1,5 @@
 """The bandwidth of kernels: the bytes that they must move, by the time that the GPU takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What the machine has, and what passes between it and its GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

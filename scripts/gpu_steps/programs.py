@@ -1,7 +1,5 @@
 """The tests of the project, run on GPUs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

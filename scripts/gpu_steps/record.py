@@ -1,7 +1,5 @@
 """The record of a machine: what came of each step, written after each, and added to by later commands."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -16,7 +14,7 @@ from . import aims
 from .step import ROOT, Step
 from .table import STEPS
 
-Record: TypeAlias = "dict[str, Any]"
+Record: TypeAlias = dict[str, Any]
 
 _SOURCES = ("mpikv/**/*.py", "mpikv/**/*.cu", "mpikv/**/*.h", "scripts/gpu_steps/*.py", "tests/gpu/**/*.py")
 

@@ -1,7 +1,5 @@
 """Sums of all sizes, and the keys of networks with optimizers: beside NCCL by itself, and a copy of the bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

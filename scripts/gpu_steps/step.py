@@ -1,7 +1,5 @@
 """What a step is, and what every step may need."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -12,7 +10,7 @@ from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/gpu_step.py"
-Numbers: TypeAlias = "dict[str, Any]"
+Numbers: TypeAlias = dict[str, Any]
 MB = 1 << 20
 
 

@@ -1,7 +1,5 @@
 """Sums of stores of several ranks."""
 
-from __future__ import annotations
-
 import time
 
 from .step import MB, Numbers, store

@@ -1,7 +1,5 @@
 """Clocks of the GPU and of the host, and work that takes the GPU a while."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import cache

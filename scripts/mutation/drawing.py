@@ -1,7 +1,5 @@
 """Draws mutants: single changes of the source, such as a slip of the hand or of thought would make, by a seed."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import hashlib

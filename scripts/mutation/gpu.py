@@ -7,8 +7,6 @@ It is ``emulated`` where the test is in ``tests/gpu/real``, or in ``emulated/`` 
 Whoever changes a line that a fault is planted in changes it there as well.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

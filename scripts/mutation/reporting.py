@@ -1,7 +1,5 @@
 """Writes the page that says how many mutants the tests notice, and why the others are left."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs the tests on mutants, and writes down what notices each."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

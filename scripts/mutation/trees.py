@@ -1,7 +1,5 @@
 """Copies of the tree in which tests run, and sessions of pytest in them."""
 
-from __future__ import annotations
-
 import os
 import queue
 import re

@@ -1,7 +1,5 @@
 """Codecs: published bits, an implementation element by element to compare with, and the contract for each."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import threading

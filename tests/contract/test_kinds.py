@@ -1,7 +1,5 @@
 """Each kind of store, once, on real ranks: what it is for works with the MPI library that is here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every placement keeps the promises of the seam, alone and under a store."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The needs of NCCL, on which ranks agree before it is called, for GPUs that are only described."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

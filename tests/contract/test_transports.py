@@ -1,7 +1,5 @@
 """Every transport keeps the promises of the seam."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from typing import Any
 

@@ -5,8 +5,6 @@ collective in its own class or module, is marked itself. A marked docstring hold
 whose docstring says that its methods are collective, the public ones are marked by it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of features is what the tests show, and a row that nothing shows is not called done."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

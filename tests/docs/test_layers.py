@@ -4,8 +4,6 @@ The rules are tables, and `violations` reads any package by its syntax trees. It
 offences: a rule that cannot fail proves nothing.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

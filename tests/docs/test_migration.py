@@ -1,7 +1,5 @@
 """The blocks of the page on migration are true on any number of ranks."""
 
-from __future__ import annotations
-
 import doctest
 import re
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The prose of the README and of the pages is plain: counted in sentences, outside of code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What users import is there, explained and typed; importing it is cheap; its examples are true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

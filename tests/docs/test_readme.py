@@ -1,7 +1,5 @@
 """What the README and the tutorials show is true: scripts and commands print what is shown, links lead to files."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import os

@@ -1,7 +1,5 @@
 """The scripts of the pages on torch and JAX print what the pages show, where these libraries are installed."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

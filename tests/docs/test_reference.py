@@ -1,7 +1,5 @@
 """The reference names all that is public: names, options, variables, commands and calls."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import fields

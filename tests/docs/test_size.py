@@ -4,8 +4,6 @@ A change that lowers a figure lowers its limit in ``LIMITS``. No change raises o
 gives up. ``python -m pytest tests/docs/test_size.py -rP`` prints the figures.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

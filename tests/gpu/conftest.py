@@ -1,7 +1,5 @@
 """What tests on GPUs share, and on the emulated one."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

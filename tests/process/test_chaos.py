@@ -1,7 +1,5 @@
 """The chaos driver, for seconds: what it plants ends as promised, and it would find a loss, a wrong value or a leak."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Communicators of mpi4py whose ranks compare their calls: what they find, name and leave alone."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import sys

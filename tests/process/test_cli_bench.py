@@ -1,7 +1,5 @@
 """``mpikv bench`` and ``scripts/bench``: parts without ranks, and small jobs with the MPI library that is here."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

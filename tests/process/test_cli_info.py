@@ -1,7 +1,5 @@
 """``mpikv info``: complete with an MPI library and without, alone and on several ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """``mpikv run``: what it would start, what it refuses, and how jobs end, with the MPI library that is here."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import pty

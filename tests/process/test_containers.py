@@ -1,7 +1,5 @@
 """Jobs in what containers make of a host: a call that is refused, and little shared memory."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

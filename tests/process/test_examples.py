@@ -1,7 +1,5 @@
 """The examples print what their docstrings show, on 1, 2 and 4 ranks alike, and the benchmark of calls runs."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

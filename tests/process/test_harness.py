@@ -1,7 +1,5 @@
 """The harness itself: in real jobs over a temporary directory, tests pass, fail, die, hang and are skipped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

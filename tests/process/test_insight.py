@@ -1,7 +1,5 @@
 """``mpikv top``, ``mpikv doctor`` and the last calls of a job that ended badly, with real ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Processes beside the ranks: children of a fork, and workers of multiprocessing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``mpikv run --restarts``: ranks that are killed, raise or stop, what goes on, and what is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

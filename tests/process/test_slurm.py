@@ -1,7 +1,5 @@
 """Which commands start ranks under Slurm: `scripts/slurm_check` in whole, on a cluster of its own where one can be."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The way of a call stays short enough to be followed."""
 
-from __future__ import annotations
-
 import re
 
 from support.commands import ROOT, mpikv

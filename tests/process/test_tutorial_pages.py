@@ -1,7 +1,5 @@
 """What the tutorials show is what their commands print."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A job on two hosts: the transport and the results are right, and no cut or death leaves a rank waiting."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

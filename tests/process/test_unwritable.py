@@ -1,7 +1,5 @@
 """Jobs and commands whose output cannot be written, or is not read."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

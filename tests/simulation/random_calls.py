@@ -1,7 +1,5 @@
 """The random programs of ``scripts/chaos`` on simulated ranks, for :mod:`mpikv.testing.explore`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

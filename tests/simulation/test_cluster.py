@@ -1,7 +1,5 @@
 """Simulated ranks: results, failures, time, faults, and what is answered to bad use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Collectives on simulated ranks that fail: what returns is right, and what fails says who is missing, in time."""
 
-from __future__ import annotations
-
 import random
 import time
 import warnings

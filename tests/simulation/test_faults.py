@@ -1,7 +1,5 @@
 """What goes wrong by plan in simulated ranks, and what the library says of it on the others."""
 
-from __future__ import annotations
-
 import math
 import operator
 import os

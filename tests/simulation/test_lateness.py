@@ -1,7 +1,5 @@
 """Planted causes of lateness on simulated ranks: statistics name the rank and the cause within 20 steps."""
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Faults that are planted into the protocols, each of which simulated ranks must find, and find again by its seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

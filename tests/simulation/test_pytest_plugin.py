@@ -1,7 +1,5 @@
 """Marked tests run on simulated ranks, once for each seed, and say by which seed they fail."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest_plugins = ["pytester"]

@@ -4,8 +4,6 @@
 ``python -c "from simulation.test_restarts import trial; print(sum(trial(seed).deaths for seed in range(1000)))"``
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

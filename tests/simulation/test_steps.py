@@ -1,7 +1,5 @@
 """``kv.steps(path=...)`` resumes from a checkpoint on disk, and a Trainer's loop from what the store does not have."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

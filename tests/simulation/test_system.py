@@ -1,7 +1,5 @@
 """What a simulated rank has of its own: time, warnings, files; and that real threads keep theirs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

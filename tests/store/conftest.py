@@ -1,7 +1,5 @@
 """What tests of stores share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

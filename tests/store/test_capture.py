@@ -3,8 +3,6 @@
 ``tests/gpu/real/test_replay.py`` makes the same of stores on GPUs, where it is recorded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collectives of flat arrays against numpy in one process, over every transport."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A transport that fails or dies in the middle of a push leaves nobody waiting."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

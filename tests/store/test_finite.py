@@ -1,7 +1,5 @@
 """``check_finite`` finds NaN and infinity before they are summed, and ``mean`` gives one number for all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ comes, before or after the value was changed, and a form of the call; ``HOSTILE_
 small integers, so that sums are exact. After each one the same function, which then behaves, has to do right.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import dataclass

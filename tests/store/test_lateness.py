@@ -1,7 +1,5 @@
 """Where the time of real ranks goes. Simulated ranks plant the causes: tests/simulation/test_lateness.py."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

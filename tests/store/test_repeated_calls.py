@@ -1,7 +1,5 @@
 """A call that was made before is planned already, and still sees whatever has changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

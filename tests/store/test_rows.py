@@ -3,8 +3,6 @@
 Numbers are small integers, or halves of them, so that sums and updates are exact in every order.
 """
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from dataclasses import dataclass, field

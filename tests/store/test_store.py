@@ -1,7 +1,5 @@
 """Every combination of transport, placement and bucket keeps the contract of the store."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Threads of a rank: the same bits as without them, and no more threads than the rank has cores."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The Trainer: what it decides, that it trains as push and pull do, and what becomes of its user's mistakes."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from typing import Any

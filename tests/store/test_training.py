@@ -1,7 +1,5 @@
 """The examples learn, and n ranks find the weights of one process."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

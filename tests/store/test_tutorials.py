@@ -5,8 +5,6 @@ of ranks; on one rank they are the tutorials' own. Lists of arrays are summed on
 run as they stand, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

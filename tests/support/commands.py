@@ -1,7 +1,5 @@
 """Runs a program of a test to its end, in an environment without the launcher of the test itself."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A communicator of the ranks of a test, over any transport, and what numpy makes of their arrays in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks that a launcher has dealt to two hosts in turn, on one machine; and the shared memory of this one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpikv.cluster.mpi_library import find_mapped_files

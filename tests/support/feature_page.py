@@ -1,7 +1,5 @@
 """Keeps docs/reference/features.md: the page has the rows, and each gets the tests that show it, by syntax trees."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -5,8 +5,6 @@ MPI believes it: ranks of different hosts share no memory and talk by TCP. Needs
 processes together: a launcher on one of them could not enter the process namespace of another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -10,8 +10,6 @@ A session of pytest is one of three, and each is a plug-in below:
 - `Together`, a rank of `mpiexec -n 4 python -m pytest`: it runs the tests for that number of ranks in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import fnmatch

@@ -1,7 +1,5 @@
 """The processes of a job, some of which may have been left."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -3,8 +3,6 @@
 The sessions are threads of one process, so that what they would change in it is here, for all of them together.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ It is for kernels without ``netem``. It makes the interfaces, prints a line, and
 up to 64 KiB pass whole unless some are to be lost; their time on the cable counts the headers of all their packets.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq

@@ -1,7 +1,5 @@
 """Memory that every rank gets, or none."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

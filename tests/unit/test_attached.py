@@ -1,7 +1,5 @@
 """Memory of a process, read from outside of it."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

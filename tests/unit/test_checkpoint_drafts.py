@@ -1,7 +1,5 @@
 """The files of checkpoints that are being written: whole or not there, whatever else happens in their folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

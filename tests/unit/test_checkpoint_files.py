@@ -1,7 +1,5 @@
 """Files that are no checkpoints: a clear error for each, before memory is taken, and the store is as it was."""
 
-from __future__ import annotations
-
 import functools
 import json
 import operator

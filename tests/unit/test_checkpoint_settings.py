@@ -1,7 +1,5 @@
 """Settings of optimizers in checkpoints that somebody has written by hand: loaded, or refused as a bad checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

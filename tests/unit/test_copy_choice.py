@@ -1,7 +1,5 @@
 """Which of two ways is taken."""
 
-from __future__ import annotations
-
 from mpikv.transports.cma import CopyChoice
 
 

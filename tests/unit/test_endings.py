@@ -1,7 +1,5 @@
 """How a program ends that has not closed its store."""
 
-from __future__ import annotations
-
 import pytest
 from support.commands import python
 

@@ -1,7 +1,5 @@
 """The conversions of half precision give the libraries' bits: for every half, and for the float32 around each."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 from collections.abc import Iterator

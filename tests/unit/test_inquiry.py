@@ -1,7 +1,5 @@
 """What a rank answers to other hosts that ask about its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

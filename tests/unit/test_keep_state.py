@@ -1,7 +1,5 @@
 """The state of a program's objects comes back as it was, into the same objects."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How values of well known networks are divided among GPUs: nothing is moved, so there may be as many as one likes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

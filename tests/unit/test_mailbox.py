@@ -1,7 +1,5 @@
 """Messages between two ranks, against a model: for each sender, receiver and tag the messages come in order."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import weakref

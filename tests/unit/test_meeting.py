@@ -1,7 +1,5 @@
 """Ranks of one host that meet without MPI."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

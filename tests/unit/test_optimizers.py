@@ -1,7 +1,5 @@
 """The update rules: against PyTorch's, against their formulas in float64, and against the contract of updaters."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

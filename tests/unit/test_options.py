@@ -1,7 +1,5 @@
 """What named options take, and what is said of anything else."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

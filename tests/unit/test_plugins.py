@@ -1,7 +1,5 @@
 """Stores of other makes are found by their names."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank prints and logs, and what of it cannot be written; and readers of a pipe."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

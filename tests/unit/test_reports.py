@@ -1,7 +1,5 @@
 """Reports of ranks on other hosts whose connections end in an unusual way."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """What was waited for in vain is kept, and the other ranks are told."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """Whether ``mpikv run`` starts ranks again, as their commits tell it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a process asks of its system."""
 
-from __future__ import annotations
-
 from support.commands import python
 
 FORK = """

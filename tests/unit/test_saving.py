@@ -1,7 +1,5 @@
 """What a save keeps for itself while the store goes on: copies, and a thread that runs ahead."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Schedules: their curves, their warm-up, their settings."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from itertools import pairwise

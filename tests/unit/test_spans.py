@@ -1,7 +1,5 @@
 """Ranges of elements, beside sets of numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a rank answers that is asked where it is."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

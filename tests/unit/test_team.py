@@ -1,7 +1,5 @@
 """Threads that share out work: jobs run at once, their errors come, and the threads end with their team."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 import time

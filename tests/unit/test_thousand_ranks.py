@@ -1,7 +1,5 @@
 """The table "A thousand ranks" of the page on several hosts is what the classes of a store compute."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Which frames an error shows where it leaves the package, and what of it each rank prints."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

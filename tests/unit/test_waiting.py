@@ -1,7 +1,5 @@
 """Waiting for ranks, and for readers of a pipe."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpikv.cluster import waiting

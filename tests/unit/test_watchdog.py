@@ -1,7 +1,5 @@
 """The thread that watches a GPU's queued work, with events that a test decides about."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

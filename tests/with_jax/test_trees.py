@@ -1,7 +1,5 @@
 """Sums, means and the root's values of trees, in and outside of compiled functions."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Every call of the backend "mpikv", messages of pairs, groups of some ranks, and the end of one. For torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

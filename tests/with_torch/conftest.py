@@ -1,7 +1,5 @@
 """What the tests of several files use."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each trains in float64 and returns its losses. Rank 0 writes them to the file, by program.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The calls of the backend "mpikv" give what one process computes from the tensors of all ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

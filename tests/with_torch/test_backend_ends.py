@@ -1,7 +1,5 @@
 """A rank that does not come to a call of the backend "mpikv", or leaves: the others learn of it within the deadline."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

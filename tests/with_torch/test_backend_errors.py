@@ -1,7 +1,5 @@
 """A mistake in a call of the backend "mpikv" is raised on every rank, with the ranks and their calls."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A step gives as many bytes to the store as docs/explanation/torch.md says, as a trace shows."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What training scripts do with a model, one by one: on all ranks together as in one process with the whole batch."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

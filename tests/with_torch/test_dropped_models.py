@@ -1,7 +1,5 @@
 """A model that a program drops without ``detach`` goes, and so does what it has left in the store."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import weakref

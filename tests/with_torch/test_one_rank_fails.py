@@ -2,8 +2,6 @@
 what was begun is undone.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

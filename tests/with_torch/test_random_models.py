@@ -2,8 +2,6 @@
 with the whole batch.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

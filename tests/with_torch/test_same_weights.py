@@ -1,7 +1,5 @@
 """A rank that loads, changes or leaves out something by itself is found, and no rank goes on with other weights."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Training scripts as people write them need three more or other lines, and learn the same on two ranks."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A loop of PyTorch that ends and starts again gives the bits of one that goes through."""
 
-from __future__ import annotations
-
 import random
 from contextlib import ExitStack
 from pathlib import Path

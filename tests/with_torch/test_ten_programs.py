@@ -1,7 +1,5 @@
 """Programs of PyTorch's users have gloo's losses on mpikv, with one word changed, however they are started."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torchrun starts ranks of one host without MPI, and the backend "mpikv" joins them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """``scripts/train_torch.py`` learns the digits, and goes on from its file on another number of ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ tests where torch is not installed.
 The folder is not called torch: its parent is in ``sys.path``, where it would be found in place of the library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the emulated CUDA itself, and those that would take a real one too long or say nothing of it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Compressed pushes on GPUs: stores have the bits of those on hosts, and so have their checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

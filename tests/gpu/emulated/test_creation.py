@@ -1,7 +1,5 @@
 """Which stores are on GPUs, and what they do on one that is not the thread's present one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a GPU's interface makes of CUDA's errors, each returned by one call of the emulated driver."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels that NVRTC has compiled, on the host: results, and what is told of a wrong one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any

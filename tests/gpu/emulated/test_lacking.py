@@ -3,8 +3,6 @@
 For each kind of call each allocation of one rank fails in turn.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

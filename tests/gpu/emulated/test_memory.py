@@ -1,7 +1,5 @@
 """How the project's kernels use memory: each read and write of a launch is looked at, and launches are counted."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product

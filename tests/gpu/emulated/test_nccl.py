@@ -1,7 +1,5 @@
 """The emulated NCCL: sums of several processes, and the mistakes that it tells."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What stores make of NCCL's calls that fail, never end, or come too late, as one rank's emulated NCCL has planned."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -4,8 +4,6 @@ Right after each call it overwrites what was given, changes what was filled, and
 filled, have the bits of a store on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any

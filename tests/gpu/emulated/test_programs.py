@@ -1,7 +1,5 @@
 """What is timed on GPUs is right, and a planted mistake is found; and the script of a page, as a whole job."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The promises of stores in each placement. ``tests/gpu/real`` has those of the usual one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """The emulated streams, events, copies and graphs: a program that forgets to wait gets wrong numbers, or is told."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from subprocess import CompletedProcess

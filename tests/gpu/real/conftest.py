@@ -1,7 +1,5 @@
 """Before CuPy is imported: ranks that are more than the GPUs share them."""
 
-from __future__ import annotations
-
 import os
 
 from mpikv.cli.gpus import survey

@@ -1,7 +1,5 @@
 """Checked communicators of mpi4py carry arrays of GPUs by NCCL: every verb against numpy, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

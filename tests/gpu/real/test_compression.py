@@ -1,7 +1,5 @@
 """Compressed pushes on real GPUs: stores have the values of those on hosts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

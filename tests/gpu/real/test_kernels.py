@@ -1,7 +1,5 @@
 """Kernels have the bits of numpy: with any options, numbers, sizes and alignments."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from types import SimpleNamespace

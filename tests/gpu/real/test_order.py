@@ -1,7 +1,5 @@
 """Calls on a GPU store are in order with the caller's stream, whatever it has to do yet, and with other libraries'."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

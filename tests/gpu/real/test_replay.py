@@ -2,8 +2,6 @@
 differs or fails between its calls, and in the order of streams.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

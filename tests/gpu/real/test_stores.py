@@ -1,7 +1,5 @@
 """A store on real GPUs keeps the promises of stores and of transports."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import permutations
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sums of arrays of real GPUs by stores that keep no values: in place, with the host's results."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The CUDA sources without a GPU: what is refused before a kernel runs, and what the compiler makes of all kernels."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess

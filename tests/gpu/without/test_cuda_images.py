@@ -1,7 +1,5 @@
 """Compiled kernels that a process keeps on disk for later ones, with a compiler that counts, and with CuPy's."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

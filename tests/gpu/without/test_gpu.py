@@ -2,8 +2,6 @@
 it is to copy. On a GPU, or an emulated one, ``tests/gpu/real/test_gpu.py`` goes on.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

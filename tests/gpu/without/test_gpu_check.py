@@ -1,7 +1,5 @@
 """What ``scripts/gpu_check`` makes of its steps; the steps themselves need a GPU."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import math

@@ -4,8 +4,6 @@ CuPy, its compiler and all that uses them are the real ones; beneath them is thi
 when it is first needed. The page ``docs/explanation/emulated-gpu.md`` tells what it shows and what not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Lets CuPy's module of CUDA's runtime call another one. That of CUDA is linked into it, so no library replaces it."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import platform

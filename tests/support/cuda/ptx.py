@@ -4,8 +4,6 @@ A thread is a function of its registers. Where it waits for others it returns, a
 again. So one thread of the host runs a whole grid, block after block, and no barrier is needed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
