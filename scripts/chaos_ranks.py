@@ -12,14 +12,12 @@ import re
 import statistics
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from chaos_faults import ALL, LEAVE, TIMEOUT, End, Mistake, Wrong
-from chaos_growth import FEWEST, Resources
 from chaos_program import Program
 
 import mpikv
@@ -43,15 +41,13 @@ class Task:
     """What a job is to do."""
 
     faults: list[str]
-    """One end, or mistakes; without any, random programs with random mistakes."""
+    """One end, or mistakes."""
     size: int
     transport: str = "auto"
     culprit: int = 0
     seed: str = "0"
-    minutes: float = 0.0
-    """How long random programs are run; of each number of them one at least."""
-    only: int | None = None
-    """The number of the random program that is run alone."""
+    number: int = 0
+    """Which repetition it is."""
 
 
 def perform(task: Task, comm: Any, folder: Path) -> None:
@@ -60,8 +56,6 @@ def perform(task: Task, comm: Any, folder: Path) -> None:
     logging.getLogger("mpikv").setLevel(logging.ERROR)
     trial = Trial(task, comm, folder)
     chosen = [ALL[name] for name in task.faults]
-    if not chosen:
-        trial.run_programs()
     for fault in chosen:
         if isinstance(fault, Mistake):
             trial.run_mistake(fault)
@@ -205,25 +199,6 @@ class Trial:
     def plant_unless(self, saved: threading.Event, delay: float, end: End) -> None:
         if not saved.wait(delay):
             self.plant(end)
-
-    # --- Random programs
-
-    def run_programs(self) -> None:
-        """Run random programs until the time is over, and record what they did and what grew."""
-        started, number, counts, resources = present().now(), self.task.only or 0, Counter[str](), Resources(self.comm)
-        while True:
-            self.write("begun", {"number": number})
-            given = {} if self.task.transport == "auto" else {"transport": self.task.transport}
-            # Not kept in a variable: what it holds would be there when the resources are looked at.
-            counts += Program(self.comm, f"{self.task.seed} {number}", **given).run()
-            number += 1
-            resources.sample()
-            soon = present().now() - started < 60 * self.task.minutes or number < FEWEST
-            more = self.task.only is None and soon
-            if not (self.comm.bcast(more) if self.comm else more):
-                break
-        samples = resources.samples
-        self.write("done", {"counts": counts, "grown": resources.growth(), "samples": [*samples[:1], *samples[-1:]]})
 
 
 def fill(kv: mpikv.KVStore, number: int) -> None:

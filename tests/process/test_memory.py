@@ -1,8 +1,10 @@
 """Memory of values that come and go: how much there is, what new values find in it, and who still looks at it."""
 
+import gc
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,14 @@ from mpikv.transports.cma import Attached
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from benchmark.memory import Memory
+from chaos_program import Program
 
 from .test_single_copy import reads_in_place
 
 MIB = 1 << 20
 FEW = pytest.mark.ranks(1, 3)
 SEEDS = range(int(os.environ.get("MPIKV_MEMORY_SEEDS", "2")))
+PROGRAMS = int(os.environ.get("MPIKV_MEMORY_PROGRAMS", "16"))
 
 
 class Growth:
@@ -224,3 +228,54 @@ def test_lists_of_keys_that_grow(comm, monkeypatch):
         for length in range(2, 251):
             kv.push(list(range(length)), arrays[:length])
         assert growth.private < 12 * MIB
+
+
+# --- What random programs leave
+
+
+def highest_handles(comm):
+    """Return the highest of many numbers that MPI gives to new communicators and windows: older ones raise it.
+
+    Not the next number: MPICH gives the one that was freed last, and programs free them in any order.
+    """
+    from mpi4py import MPI
+
+    comms = [comm.Dup() for _ in range(100)]  # more than a program has at once
+    # With memory: MPICH 5.0 keeps 300 bytes of every shared window that is freed, until one of this kind is made.
+    windows = [MPI.Win.Allocate(8, comm=comm) for _ in range(16)]
+    found = {"communicator": max(each.py2f() for each in comms), "window": max(each.py2f() for each in windows)}
+    for each in (*windows, *comms):
+        each.Free()
+    return found
+
+
+def held(comm):
+    """Return what this process holds."""
+    gc.collect()
+    # Memory over which the program kept an array goes with the next close of a store.
+    mpikv.create("dist_sync", comm=comm).close()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found = {
+        "open files": len(os.listdir("/proc/self/fd")),
+        "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
+    }
+    if PROGRAMS >= 400:  # the first hundred warm up
+        release_freed()
+        found["private bytes"] = Memory.now().private
+    return found | (highest_handles(comm) if comm else {})
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.deadline(120 + 2 * PROGRAMS)
+def test_random_programs_leave_nothing(comm):
+    """Of random calls and mistakes. ``MPIKV_MEMORY_PROGRAMS=1000`` runs more, and compares memory, too."""
+    samples, counts = [], Counter()
+    for number in range(PROGRAMS):
+        counts += Program(comm, f"growth {number}").run(30)
+        samples.append(held(comm))
+    quarter = PROGRAMS // 4
+    for name in samples[0]:
+        before = max(sample[name] for sample in samples[quarter : 2 * quarter])
+        after = min(sample[name] for sample in samples[-quarter:])
+        assert after <= before + (4 * MIB if name == "private bytes" else 0), f"{name} rose from {before} to {after}"
+    assert any(name.startswith("fault ") for name in counts), counts

@@ -1,5 +1,6 @@
 """Random programs of all verbs, and of mistakes, beside what one process would have; memory that is used twice."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -26,10 +27,11 @@ STORES = [
 ]
 # More ranks than cores take turns.
 PROGRAMS = {1: 12, 2: 5, 3: 3, 4: 2}
+MORE = int(os.environ.get("DIFFERENTIAL", "0"))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.deadline(120)
+@pytest.mark.deadline(120 + 5 * MORE)
 @pytest.mark.parametrize(("transport", "placement", "streams"), STORES)
 @pytest.mark.feature("push-order", "values-call-order", "init-other-shapes", "priority-differs", "unequal-batches")
 def test_programs(comm, ranks, request, transport, placement, streams):
@@ -38,7 +40,7 @@ def test_programs(comm, ranks, request, transport, placement, streams):
     if streams:
         request.getfixturevalue("streamed")
     options = {"transport": transport, "placement": placement, "bucket_bytes": 4096, "timeout": 5.0}
-    for number in range(PROGRAMS[ranks]):
+    for number in range(MORE or PROGRAMS[ranks]):
         name = f"{transport} {placement} {number}"
         try:
             Program(comm, name, **options).run(60)
