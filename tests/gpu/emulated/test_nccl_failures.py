@@ -16,7 +16,7 @@ import mpikv
 from mpikv import Closed, MPIKVError, PeerFailed, Stalled, TransportError
 from mpikv.cluster.waiting import Waiting
 
-pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.deadline(60)]
+pytestmark = [pytest.mark.ranks(3), pytest.mark.deadline(60)]
 
 TIMEOUT = 2.0
 JOINING = ("ncclCommInitRank", "ncclAllReduce", "ncclReduce", "ncclBroadcast")

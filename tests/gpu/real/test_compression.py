@@ -7,6 +7,8 @@ import pytest
 
 import mpikv
 
+from .. import MANY
+
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 
 F32 = np.float32
@@ -39,15 +41,15 @@ def test_stores_on_gpus_are_as_those_on_hosts(cupy: Any, comm: Any, name: str, p
 def test_a_gradient_that_is_no_number_stays_here(cupy: Any, comm: Any) -> None:
     """It is computed late, on a stream of the caller's."""
     with mpikv.create("nccl", comm=comm, compression="2bit") as kv:
-        kv.init("w", cupy.zeros(1 << 20, F32))
+        kv.init("w", cupy.zeros(MANY, F32))
         with cupy.cuda.Stream(non_blocking=True):
             for _ in range(5):
-                gradient = cupy.full(1 << 20, 0.7, F32)
+                gradient = cupy.full(MANY, 0.7, F32)
                 kv.push("w", gradient)
                 gradient.fill(np.nan)  # the push has read it by then
                 assert (kv.pull("w").get() == F32(0.5 * kv.size)).all()
             for wait in (True, False):
-                with pytest.raises(mpikv.NotFinite, match="key 'w' has 1048576 NaN"):
+                with pytest.raises(mpikv.NotFinite, match=f"key 'w' has {MANY} NaN"):
                     kv.push("w", gradient, wait=wait).wait()
-            kv.push("w", cupy.full(1 << 20, -2, F32))
+            kv.push("w", cupy.full(MANY, -2, F32))
             assert (kv.pull("w").get() == F32(-0.5 * kv.size)).all()

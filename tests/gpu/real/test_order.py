@@ -14,11 +14,11 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.compute.cuda.gpu import CupyGpu
 
+from .. import MANY
 from .test_sums import Lent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
 
-SIZE = 1 << 14 if "EMULATED_CUDA" in os.environ else 1 << 20  # the emulated GPU is as late with few elements
 LATE = r"""
 extern "C" __global__ void late(float* out, long long size, float value, long long cycles) {
   long long begin = clock64();
@@ -53,12 +53,12 @@ def stream(request: pytest.FixtureRequest, cupy: Any) -> Any:
 
 @pytest.fixture
 def kv() -> Any:
-    with mpikv.create("nccl", bucket_bytes=4 * SIZE) as store:
+    with mpikv.create("nccl", bucket_bytes=4 * MANY) as store:
         yield store
 
 
 def test_what_is_pushed_may_still_be_computed_and_what_is_filled_used(kv, cupy, late, stream):
-    gradient, out = cupy.zeros(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+    gradient, out = cupy.zeros(MANY, np.float32), cupy.zeros(MANY, np.float32)
     kv.init("w", gradient)
     for number in range(1, 6):
         late(gradient, number)
@@ -74,13 +74,13 @@ def test_what_is_pushed_may_still_be_computed_and_what_is_filled_used(kv, cupy, 
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_memory_that_is_let_go_of_is_not_taken_too_early(kv, cupy, late, stream, wait):
-    kv.init("w", cupy.zeros(SIZE, np.float32))
+    kv.init("w", cupy.zeros(MANY, np.float32))
     for number in range(1, 20):
-        gradient = cupy.empty(SIZE, np.float32)
+        gradient = cupy.empty(MANY, np.float32)
         late(gradient, number)
         kv.push("w", gradient, wait=wait)
         del gradient
-        others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+        others = [cupy.full(MANY, np.nan, np.float32) for _ in range(3)]
         assert (kv.pull("w").get() == number * kv.size).all()
         del others
 
@@ -88,17 +88,17 @@ def test_memory_that_is_let_go_of_is_not_taken_too_early(kv, cupy, late, stream,
 def test_memory_of_another_stream_is_not_taken_too_early(kv, cupy, late):
     """What is pushed was computed on another stream than the call's, which takes the memory again."""
     making, calling = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    kv.init("w", cupy.zeros(SIZE, np.float32))
+    kv.init("w", cupy.zeros(MANY, np.float32))
     for number in range(1, 10):
         with making:
-            gradient = cupy.empty(SIZE, np.float32)
+            gradient = cupy.empty(MANY, np.float32)
             late(gradient, number)
         calling.wait_event(making.record())
         with calling:
             kv.push("w", gradient)
         del gradient
         with making:
-            others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+            others = [cupy.full(MANY, np.nan, np.float32) for _ in range(3)]
         making.synchronize()
         with calling:
             assert (kv.pull("w").get() == number * kv.size).all()
@@ -106,7 +106,7 @@ def test_memory_of_another_stream_is_not_taken_too_early(kv, cupy, late):
 
 
 def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
-    gradient = cupy.zeros(SIZE, np.float32)
+    gradient = cupy.zeros(MANY, np.float32)
     kv.init("w", gradient)
     kv.pushpull("w", gradient, out=gradient)  # all is compiled
     cupy.cuda.get_current_stream().synchronize()
@@ -120,7 +120,7 @@ def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
 
 
 def test_calls_that_nobody_waits_for(kv, cupy, late, stream):
-    gradient, out = cupy.zeros(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+    gradient, out = cupy.zeros(MANY, np.float32), cupy.zeros(MANY, np.float32)
     kv.init("w", gradient)
     for number in range(1, 6):
         late(gradient, number)
@@ -133,7 +133,7 @@ def test_calls_that_nobody_waits_for(kv, cupy, late, stream):
 
 def test_their_streams_go_on(kv, cupy, late, stream):
     """What a stream is given after the call is not waited for."""
-    gradient, busy = cupy.ones(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+    gradient, busy = cupy.ones(MANY, np.float32), cupy.zeros(MANY, np.float32)
     kv.init("w", gradient)
     kv.pushpull("w", gradient)  # all is compiled
     late(busy, 1)
@@ -151,7 +151,7 @@ def test_their_streams_go_on(kv, cupy, late, stream):
 
 def test_their_new_arrays(kv, cupy, late, stream):
     """They are memory that the stream may use yet, when the thread that makes the call takes it."""
-    kv.init("w", cupy.full(SIZE, 3, np.float32))
+    kv.init("w", cupy.full(MANY, 3, np.float32))
     if stream.ptr == cupy.cuda.Stream.ptds.ptr:
         rows = mpikv.RowSparse([0], cupy.ones((1, 3)), (4, 3))
         kv.init("rows", rows)
@@ -167,7 +167,7 @@ def test_their_new_arrays(kv, cupy, late, stream):
         return
     for _ in range(10):
         work = kv.pull("w", wait=False)
-        before = cupy.empty(SIZE, np.float32)
+        before = cupy.empty(MANY, np.float32)
         late(before, np.nan)
         del before
         assert (work.wait().get() == 3).all()
@@ -187,11 +187,11 @@ def held(kv: Any) -> threading.Event:
 
 def test_new_arrays_that_are_made_late(kv, cupy, late):
     """In memory that their stream has had meanwhile, and may still use; whoever takes them gives it back there."""
-    kv.init("w", cupy.full(SIZE, 3, np.float32))
+    kv.init("w", cupy.full(MANY, 3, np.float32))
     with cupy.cuda.Stream(non_blocking=True) as caller:
         released = held(kv)
         work = kv.pull("w", wait=False)
-        before = cupy.empty(SIZE, np.float32)
+        before = cupy.empty(MANY, np.float32)
         late(before, np.nan)
         place = before.data.ptr
         del before
@@ -203,31 +203,31 @@ def test_new_arrays_that_are_made_late(kv, cupy, late):
         assert (out.get() == 3).all()
         late(out, 7)
         del out, work
-        again = cupy.ones(SIZE, np.float32)
+        again = cupy.ones(MANY, np.float32)
         assert (again.get() == 1).all()
         caller.synchronize()
 
 
 def test_memory_of_a_call_that_is_refused_is_not_taken_too_early(kv, cupy, late):
     """Rows in a list are summed before the ranks agree."""
-    kv.init("rows", RowSparse([0], cupy.zeros((1, SIZE), np.float32), (3, SIZE)))
+    kv.init("rows", RowSparse([0], cupy.zeros((1, MANY), np.float32), (3, MANY)))
     with cupy.cuda.Stream(non_blocking=True):
         for _ in range(3):
-            rows = cupy.ones((2, SIZE), np.float32)
+            rows = cupy.ones((2, MANY), np.float32)
             late(rows, 1)
-            given = [RowSparse([1], each[None], (3, SIZE)) for each in rows]
+            given = [RowSparse([1], each[None], (3, MANY)) for each in rows]
             work = kv.push("rows", given, priority="high", wait=False)
             del rows, given
             while not work.done:
                 time.sleep(1e-3)
-            others = [cupy.full((2, SIZE), 5, np.float32) for _ in range(3)]
+            others = [cupy.full((2, MANY), 5, np.float32) for _ in range(3)]
             with pytest.raises(mpikv.ValueMismatch, match="priority"):
                 work.wait()
             assert all((other.get() == 5).all() for other in others)
 
 
 def test_wait_orders_the_stream_of_whoever_waits(kv, cupy, late):
-    kv.init("w", cupy.zeros(SIZE, np.float32))
+    kv.init("w", cupy.zeros(MANY, np.float32))
     issuing, *others = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
     found = []
 
@@ -237,7 +237,7 @@ def test_wait_orders_the_stream_of_whoever_waits(kv, cupy, late):
             found.append(work.wait().get())
 
     with issuing:
-        gradient = cupy.empty(SIZE, np.float32)
+        gradient = cupy.empty(MANY, np.float32)
         late(gradient, 2)
         work = kv.pushpull("w", gradient, wait=False)
     thread = threading.Thread(target=wait, args=(others[0],))
@@ -254,11 +254,11 @@ def left(kv):
 
 
 def test_any_other_call_orders_all_that_were_not_waited_for(kv, cupy, late):
-    kv.init("w", cupy.zeros(SIZE, np.float32))
+    kv.init("w", cupy.zeros(MANY, np.float32))
     view = kv.view("w")
     for number, other in enumerate([kv.barrier, lambda: kv.view("w"), lambda: left(kv), lambda: kv.pull("w")], 1):
         with cupy.cuda.Stream(non_blocking=True):
-            gradient, out = cupy.empty(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+            gradient, out = cupy.empty(MANY, np.float32), cupy.zeros(MANY, np.float32)
             late(gradient, number)
             works = [kv.pushpull("w", gradient, out, wait=False) for _ in range(2)]
             other()
@@ -365,9 +365,9 @@ def test_a_stream_of_torch(kv, cupy, late, own):
         pytest.skip("this torch has no CUDA")
     device = torch.device("cuda", cupy.cuda.get_device_id())
     stream = torch.cuda.Stream(device) if own else torch.cuda.default_stream(device)
-    kv.init("w", cupy.zeros(SIZE, np.float32))
+    kv.init("w", cupy.zeros(MANY, np.float32))
     with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(Named(stream.cuda_stream)):
-        gradient, out = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+        gradient, out = torch.zeros(MANY, device=device), torch.zeros(MANY, device=device)
         for number in range(1, 6):
             late(cupy.from_dlpack(gradient), number)
             kv.push("w", gradient)

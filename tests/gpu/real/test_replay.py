@@ -19,6 +19,8 @@ from mpikv.compute.cuda.gpu import CupyGraph, CupyStream
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported
 from mpikv.store.kvstore import open_stores
 
+from .. import MANY
+
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(60)]
 SEVERAL = pytest.mark.ranks(2, 3)
 
@@ -129,9 +131,8 @@ def test_replays_have_the_bits_of_plain_calls(make: Any, ranks: int, updater: st
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_replay_is_in_the_order_of_the_caller(cupy: Any, wait: bool) -> None:
     """Its gradient is computed on the way, changed right after, and its result used at once."""
-    size = 1 << 20
     with mpikv.create("nccl") as kv, cupy.cuda.Stream(non_blocking=True):
-        gradient, out = cupy.zeros(size, np.float32), cupy.zeros(size, np.float32)
+        gradient, out = cupy.zeros(MANY, np.float32), cupy.zeros(MANY, np.float32)
         kv.init("w", gradient)
         step = kv.capture("w", gradient, out)
         for number in range(1, 30):

@@ -21,6 +21,8 @@ from mpikv.errors import (
 )
 from mpikv.transports.nccl import NcclTransport
 
+from .. import MANY
+
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(120)]
 SEVERAL = pytest.mark.ranks(2, 3)
 
@@ -87,13 +89,13 @@ def test_calls_are_in_the_order_of_the_caller(cupy: Any, kv: Any) -> None:
     """An array is computed on the way, changed right after, and let go of, and its result used at once."""
     with cupy.cuda.Stream(non_blocking=True):
         for number in range(1, 20):
-            array, out = cupy.full(1 << 18, np.nan, np.float32), cupy.empty(1 << 18, np.float32)
+            array, out = cupy.full(MANY, np.nan, np.float32), cupy.empty(MANY, np.float32)
             for value in (np.nan, number):
                 array.fill(value)
             kv.pushpull("a", array, out=out)
             array.fill(np.nan)
             del array
-            others = [cupy.full(1 << 18, np.nan, np.float32) for _ in range(3)]
+            others = [cupy.full(MANY, np.nan, np.float32) for _ in range(3)]
             doubled = out * 2
             out.fill(np.nan)
             assert (doubled.get() == 2 * number * kv.size).all()
