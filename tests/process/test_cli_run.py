@@ -214,6 +214,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
     return str(folder / name)
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -254,6 +255,7 @@ def test_misuse_is_one_line_and_status_2(tmp_path: Path, arguments: str, complai
     assert complaint in done.stderr
 
 
+@pytest.mark.one_library
 def test_commands() -> None:
     nothing, helped, unknown = mpikv(), mpikv("--help"), mpikv("rnu")
     assert nothing.stdout == helped.stdout
@@ -295,6 +297,7 @@ def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library)
     assert "mpikv run: this Slurm job is heterogeneous (SLURM_HET_SIZE=2)" in two.stderr
 
 
+@pytest.mark.one_library
 def test_a_line_for_mpiexec_is_understood(tmp_path: Path, library: Library) -> None:
     """With -np, and the interpreter before the script."""
     name = script(tmp_path, "raise SystemExit('the script ran')")
@@ -348,6 +351,7 @@ if dies:  # of a dying process the first thread has no files either
 """
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_rank_whose_files_are_closed_first_has_died_first_if_it_dies(tmp_path: Path, first: int, dies: bool) -> None:
@@ -734,6 +738,7 @@ CRASHED = "rank 0 was killed by SIGSEGV; the {} ended just before, so {} may hav
 BLAME = "rank 0 was killed by SIGKILL, so the job was stopped; if nobody sent this signal, the "
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize(
     ("command", "status", "reason"),
     [
@@ -785,6 +790,7 @@ if {{last}}:
     assert (found, why) == (1, left)
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_launcher_that_does_not_listen_is_started_once_more(tmp_path: Path, begun: bool) -> None:
     """Not where a rank has begun."""
@@ -814,6 +820,7 @@ def test_a_launcher_that_does_not_start_leaves_no_handlers() -> None:
     assert before == {number: signal.getsignal(number) for number in numbers}
 
 
+@pytest.mark.one_library
 def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
     """One rank leaves in silence, the other waits for it, and the launcher for both."""
     announce = 'printf "$! $(uname -n)" >$MPIKV_RUN/rank'

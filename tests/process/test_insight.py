@@ -152,6 +152,7 @@ def test_a_program_that_makes_stores_in_a_loop_keeps_no_boards_open() -> None:
             os.close(handle)
 
 
+@pytest.mark.one_library
 def test_a_file_without_calls_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("[]")
     shown = mpikv(tmp_path, "trace", str(tmp_path / "other.json"))
@@ -163,6 +164,7 @@ def find(what: str, ranks: int = 1, **variables: str) -> Finding:
     return next(one for one in examine({**clean(os.environ), **variables}, ranks) if what in one.what)
 
 
+@pytest.mark.one_library
 def test_the_doctor_names_the_command_that_mends_it() -> None:
     assert find("cannot load", MPI4PY_LIBMPI="/no/such").mend == "unset MPI4PY_LIBMPI"
     assert find("ranks would share", core_count() + 1).mend == f"mpikv run -n {core_count()} ..."
@@ -171,6 +173,7 @@ def test_the_doctor_names_the_command_that_mends_it() -> None:
     assert not threads.wrong
 
 
+@pytest.mark.one_library
 def test_the_doctor_removes_what_dead_jobs_have_left(tmp_path: Path) -> None:
     left = Path(f"/dev/shm/mpikv-{os.getpid()}-0123")
     calls = tmp_path / "mpikv-calls-0123.json"
@@ -183,6 +186,7 @@ def test_the_doctor_removes_what_dead_jobs_have_left(tmp_path: Path) -> None:
     assert not calls.exists()
 
 
+@pytest.mark.one_library
 def test_the_doctor_fails_where_something_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "mpikv-calls-0123.json").touch()
     os.utime(tmp_path / "mpikv-calls-0123.json", (1, 1))

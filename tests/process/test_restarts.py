@@ -86,9 +86,18 @@ def wait(job: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
 
 
 ASYNC = ("--store", "dist_async")
+ONE = pytest.mark.one_library
 
 
-@pytest.mark.parametrize(("seed", "options"), [(0, ()), (16, ()), (16, ("--spares", "numpy")), (3, ASYNC), (5, ASYNC)])
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [
+        (16, ()),
+        (16, ("--spares", "numpy")),
+        (3, ASYNC),
+        *(pytest.param(*each, marks=ONE) for each in ((0, ()), (5, ASYNC))),
+    ],
+)
 @pytest.mark.feature("restarts-async")
 def test_killed_ranks_change_no_bit(seed: int, options: tuple[str, ...]) -> None:
     """On 2, 3 or 4 ranks; in ``dist_async``, no push is lost or made twice."""
@@ -114,6 +123,7 @@ def test_an_error_at_a_step_ends_the_job_after_some_restarts(run: Start) -> None
     assert re.search(why, errors)
 
 
+@ONE
 @pytest.mark.parametrize("error", ["len(5)", "import no_such_module", "exec('1 +')", "kv.set_optimizer('none')"])
 def test_a_mistake_that_comes_twice_at_a_step_ends_the_job(run: Start, error: str) -> None:
     _, errors = wait(run(f"if step == 5: {error}", "--restarts", "9"), status=1)
@@ -124,6 +134,7 @@ def test_a_mistake_that_comes_twice_at_a_step_ends_the_job(run: Start, error: st
     assert errors.count("Traceback (most recent call last)") >= 2
 
 
+@ONE
 def test_a_mistake_at_another_step_is_a_death(run: Start) -> None:
     at = "if step == 2 + 3 * (kv.restored.attempt if kv.restored else 0) < 7: len(5)"
     output, errors = wait(run(at, "--restarts", "2"))
@@ -189,6 +200,7 @@ def test_a_killed_command_goes_on_from_its_folder(run: Start, tmp_path: Path) ->
     assert not list(keep.iterdir())
 
 
+@ONE
 def test_the_folder_of_a_killed_command_is_removed_by_the_next(run: Start, tmp_path: Path) -> None:
     job = run("(here / 'folder').write_text(os.environ['MPIKV_KEEP']); time.sleep(60)", "--restarts", "3")
     folder = Path(read_when_there(tmp_path / "folder"))

@@ -111,6 +111,7 @@ def run_unread(*arguments: str) -> tuple[int, str]:
     return ran.returncode, ran.stderr
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info"], ["info", "--json"]])
 def test_a_command(arguments):
     assert run_unread(*arguments) == (UNREAD, "")
@@ -134,6 +135,7 @@ def test_a_job_that_fails_says_so(tmp_path):
     assert "ended with status 3" in said
 
 
+@pytest.mark.one_library
 def test_a_command_without_a_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert until_unread(lambda: 3) == 3
