@@ -38,8 +38,11 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
     named = dict(model.named_parameters())
     for one in optimizers:
         _check_optimizer(one, named, sharded)
-    if sharded:
-        _check_shared(optimizers)
+    members = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    if sharded and len(set(members)) < len(members):
+        raise ConfigError(
+            "a parameter is in two optimizers, and update='store' gives each rank one part of it; pass update='local'"
+        )
     for name, tensor in tensors_of(model).items():
         if torch.nn.parameter.is_lazy(tensor):
             raise ConfigError(f"{name!r} has no shape yet, as its module is lazy; run one forward pass before attach")
@@ -68,19 +71,6 @@ def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> No
         )
     if sharded:
         check_shardable(optimizer)
-
-
-def _check_shared(optimizers: Sequence[Any]) -> None:
-    """Raise ConfigError if two optimizers would divide the same parameter. Local."""
-    seen: set[Any] = set()
-    for optimizer in optimizers:
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in own & seen:
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, and update='store' gives each "
-                "rank one part of it; pass update='local'"
-            )
-        seen |= own
 
 
 def check_parameter(name: str, parameter: Any, compressed: bool) -> None:

@@ -172,8 +172,6 @@ class Operands:
 
     def find_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
         """Return the plan of a pull, the checked arrays to fill (new without ``out``), and its result. Local."""
-        if (known := self.find_cached_pulled(key, out)) is not None:
-            return known
         plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
