@@ -99,9 +99,9 @@ class KVStore(RankedStore):
         transport: Transport,
         config: Config,
         *,
+        found: Callable[..., KVStore],
         name: str = "local",
         root: int = 0,
-        found: Callable[..., KVStore] | None = None,
         kernels: GpuKernels | None = None,
     ) -> None:
         """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``.
@@ -1113,8 +1113,8 @@ class KVStore(RankedStore):
             >>> mpikv.create().group([0]).size
             1
         """
-        members, comm = self._collective("group", self._control.group, ranks, self._found is not None)
-        if self.rank not in members or self._found is None:
+        members, comm = self._collective("group", self._control.group, ranks)
+        if self.rank not in members:
             return None
         # The variables hold in the new store by themselves, as they do here.
         options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}

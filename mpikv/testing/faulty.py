@@ -15,6 +15,7 @@ from typing import Any
 from ..cluster.connecting import connect
 from ..cluster.status_board import StatusBoard
 from ..config import Config
+from ..creation import create
 from ..errors import TransportError
 from ..protocols import Transport
 from ..store.kvstore import KVStore
@@ -119,4 +120,4 @@ def store_over(wrap: Callable[[Transport], Transport], *, comm: Any = None, root
     config = Config(**options)
     group = connect(comm, config)
     board = StatusBoard(group)
-    return KVStore(group, board, wrap(open_transport(group, config, board.warn)), config, root=root)
+    return KVStore(group, board, wrap(open_transport(group, config, board.warn)), config, found=create, root=root)

@@ -13,7 +13,7 @@ from ..cluster.calls import Call, PreparedCall
 from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..engine.plan import digest
-from ..errors import ConfigError, Unsupported, brief
+from ..errors import ConfigError, brief
 from .comparison import text_call
 
 # Characters of a command in a message.
@@ -57,10 +57,8 @@ class ControlVerbs:
         """Prepare to learn the fewest calls with ``wait=False`` that a rank has queued. Its run is collective."""
         return _NEXT, lambda: self._agreement.least(queued)
 
-    def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
+    def group(self, ranks: Sequence[int]) -> PreparedCall:
         """Prepare to make a communicator of some ranks; raise for bad ranks. Local; its run is collective."""
-        if not can_create:
-            raise Unsupported("group: a store that was not made by create() cannot make another")
         members, size = tuple(ranks), self._group.size
         if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
             raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {size - 1}")

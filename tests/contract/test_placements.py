@@ -97,7 +97,7 @@ def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
 def test_collectives_of_a_store(comm, placement, updater, push, pull):
     group, config = ProcessGroup(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
     recording = Recording(open_transport(group, config))
-    store = KVStore(group, StatusBoard(group), recording, config)
+    store = KVStore(group, StatusBoard(group), recording, config, found=mpikv.create)
     if updater is print:
         store.set_updater(lambda key, total, stored: None)
     elif updater:
@@ -119,7 +119,7 @@ def test_collectives_of_a_store(comm, placement, updater, push, pull):
 def test_neighbours_are_given_to_all_ranks_at_once(comm):
     group, config = ProcessGroup(comm), Config(transport="mpi")
     recording = Recording(open_transport(group, config))
-    with KVStore(group, StatusBoard(group), recording, config) as store:
+    with KVStore(group, StatusBoard(group), recording, config, found=mpikv.create) as store:
         keys, values = list(range(100)), [np.full(number % 7, number, np.float32) for number in range(100)]
         store.init(keys, values)
         assert recording.take() == ["broadcast"]
@@ -150,7 +150,7 @@ def test_a_store_says_where_its_values_live(comm, placement, optimizer, name):
 def test_a_pull_moves_nothing_in_shared_memory(comm):
     group, config = ProcessGroup(comm), Config(transport="shm")
     recording = Recording(open_transport(group, config))
-    store = KVStore(group, StatusBoard(group), recording, config)
+    store = KVStore(group, StatusBoard(group), recording, config, found=mpikv.create)
     store.init(["a", "b"], [np.zeros(10), np.zeros((2, 2))])
     assert recording.take() == []
     store.push(["a", "b"], [np.ones(10), np.ones((2, 2))])

@@ -387,7 +387,7 @@ def test_a_value_that_starts_anew_has_no_residual(comm, name):
 def test_collectives_of_a_compressed_push(comm, name, placement, calls):
     group, config = ProcessGroup(comm), Config(transport="mpi" if comm else "auto", placement=placement)
     recording = Recording(open_transport(group, config))
-    with mpikv.KVStore(group, StatusBoard(group), recording, config) as store:
+    with mpikv.KVStore(group, StatusBoard(group), recording, config, found=mpikv.create) as store:
         store.set_gradient_compression(name)
         store.init("w", np.zeros((100, 100), F32))
         recording.take()
