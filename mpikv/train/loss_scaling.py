@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..options import check_number
+from ..options import check_number, check_whole
 from ..protocols import Array, Gpu
 from .array_location import locate_target
 from .parameter import Parameter
@@ -116,14 +115,9 @@ class LossScaler:
     """
 
     def __init__(self, loss_scale: float = 2.0**16, window: int = 2000) -> None:
-        if not 1 / _MOST_SCALE <= loss_scale <= _MOST_SCALE or window < 1:
-            raise ConfigError(
-                f"loss_scale={loss_scale!r} and window={window!r}: both are numbers above 0, "
-                "the first from 2**-64 to 2**64"
-            )
-        self.loss_scale = float(loss_scale)
+        self.loss_scale = check_number("loss_scale", loss_scale, f"[{1 / _MOST_SCALE}, {_MOST_SCALE}]")
         """The current factor."""
-        self._window, self._without = window, 0
+        self._window, self._without = check_whole("window", window, 1), 0
 
     def state_dict(self) -> dict[str, float]:
         """Return the factor, and the number of updates since an overflow. Local."""

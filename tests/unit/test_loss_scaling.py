@@ -77,7 +77,7 @@ def test_the_scale_follows_the_overflows():
     parameters[1].grad = np.array([0, np.inf])
     assert scaler.has_overflow(parameters) is True
     for arguments in [(0,), (-1.0,), (np.inf,), (np.nan,), (1.0, 0)]:
-        with pytest.raises(ConfigError, match="above 0"):
+        with pytest.raises(ConfigError, match=r"is not a (whole )?number in"):
             LossScaler(*arguments)
 
 
@@ -142,5 +142,5 @@ def test_the_scale_has_bounds():
         for _ in range(1100):
             scaler.record(overflow)
         assert scaler.loss_scale == bound
-    with pytest.raises(ConfigError, match="from 2"):
+    with pytest.raises(ConfigError, match="is not a number in"):
         LossScaler(2.0**65)
