@@ -1,125 +1,12 @@
-"""Compiled kernels that a process keeps on disk for later ones, with a compiler that counts, and with CuPy's."""
+"""Compiled kernels that a process keeps in CuPy's cache for later ones."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from mpikv.compute.cuda import images, loading
-from mpikv.compute.cuda.images import Image, cached_image, compiled_image
-
-ROOT = Path(__file__).parents[3]
-FACTS = ("14.2", "-arch=sm_90", "cubin", "V13.5.37", "-std=c++17", "scale<float>", "source")
-
-
-class Compiler:
-    """Builds another image each time."""
-
-    def __init__(self) -> None:
-        self.built: list[Image] = []
-
-    def __call__(self) -> Image:
-        self.built.append(Image(b"\x7fELF\0" + bytes([len(self.built)]) * 100, "_Z5scale"))
-        return self.built[-1]
-
-
-def test_a_later_process_compiles_nothing(tmp_path):
-    first, later = Compiler(), Compiler()
-    folder = tmp_path / "not yet" / "there"
-    image = cached_image(folder, FACTS, first)
-    assert cached_image(folder, FACTS, later) == image == first.built[0]
-    assert later.built == []
-    assert len(list(folder.iterdir())) == 1
-
-
-def test_what_is_made_of_something_else_is_another(tmp_path):
-    build = Compiler()
-    others = [(*FACTS[:place], "other", *FACTS[place + 1 :]) for place in range(len(FACTS))]
-    others.append((*FACTS[:-2], FACTS[-2] + FACTS[-1]))  # the same text, cut elsewhere
-    found = [cached_image(tmp_path, facts, build) for facts in (FACTS, *others)]
-    assert len({image.code for image in found}) == len(build.built) == len(FACTS) + 2
-    assert [cached_image(tmp_path, facts, build) for facts in (FACTS, *others)] == found
-
-
-@pytest.mark.parametrize("length", [0, 10, 32, 33, 60, -1])
-@pytest.mark.parametrize("changes", [False, True])
-def test_a_file_that_is_cut_off_or_has_changed_is_made_anew(tmp_path, length, changes):
-    build = Compiler()
-    cached_image(tmp_path, FACTS, build)
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:length] + (bytes([whole[length] ^ 1]) + whole[length:][1:] if changes else b""))
-    assert cached_image(tmp_path, FACTS, build) == cached_image(tmp_path, FACTS, build) == build.built[1]
-    assert len(build.built) == 2
-
-
-def test_so_is_a_whole_one_of_something_else(tmp_path):
-    build = Compiler()
-    cached_image(tmp_path, FACTS, build)
-    (path,) = tmp_path.iterdir()
-    cached_image(tmp_path, ("other",), build)
-    (other,) = set(tmp_path.iterdir()) - {path}
-    path.write_bytes(other.read_bytes())
-    assert cached_image(tmp_path, FACTS, build) is build.built[2]
-
-
-def refused(*_: object, **__: object) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
-@pytest.mark.parametrize("step", ["folder", "file", "place"])
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog, step):
-    caplog.set_level(logging.DEBUG, logger="mpikv")
-    folder = tmp_path / "cache"
-    if step == "folder":
-        folder.touch()
-    elif step == "file":
-        monkeypatch.setattr("tempfile.mkstemp", refused)
-    else:
-        monkeypatch.setattr(images, "os", SimpleNamespace(fdopen=os.fdopen, unlink=os.unlink, replace=refused))
-    build = Compiler()
-    assert [cached_image(folder, FACTS, build) for _ in range(2)] == build.built
-    assert {record.levelname for record in caplog.records} == {"DEBUG"}
-    assert "cannot be kept" in caplog.text
-    assert step == "folder" or list(folder.iterdir()) == []  # nothing is left
-
-
-def test_a_compiler_that_fails_leaves_nothing(tmp_path):
-    def fail() -> Image:
-        raise ValueError("no such kernel")
-
-    with pytest.raises(ValueError, match="no such kernel"):
-        cached_image(tmp_path, FACTS, fail)
-    assert list(tmp_path.iterdir()) == []
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from hashlib import sha256
-from mpikv.compute.cuda.images import Image, cached_image
-folder, own = Path(sys.argv[1]), int(sys.argv[2])
-for number in range(200):
-    image = cached_image(folder, ("fact", str(number)), lambda: Image(bytes([own]) * 100_000, "name"))
-    assert len(set(image.code)) == 1 and len(image.code) == 100_000
-    if number % 2:
-        (folder / sha256(repr(("fact", str(number))).encode()).hexdigest()).unlink(missing_ok=True)
-"""
-
-
-def test_processes_that_compile_at_once(tmp_path):
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, tmp_path, str(own)], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-        for own in (1, 2)
-    ]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
-    assert all(len(path.name) == 64 for path in tmp_path.iterdir())
+from mpikv.compute.cuda import loading
+from mpikv.compute.cuda.images import Image, compiled_image
 
 
 def test_the_compiler_is_told_the_given_options_and_no_others():
@@ -167,7 +54,7 @@ def cupy(tmp_path, monkeypatch):
         monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: arch_of_options)
 
     of("90", "-arch=sm_90", "cubin")
-    return SimpleNamespace(of=of, keep_by=keep_by, built=built, folder=tmp_path / "mpikv")
+    return SimpleNamespace(of=of, keep_by=keep_by, built=built, folder=tmp_path)
 
 
 def image(expression="encode<two_bits>"):
@@ -197,20 +84,47 @@ def test_images_are_of_an_architecture_and_an_expression(cupy):
 
 
 @pytest.mark.deadline(120)
+@pytest.mark.parametrize("length", [0, 10, 40, 41, 60, -1])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_file_that_is_cut_off_or_has_changed_is_made_anew(cupy, length, changes):
+    first = image()
+    (path,) = cupy.folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:length] + (bytes([whole[length] ^ 1]) + whole[length:][1:] if changes else b""))
+    assert image() == image() == first
+    assert len(cupy.built) == 2
+
+
+@pytest.mark.deadline(120)
 def test_nothing_is_kept_where_somebody_wants_no_files(cupy, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("CUPY_CACHE_IN_MEMORY", "1")
         assert image() == image()
-    # Nor with another kind of cache, or in another version of CuPy.
+    # Nor in another version of CuPy.
     cupy.keep_by(object())
     assert image() == image()
     assert len(cupy.built) == 4
-    assert not cupy.folder.exists()
+    assert not list(cupy.folder.iterdir())
+
+
+@pytest.mark.deadline(120)
+def test_a_cache_that_cannot_be_used(cupy, caplog):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    caplog.set_level(logging.DEBUG, logger="mpikv")
+    cupy.keep_by(SimpleNamespace(load=refuse, save=refuse))
+    assert image() == image()
+    assert len(cupy.built) == 2
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+    for verb in ("load", "save"):
+        assert f"CuPy's cache cannot {verb} a compiled kernel: [Errno 13]" in caplog.text
 
 
 def test_the_names_of_cupy_that_tell_what_it_compiles_for():
     """They are private. Without one of them nothing is kept."""
     compiler = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError).cuda.compiler
-    assert isinstance(compiler._kernel_cache_backend._cache_dir, str)
+    for verb in ("load", "save"):
+        assert callable(getattr(compiler._kernel_cache_backend, verb))
     for name in ("_get_arch_for_options_for_nvrtc", "_get_arch", "_preprocess", "_get_bool_env_variable"):
         assert callable(getattr(compiler, name))
