@@ -39,7 +39,7 @@ from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
 from ..verbs.row_arguments import brings_rows
-from .client import NUMBERS, PATIENCE, AsyncClient, Kind, Outcome
+from .client import NUMBERS, PATIENCE, AsyncClient, Kind, Outcome, Tick
 from .owner import HalfUpdated, KeyOwner
 from .ssp import SspClocks
 
@@ -99,7 +99,7 @@ class AsyncKVStore(KVStore):
         # The lock guards owner and clocks: the endpoint's thread and this rank's calls both use them.
         self._lock, self._holder = present().lock(), 0
         self._owner = KeyOwner(self._answer)
-        self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
+        self._clocks = SspClocks(group.size, lambda rank, ticket: self._answer(rank, ticket, 0, None))
         self._waiting = Waiting(config.timeout, config.warn_after, self._board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
@@ -143,10 +143,10 @@ class AsyncKVStore(KVStore):
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
         """Send one value per key to its owner, whose updater changes the stored value by it. Not collective.
 
-        The owner calls ``updater(key, value, stored)``. This call returns when the value is on its way; with a
-        staleness, after the update. A later push of the same key waits for the update. If the updater raises, the value
-        keeps its content. This call raises the exception, or the next pull or push of the key, or the next collective
-        call instead of its work. Each key of a list is updated by itself.
+        The owner calls ``updater(key, value, stored)``. This call returns when the value is on its way. A later push of
+        the same key waits for the update. If the updater raises, the value keeps its content. This call raises the
+        exception, or the next pull or push of the key, or the next collective call instead of its work. Each key of a
+        list is updated by itself.
 
         Args:
             key: as in :meth:`mpikv.KVStore.push`.
@@ -259,21 +259,29 @@ class AsyncKVStore(KVStore):
         if self._bound and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
-        for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
-            payload, owner = local_sum(group, entry.dtype).astype(entry.dtype, copy=False), _owner_of(entry)
+        pairs = zip(plan.entries, arrays, strict=True)
+        # Before the clock: if memory lacks for a sum, the push has not begun.
+        sums = [local_sum(group, entry.dtype).astype(entry.dtype, copy=False) for entry, group in pairs]
+        ticks = self._plan_ticks(plan) if self._bound else {}
+        for entry, payload, given in zip(plan.entries, sums, filled or [()] * len(sums), strict=True):
+            owner = _owner_of(entry)
             # This rank's own answer comes at once, and may fill an array that a later key pushes.
             kind = Kind.PUSH if filled is None or owner == self.rank else Kind.PUSHPULL
-            self._pushes[entry.key] = client.ask(kind, owner, entry, payload, _make_fill(given))
+            tick = ticks.get(entry.index, (0, 0))
+            self._pushes[entry.key] = client.ask(kind, owner, entry, payload, _make_fill(given), tick=tick)
         for entry, given in zip(plan.entries, filled or (), strict=filled is not None):
             if _owner_of(entry) == self.rank:
                 client.ask(Kind.PULL, self.rank, entry, take=_make_fill(given))
-        # With a bound a push counts once it is applied: the clock must not run ahead of the updates.
-        if self._bound or filled is not None:
+        if filled is not None:
             client.wait([self._pushes[key] for key in plan.keys])
-        if self._bound:
-            self._clock += 1
-            client.ask(Kind.TICK, _KEEPER, number=self._clock)
         client.raise_failures(plan.keys)
+
+    def _plan_ticks(self, plan: Plan) -> dict[int, Tick]:
+        """Advance this rank's clock; return what the last push to each owner tells of it, by the key's row. Local."""
+        # An owner applies the pushes of a rank in order, so the last one tells of all.
+        last = {_owner_of(entry): entry.index for entry in plan.entries}
+        self._clock += bool(last)
+        return dict.fromkeys(last.values(), (self._clock, len(last)))
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         """Ask owners for values and wait until they are in the arrays; raise failed pushes. Not collective."""
@@ -347,7 +355,7 @@ class AsyncKVStore(KVStore):
             with self._asking():
                 client = self._client
                 if self._bound is not None:
-                    client.ask(Kind.LEAVE, _KEEPER)
+                    client.ask(Kind.LEAVE, _KEEPER, number=self._clock)
                 client.wait_for_all()
                 client.raise_failures()
 
@@ -397,18 +405,18 @@ class AsyncKVStore(KVStore):
 
     def _serve(self, request: Request) -> bool:
         """Run another rank's request, and answer it; return False if a collective call must come first. Local."""
-        kind, epoch, ticket, number = request.head[:4]
+        kind, epoch, ticket, number, clock, owners = request.head[:6]
         with self._held():
             # The sender has left a collective call that this rank is still in: serve it after that call.
             if epoch > self._epoch:
                 return False
-            self._act(request.source, Kind(kind), ticket, number, request.body)
+            self._act(request.source, Kind(kind), ticket, number, request.body, (clock, owners))
         return True
 
-    def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
+    def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick) -> None:
         """Run a request of this rank to itself; waits for the lock, and raises Stalled. Local."""
         with self._held(PATIENCE if kind == Kind.WHO else self._config.timeout):
-            self._act(self.rank, kind, ticket, number, body)
+            self._act(self.rank, kind, ticket, number, body, tick)
 
     @contextmanager
     def _held(self, timeout: float = -1) -> Iterator[None]:
@@ -425,22 +433,31 @@ class AsyncKVStore(KVStore):
             self._holder = 0
             self._lock.release()
 
-    def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
+    def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick) -> None:
         """Run a rank's request on a value or the clocks; answer now, later or (TICK) never. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
             self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
+            if any(tick):
+                self._tell_keeper(rank, tick)
         elif kind == Kind.PULL:
             self._owner.pull(rank, ticket, number)
         elif kind == Kind.TICK:
-            self._clocks.tick(rank, number)
+            self._clocks.tick(number, *tick)
         elif kind == Kind.WAIT:
             self._clocks.wait(rank, ticket, number)
         elif kind == Kind.LEAVE:
-            self._clocks.leave(rank)
-            self._answer(rank, ticket, 0, None)
+            self._clocks.leave(rank, ticket, number)
         else:
             self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
+
+    def _tell_keeper(self, rank: int, tick: Tick) -> None:
+        """Tell the keeper of the clocks that this owner has applied a rank's push. Local; the lock is held."""
+        if self.rank == _KEEPER:
+            self._clocks.tick(rank, *tick)
+        else:
+            assert self._endpoint is not None
+            self._endpoint.request(_KEEPER, (Kind.TICK, self._epoch, 0, rank, *tick))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""
@@ -448,14 +465,14 @@ class AsyncKVStore(KVStore):
             # The updater ran in the caller's own process: its exception is raised as it is, not as PeerFailed.
             if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
                 settled(answer)
-            self._client.take(ticket, version, answer)
+            self._client.take(ticket, version, self._clocks.slowest, answer)
             return
         assert self._endpoint is not None
         outcome = Outcome.WELL
         if isinstance(answer, BaseException):
             outcome = Outcome.HALFWAY if isinstance(answer, HalfUpdated) else Outcome.RAISED
             answer = np.frombuffer(format_error(answer).encode(), np.uint8)
-        self._endpoint.answer(rank, (ticket, version, outcome), answer)
+        self._endpoint.answer(rank, (ticket, version, self._clocks.slowest, outcome), answer)
 
     # --- Ends
 

@@ -25,8 +25,11 @@ NUMBERS = np.dtype(np.int64)
 PATIENCE = 1.0
 """Seconds that an owner has to name the ranks it waits for."""
 
-Act: TypeAlias = "Callable[[Kind, int, int, Array | None], None]"
-"""Runs a request of this rank to itself, by kind, ticket, number and body."""
+Tick: TypeAlias = tuple[int, int]
+"""What an owner tells the keeper of the clocks once it has applied its part of a push: the number of the push among
+those of its rank, and how many owners apply parts of it. (0, 0): nothing."""
+Act: TypeAlias = "Callable[[Kind, int, int, Array | None, Tick], None]"
+"""Runs a request of this rank to itself, by kind, ticket, number, body and tick."""
 
 
 class Kind(IntEnum):
@@ -36,7 +39,7 @@ class Kind(IntEnum):
     PULL = 1
     LEAVE = 2
     TICK = 3
-    """The only kind without an answer. A LEAVE comes after it, so its arrival is known by then."""
+    """From an owner to the keeper of the clocks, and without an answer; its number is the rank that has pushed."""
     WAIT = 4
     WHO = 5
     PUSHPULL = 6
@@ -76,7 +79,7 @@ class AsyncClient:
         self.seen: dict[Key, int] = {}
         """The version of each key in the last answer about it."""
         self.slowest = 0
-        """The clock of the slowest active rank in the last answer about it."""
+        """The clock of the slowest active rank in the last answer of the rank that keeps the clocks."""
 
     def begin(self, epoch: int) -> None:
         """Start anew after a collective call: forget versions and clocks; number later requests ``epoch``. Local.
@@ -94,20 +97,19 @@ class AsyncClient:
         body: Array | None = None,
         take: Callable[[Array], None] = lambda array: None,
         number: int = 0,
+        tick: Tick = (0, 0),
     ) -> int:
         """Send a request without waiting, one to this rank itself by a call now; return the ticket of its answer."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
-        if kind != Kind.TICK:
-            # Before the request: for a key of this rank the answer comes during the call below.
-            self._outstanding[ticket] = _Outstanding(owner, key, dtype, shape, take)
+        # Before the request: for a key of this rank the answer comes during the call below.
+        self._outstanding[ticket] = _Outstanding(owner, key, dtype, shape, take)
         if owner != self._rank:
             assert self._endpoint is not None
-            self._endpoint.request(owner, (kind, self._epoch, ticket, number), body)
+            self._endpoint.request(owner, (kind, self._epoch, ticket, number, *tick), body)
         else:
-            # Copy: body may be the caller's array, and the updater may change the array it is given.
-            self._act(kind, ticket, number, None if body is None else body.copy())
+            self._act(kind, ticket, number, body, tick)
         return ticket
 
     def wait(self, tickets: Sequence[int]) -> None:
@@ -140,31 +142,31 @@ class AsyncClient:
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
         # All that have come, not one: answers of several owners come in any order.
         while (reply := self._endpoint.reply()) is not None:
-            ticket, version, outcome = reply.head[:3]
+            ticket, version, slowest, outcome = reply.head[:4]
             outstanding = self._outstanding.get(ticket)
             # Never guess: a reply to another request would fill the wrong array.
             if outstanding is None or outstanding.owner != reply.source:
                 raise TransportError(f"rank {reply.source} sent a reply without a request")
             if outcome == Outcome.WELL:
-                self.take(ticket, version, reply.body.view(outstanding.dtype).reshape(-1))
+                self.take(ticket, version, slowest, reply.body.view(outstanding.dtype).reshape(-1))
                 continue
             text = f"rank {reply.source}, the owner of key {outstanding.key!r}, raised {bytes(reply.body).decode()}"
             if outcome == Outcome.HALFWAY:
                 raise TransportError(f"{text}, in a push of this rank")
             error = PeerFailed(f"{text} in a push of this rank; that push did not change the value", reply.source)
-            self.take(ticket, version, error)
+            self.take(ticket, version, slowest, error)
 
-    def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Fill a request's array or keep its exception; note its version or clock, and end it. From any one thread."""
+    def take(self, ticket: int, version: int, slowest: int, answer: Array | BaseException | None) -> None:
+        """Fill a request's array or keep its exception; note version and clock, and end it. From any one thread."""
         outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
             assert outstanding.key is not None
             self._failures[outstanding.key] = answer
         elif answer is not None and answer.size:
             outstanding.take(answer.reshape(outstanding.shape))
-        if outstanding.key is None:
-            self.slowest = max(self.slowest, version)
-        else:
+        # An owner that keeps no clocks says 0.
+        self.slowest = max(self.slowest, slowest)
+        if outstanding.key is not None:
             self.seen[outstanding.key] = version
         # Last: another thread takes the missing ticket as the sign that the answer is stored.
         del self._outstanding[ticket]

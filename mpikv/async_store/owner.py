@@ -6,7 +6,7 @@ It knows no messages and no threads: a request is a call, and an answer is a cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,12 +42,13 @@ class KeyOwner:
         """
         self._table, self._updater = table, updater
         self._entries = {entry.index: entry for entry in table.entries()}
+        self._totals: dict[np.dtype[Any], Array] = {}
+        self._bindings: dict[int, tuple[Array, Callable[[Any], None]]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array, pulls: bool = False) -> None:
         """Update a value by a rank's push, and answer: with the value if the rank ``pulls``, or the error. Local.
 
-        ``payload`` holds the elements or their bytes. The owner may overwrite it, and the caller may reuse it on
-        return.
+        ``payload`` holds the elements or their bytes. It stays as it is, and the caller may reuse it on return.
         """
         entry, failure = self._entries[row], None
         try:
@@ -70,27 +71,40 @@ class KeyOwner:
         self._answer(rank, ticket, self._version(row), self._entries[row].value)
 
     def _update(self, entry: Entry, payload: Array) -> None:
-        """Update a value by a payload, which it may overwrite; a failure but HalfUpdated changes nothing. Local."""
+        """Update a value by a payload; a failure but HalfUpdated changes nothing. Local."""
         updater = self._updater
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
-        # The rule may overwrite the payload: it is memory of the message, or a copy.
-        total = payload.astype(accumulator(entry.dtype), copy=False)
-        value, state = entry.value, entry.state
         if not updater.may_raise:
-            shape = (-1,) if updater.elementwise else entry.shape
-            flat = {name: array.reshape(shape) for name, array in state.items()}
+            total, update = self._bindings.get(entry.index) or self._bind(entry)
             try:
-                updater.update(step, total.reshape(shape), value.reshape(shape), flat)
+                np.copyto(total, payload.reshape(total.shape))
+                update(step)
             except Exception as error:
                 text = f"the update of key {entry.key!r} failed halfway: {error!r}"
                 raise HalfUpdated(f"{text}; value and state may be half changed: load a checkpoint") from error
             return
         # A rule that may raise works on copies, so that its failure leaves value and state whole.
+        value, state, total = entry.value, entry.state, payload.astype(accumulator(entry.dtype))
         changed, states = value.copy(), {name: array.copy() for name, array in state.items()}
         updater.update(step, total.reshape(entry.shape), changed, states)
         np.copyto(value, changed)
         for name, array in states.items():
             np.copyto(state[name], array)
+
+    def _bind(self, entry: Entry) -> tuple[Array, Callable[[Any], None]]:
+        """Return memory for a push of a key, and a function of a step that updates the value by it; keep both. Local.
+
+        All keys of a dtype share the memory.
+        """
+        dtype = accumulator(entry.dtype)
+        if dtype not in self._totals:
+            sizes = [other.value.size for other in self._entries.values() if accumulator(other.dtype) == dtype]
+            self._totals[dtype] = np.empty(max(sizes), dtype)
+        shape = (-1,) if self._updater.elementwise else entry.shape
+        value, state = entry.value.reshape(shape), {name: each.reshape(shape) for name, each in entry.state.items()}
+        total = self._totals[dtype][: value.size].reshape(shape)
+        self._bindings[entry.index] = total, self._updater.bind(total, value, state)
+        return self._bindings[entry.index]
 
     def _version(self, row: int) -> int:
         return int(self._table.counts[row] + self._table.earlier[row])

@@ -2,8 +2,9 @@
 
 The *clock* of a rank is the number of its applied pushes. Before its ``c``-th push a rank asks for permission. The
 answer comes once the clock of every active rank is at least ``c - bound``. So clocks never differ by more than the
-bound, and after ``c`` pushes a rank reads at least ``c - bound`` pushes of every rank. The slowest rank never waits, so
-one rank always makes progress. One rank keeps the clocks of all; this module knows no messages and no threads.
+bound, and after ``c`` pushes a rank reads at least ``c - bound`` pushes of every rank. The slowest rank waits for no
+other, so one rank always makes progress. One rank keeps the clocks of all. The owners of a push tell it when they have
+applied their parts. This module knows no messages and no threads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class _Wait(NamedTuple):
 class SspClocks:
     """The clocks of all ranks. The caller makes one call at a time."""
 
-    def __init__(self, size: int, answer: Callable[[int, int, int], None]) -> None:
-        """``answer`` receives a rank, its ticket, and the clock of the slowest active rank."""
+    def __init__(self, size: int, answer: Callable[[int, int], None]) -> None:
+        """``answer`` receives a rank and its ticket."""
         self._size, self._answer = size, answer
         self.widest = 0
         """The largest difference between clocks of active ranks so far."""
@@ -31,17 +32,27 @@ class SspClocks:
     def begin(self) -> None:
         """Start anew after a collective call: all clocks are 0, and all ranks active."""
         self._clocks: dict[int, int] = dict.fromkeys(range(self._size), 0)
+        self._unapplied: dict[tuple[int, int], int] = {}
         self._waits: list[_Wait] = []
+        self._leaving: list[_Wait] = []
+        self.slowest = 0
+        """The clock of the slowest active rank; 0 if all have left."""
 
-    def tick(self, rank: int, clock: int) -> None:
-        """Set the clock of an active rank; a smaller number leaves it unchanged."""
-        self._clocks[rank] = max(clock, self._clocks.get(rank, 0))
-        self.widest = max(self.widest, max(self._clocks.values()) - min(self._clocks.values()))
+    def tick(self, rank: int, clock: int, owners: int) -> None:
+        """Note that one more of so many owners has applied its part of an active rank's push number ``clock``."""
+        assert clock > self._clocks[rank], "a push was counted before all its owners had applied it"
+        left = self._unapplied
+        left[rank, clock] = left.get((rank, clock), owners) - 1
+        # Owners tell in any order, and a clock counts pushes that are applied with all before them.
+        while left.get((rank, clock := self._clocks[rank] + 1)) == 0:
+            del left[rank, clock]
+            self._clocks[rank] = clock
+        self.widest = max(self.widest, self._clocks[rank] - min(self._clocks.values()))
         self._release()
 
-    def leave(self, rank: int) -> None:
-        """Stop waiting for a rank: it pushes nothing until the next collective call."""
-        self._clocks.pop(rank, None)
+    def leave(self, rank: int, ticket: int, clock: int) -> None:
+        """Stop waiting for a rank that pushes nothing after push number ``clock``; answer once that is applied."""
+        self._leaving.append(_Wait(rank, ticket, clock))
         self._release()
 
     def wait(self, rank: int, ticket: int, least: int) -> None:
@@ -55,11 +66,15 @@ class SspClocks:
         return [other for other, clock in self._clocks.items() if clock < least]
 
     def _release(self) -> None:
-        """Answer every wait that the slowest clock now allows. An answer may call this object again. Local."""
-        slowest = min(self._clocks.values(), default=0)
+        """Answer every wait that the clocks now allow. An answer may call this object again. Local."""
+        gone = [wait for wait in self._leaving if wait.least <= self._clocks[wait.rank]]
+        for wait in gone:
+            del self._clocks[wait.rank]
+        self.slowest = min(self._clocks.values(), default=0)
         # Without clocks all ranks have left, and nobody is behind.
-        ready = [wait for wait in self._waits if not self._clocks or wait.least <= slowest]
+        ready = [wait for wait in self._waits if not self._clocks or wait.least <= self.slowest]
         # Before the answers: an answer to this rank is a call, which may come back here.
         self._waits = [wait for wait in self._waits if wait not in ready]
-        for wait in ready:
-            self._answer(wait.rank, wait.ticket, slowest)
+        self._leaving = [wait for wait in self._leaving if wait not in gone]
+        for wait in gone + ready:
+            self._answer(wait.rank, wait.ticket)

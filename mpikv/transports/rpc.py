@@ -167,8 +167,7 @@ class Endpoint:
         here = present()
         last, due = here.now(), 0
         while not self._ending:
-            # MPICH's first probe only makes progress; the second sees the message.
-            request = self._asked.take() or self._asked.take()
+            request = self._asked.take()
             # One request, then all that are early once more: it may be the one they wait for.
             if request is not None:
                 early = serve_ready([*early, request], self._serve)
@@ -239,9 +238,10 @@ class _Inbox:
         if self._coming is None:
             # Any source: owners do not know who will ask next.
             status, mpi = self._status, self._mpi
-            # A matched probe: the following receive gets exactly this message, whatever other threads receive.
-            message = self._comm.Improbe(mpi.ANY_SOURCE, self._tag, status)
-            if message is None:
+            # A matched probe: the following receive gets exactly this message, whatever other threads receive. MPICH's
+            # first only makes progress; the second sees the message.
+            sought = mpi.ANY_SOURCE, self._tag, status
+            if (message := self._comm.Improbe(*sought) or self._comm.Improbe(*sought)) is None:
                 return None
             nbytes = status.Get_count(mpi.BYTE)
             if nbytes > self._memory.size:

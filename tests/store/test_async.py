@@ -166,15 +166,17 @@ def test_settings_that_differ(kv):
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_no_rank_is_further_ahead_than_the_bound(kv, staleness):
     """One rank is slow. What it reads has at most the bound more of the others, and theirs not less than that of it."""
-    adding(kv, clocks=np.zeros(kv.size))
+    keys = ["clocks", "of another owner", "of a third"]
+    adding(kv, **dict.fromkeys(keys, np.zeros(kv.size)))
     slow = kv.rank == kv.size - 1
     for count in range(1, 31):
         if slow:
             time.sleep(0.004)
-        kv.push("clocks", unit(kv))
-        clocks = kv.pull("clocks")
-        assert clocks[kv.rank] == count
-        assert clocks.max() - clocks.min() <= staleness
+        kv.push(keys, [unit(kv)] * 3)
+        kv.push([], [])
+        for clocks in kv.pull(keys):
+            assert clocks[kv.rank] == count
+            assert clocks.max() - clocks.min() <= staleness
     kv.barrier()
     np.testing.assert_array_equal(kv.pull("clocks"), np.full(kv.size, 30.0))
     assert kv.version("clocks") == 30 * kv.size
@@ -232,6 +234,28 @@ def test_threads_change_places_often_while_one_answers(comm, own):
         assert sys.getswitchinterval() == pytest.approx(2e-3, rel=0.05)
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.processes
+@SEVERAL
+@BOUNDS
+def test_a_push_does_not_wait_for_its_update(kv, folder):
+    """The owner updates the value only once the push has returned, as a file tells."""
+
+    def update(key, value, stored):
+        until = time.monotonic() + 12
+        while not (folder / "pushed").exists():
+            assert time.monotonic() < until, "the push waits for its update"
+            time.sleep(0.01)
+        stored += value
+
+    kv.init("w", np.zeros(2))  # of rank 0, as the first key
+    kv.set_updater(update)
+    if kv.rank == 1:
+        kv.push("w", np.ones(2))
+        (folder / "pushed").touch()
+    kv.barrier()
+    assert kv.pull("w").tolist() == [1, 1]
 
 
 @pytest.mark.processes

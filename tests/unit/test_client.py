@@ -58,7 +58,7 @@ class Endpoint:
 def make_client(timeout=0.05, **options):
     endpoint = Endpoint()
 
-    def act(kind, ticket, number, body):
+    def act(kind, ticket, number, body, tick):
         raise Stalled("an update of this rank runs", [0])
 
     return endpoint, AsyncClient(0, endpoint, act, Waiting(timeout, **options))
@@ -84,7 +84,7 @@ def test_a_question_that_is_answered_late_is_waited_for():
     endpoint.reply = answered
     client.wait([ticket])
     assert warned == [[1]]
-    kinds = [(kind, ticket) for _, kind, _, ticket, _ in endpoint.requests]
+    kinds = [(kind, ticket) for _, kind, _, ticket, *_ in endpoint.requests]
     (_, left), (who, asked) = kinds
     assert (left, who) == (ticket, Kind.WHO)
     assert asked in client._outstanding
@@ -128,7 +128,8 @@ def test_failures_are_raised_by_calls_that_name_the_key():
     endpoint, client = make_client()
     text = np.frombuffer(b"ValueError: too large", np.uint8)
     for key in "abc":
-        endpoint.replies.append(answer(1, client.ask(Kind.PUSH, 1, table[key], np.ones(2)), 4, key != "b", body=text))
+        ticket = client.ask(Kind.PUSH, 1, table[key], np.ones(2))
+        endpoint.replies.append(answer(1, ticket, 4, 0, key != "b", body=text))
     endpoint.replies[1] = endpoint.replies[1]._replace(body=NOTHING)
     client.receive()
     client.raise_failures(["b"])
@@ -139,6 +140,6 @@ def test_failures_are_raised_by_calls_that_name_the_key():
         client.raise_failures()
     client.raise_failures()
     assert client.seen == {"a": 4, "b": 4, "c": 4}
-    endpoint.replies.append(answer(1, client.ask(Kind.PUSH, 1, table["a"], np.ones(2)), 4, 2, body=text))
+    endpoint.replies.append(answer(1, client.ask(Kind.PUSH, 1, table["a"], np.ones(2)), 4, 0, 2, body=text))
     with pytest.raises(TransportError, match="too large"):
         client.receive()

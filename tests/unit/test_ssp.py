@@ -1,5 +1,7 @@
 """The clocks of ranks, with requests in every order that hypothesis finds."""
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,55 +9,77 @@ from hypothesis import strategies as st
 from mpikv.async_store.ssp import SspClocks
 
 
+class Rank:
+    """A rank as a program: it asks before each push, sends the push to its owners, and leaves after the last."""
+
+    def __init__(self, owners):
+        self.owners, self.unapplied, self.asked, self.leaving = owners, [], None, False
+
+    @property
+    def clock(self):
+        return len([*takewhile(lambda parts: parts == 0, self.unapplied)])
+
+    def act(self, number, clocks, bound):
+        """Do the next thing; return the parts of a push that are on their way."""
+        made = len(self.unapplied)
+        if made == len(self.owners):
+            self.leaving = True
+            clocks.leave(number, "left", made)
+        elif self.asked != made:
+            self.asked = made
+            clocks.wait(number, made, made + 1 - bound)
+        else:
+            self.unapplied.append(self.owners[made])
+            return [(number, made)] * self.owners[made]
+        return []
+
+
 @given(st.data(), st.integers(1, 4), st.integers(1, 5))
 def test_clocks_never_differ_by_more_than_the_bound(data, size, bound):
-    """Ranks that ask before each push, and are scheduled in any order, until each has made its pushes and left."""
-    answered = set()
-    clocks = SspClocks(size, lambda rank, ticket, slowest: answered.add((rank, ticket)))
-    left, todo = set(), [data.draw(st.integers(0, 12)) for _ in range(size)]
-    done, asked = [0] * size, [False] * size
-    while len(left) < size:
-        working = sorted(set(range(size)) - left)
-        free = [rank for rank in working if not asked[rank] or (rank, done[rank]) in answered]
-        assert free, "nobody can go on"
-        behind = min(working, key=lambda rank: done[rank])
-        assert behind in free, "who is furthest behind never waits"
-        for rank in set(working) - set(free):
-            least = done[rank] + 1 - bound
-            assert clocks.list_awaited(rank) == [other for other in working if done[other] < least] != []
-        rank = data.draw(st.sampled_from(free))
-        if done[rank] == todo[rank]:
-            left.add(rank)
-            clocks.leave(rank)
-        elif not asked[rank]:
-            asked[rank] = True
-            clocks.wait(rank, done[rank], done[rank] + 1 - bound)
+    """Ranks go on in any order, and owners apply their parts in any order, until each rank has left."""
+    answered, coming = set(), []
+    clocks = SspClocks(size, lambda number, ticket: answered.add((number, ticket)))
+    ranks = [Rank(data.draw(st.lists(st.integers(1, 3), max_size=8))) for _ in range(size)]
+    while working := {number: rank for number, rank in enumerate(ranks) if (number, "left") not in answered}:
+        now = [rank.clock for rank in working.values()]
+        assert max(now) - min(now) <= bound
+        assert clocks.widest <= bound
+        assert clocks.slowest == min(now)
+        asking = [number for number, rank in working.items() if rank.asked == len(rank.unapplied)]
+        waiting = [number for number in asking if (number, ranks[number].asked) not in answered]
+        for number in waiting:
+            least = ranks[number].asked + 1 - bound
+            assert clocks.list_awaited(number) == [other for other in working if ranks[other].clock < least] != []
+        free = [number for number, rank in working.items() if number not in waiting and not rank.leaving]
+        assert free or coming, "nobody can go on"
+        at = data.draw(st.integers(0, len(free) + len(coming) - 1))
+        if at < len(free):
+            coming += ranks[free[at]].act(free[at], clocks, bound)
         else:
-            asked[rank] = False
-            done[rank] += 1
-            clocks.tick(rank, done[rank])
-            now = [done[other] for other in working]
-            assert max(now) - min(now) <= bound
-            assert clocks.widest <= bound
-    assert done == todo
+            number, push = coming.pop(at - len(free))
+            ranks[number].unapplied[push] -= 1
+            clocks.tick(number, push + 1, ranks[number].owners[push])
+    assert all(rank.clock == len(rank.owners) for rank in ranks)
 
 
-def test_a_clock_never_goes_back():
-    clocks = SspClocks(2, lambda rank, ticket, slowest: None)
-    clocks.tick(0, 2)
-    clocks.tick(0, 1)
-    clocks.wait(1, 1, 3)
+def test_who_is_waited_for():
+    """Those whose pushes are not applied, in the order in which they were made."""
+    clocks = SspClocks(2, lambda rank, ticket: None)
+    clocks.wait(1, 1, 2)
+    clocks.tick(0, 2, 1)
     assert clocks.list_awaited(1) == [0, 1]
-    clocks.tick(1, 3)
-    assert clocks.list_awaited(1) == [0]
-    clocks.tick(0, 3)
+    clocks.tick(0, 1, 1)
+    assert clocks.list_awaited(1) == [1]
+    for clock in (1, 2):
+        clocks.tick(1, clock, 1)
     assert clocks.list_awaited(1) == []
 
 
 def test_ranks_that_meet_start_anew():
-    clocks = SspClocks(2, lambda rank, ticket, slowest: pytest.fail("rank 1 has not pushed"))
-    clocks.tick(0, 5)
-    clocks.leave(1)
+    clocks = SspClocks(2, lambda rank, ticket: rank == 1 or pytest.fail("rank 1 has not pushed"))
+    for clock in range(1, 6):
+        clocks.tick(0, clock, 1)
+    clocks.leave(1, 1, 0)
     clocks.begin()
     clocks.wait(0, 1, 1)
     assert clocks.list_awaited(0) == [0, 1]
