@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.arrays import lies_elsewhere
 from ..cluster.agreement import Agreement
 from ..cluster.background import Work
-from ..cluster.calls import Call, PreparedCall
+from ..cluster.calls import PreparedCall
 from ..engine.calls import Steps
 from ..engine.exchange import Exchange
 from ..engine.keys import leaves, parse
@@ -82,10 +82,6 @@ class _Known:
         return alike and self.table.fits(steps.each[0])
 
 
-_UNKNOWN = None, None, None
-_NO_STEPS = Steps((), True)
-
-
 class CapturedStep:
     """A pushpull of some keys, from the same arrays into the same arrays.
 
@@ -117,14 +113,14 @@ class CapturedStep:
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
         self._known: _Known | None = None
-        # Cached: the last call, how it runs, and its description for other ranks.
-        self._described: tuple[Call | None, str | None, Call | None] = _UNKNOWN
-        self._steps = _NO_STEPS
+        # Returns a call's description with this step's number and how it runs. A loop asks for one again and again.
+        self._describe = lru_cache(1)(lambda call, how: add_text(call, f"captured step #{number}, {how}"))
+        self._steps = Steps((), True)
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
         """Drop the recorded graph: values move, or are updated in another way, from now on. Local."""
-        self._known, self._described = None, _UNKNOWN
+        self._known = None
 
     def __call__(self, *, wait: bool = True) -> Any:
         """Push and pull. Collective.
@@ -192,14 +188,6 @@ class CapturedStep:
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
         return self._describe(call, how), run
-
-    def _describe(self, call: Call, how: str) -> Call:
-        """Return a call's description, cached, to which this step's number and ``how`` it runs are added. Local."""
-        known, same, described = self._described
-        if described is None or call is not known or how != same:
-            described = add_text(call, f"captured step #{self._number}, {how}")
-            self._described = call, how, described
-        return described
 
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
         """Return a new state from the step's arguments: plan, arrays, GPU table, or why it cannot record. Local."""

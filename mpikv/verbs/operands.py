@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -165,7 +164,8 @@ class Operands:
         elif self._exchange.values.is_view(array):
             return False
         # Weakly, and forgotten with the array: a later one may get its number.
-        known[id(array)] = ref(array, partial(_forget, known, id(array)))
+        number = id(array)
+        known[number] = ref(array, lambda _: known.pop(number, None))
         return True
 
     # --- What is filled
@@ -267,7 +267,3 @@ def given_to_fill(key: Any, value: Any, out: Any) -> Any:
 def _are_keys(names: Sequence[Any], equal: tuple[Key, ...]) -> bool:
     """Return whether names that equal some keys are keys themselves: True and 1.0 equal the key 1 and are none."""
     return not equal or type(equal[0]) is str or set(map(type, names)) == {int}
-
-
-def _forget(known: dict[int, Any], name: int, gone: object) -> None:
-    known.pop(name, None)
