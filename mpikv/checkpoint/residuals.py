@@ -6,17 +6,15 @@ So it returns to as many ranks, with the same codec. In any other store compress
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cluster.printing import log
 from ..engine.compression import ensure_residuals
+from ..engine.exchange import Exchange
 from ..errors import CheckpointError
 from ..protocols import Array
 from .header import RESIDUALS, Header
 from .trees import pack, reading
-
-if TYPE_CHECKING:
-    from ..engine.exchange import Exchange
 
 
 def pack_residuals(exchange: Exchange, header: Header) -> Array:

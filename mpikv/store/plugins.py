@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
+from ..cluster.process_group import ProcessGroup
 from ..errors import ConfigError, Unsupported
 from ..protocols import Key
-
-if TYPE_CHECKING:
-    from ..cluster.process_group import ProcessGroup
 
 GROUP = "mpikv.stores"
 """The group of entry points in which an installed package names its stores."""
