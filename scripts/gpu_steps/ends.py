@@ -8,36 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from .step import MB, SCRIPT, Numbers, own_rank, store, tell
+from .step import MB, SCRIPT, Numbers, own_rank, store
 
 STRIKE = 0.5
 """Seconds after the first sum."""
 
 
-def stopped() -> Numbers:
-    """Stop a rank in the midst of sums: the other one is to raise at its deadline."""
-    from mpikv.errors import TransportError
-
-    with store(timeout=5.0, warn_after=2.0) as kv:
-        victim = int(kv.comm.bcast(os.getpid(), root=1))
-        struck = strike_later(kv, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-        try:
-            add_until(kv, lambda: False)
-        except TransportError as error:
-            tell({**missed(error), "seconds_after_the_first_sum": time.perf_counter() - struck})
-            os.kill(victim, signal.SIGKILL)  # the job is about to end
-            os._exit(1)
-    raise AssertionError("nothing was raised")
-
-
-def strike_later(kv: Any, strike: Callable[[], None]) -> float:
-    """Make a first sum, have the second rank do something in the midst of those that follow, and return the time."""
+def strike_later(kv: Any, act: Callable[[], None]) -> None:
+    """Make a first sum, and have the second rank do something in the midst of those that follow."""
     add_up(kv, init=True)
     if kv.rank == 1:
-        threading.Timer(STRIKE, strike).start()
-    return time.perf_counter()
+        threading.Timer(STRIKE, act).start()
 
 
 def add_up(kv: Any, init: bool = False) -> None:
@@ -79,7 +63,7 @@ def die(how: str) -> None:
         return
     kv = store(timeout=5.0, warn_after=2.0)
     gone = threading.Event()
-    strike_later(kv, kill if how == "killed" else gone.set)
+    strike_later(kv, partial(strike, SIGNALS[how]) if how in SIGNALS else gone.set)
     try:
         if how == "unclosed":
             for _ in range(5):
@@ -101,16 +85,18 @@ def die_unseen() -> None:
     time.sleep(40)
 
 
-def kill() -> None:
+def strike(number: int) -> None:
     say({"struck": time.time()})
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 def say(found: Numbers) -> None:
     print("said " + json.dumps({"at": time.time(), **found}), flush=True)
 
 
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}
 DEATHS: dict[str, Callable[[int | None], bool]] = {
+    "stopped": lambda status: status not in (None, 0),
     "killed": lambda status: status not in (None, 0),
     "lost": lambda status: status not in (None, 0),
     "raised": lambda status: status not in (None, 0),
@@ -120,8 +106,8 @@ DEATHS: dict[str, Callable[[int | None], bool]] = {
 
 
 def deaths() -> Numbers:
-    """Time the end of jobs in which a rank is killed in a sum, seen by the launcher or not; raises an error that nobody
-    catches; or leaves without closing its store.
+    """Time the end of jobs in which a rank is stopped or killed in a sum, seen by the launcher or not; raises an error
+    that nobody catches; or leaves without closing its store.
     """
     found: Numbers = {}
     for how, is_right in DEATHS.items():

@@ -28,8 +28,6 @@ class Step:
     expected: float
     """How long it took on an H200, or will, as is thought: together these are to stay below the limit of all."""
     ranks: int = 1
-    dies: bool = False
-    """Whether a rank is killed, so that the job's exit status is none of success."""
     jobs: bool = False
     """Whether it starts jobs of its own."""
 

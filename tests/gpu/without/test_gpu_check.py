@@ -130,20 +130,19 @@ def nothing() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("dies", "status", "output", "expected"),
+    ("status", "output", "expected"),
     [
-        (False, 0, 'noise\n{"ms": 1.5}\n{noise\n7\n', {"status": "ok", "numbers": {"ms": 1.5}}),
-        (False, 0, '{"skip": "no torch"}\n', {"status": "skip", "reason": "no torch"}),
-        (True, 137, '{"s": 5.1}\n', {"status": "ok", "numbers": {"s": 5.1}}),
-        (False, 137, '{"s": 5.1}\n', {"status": "fail", "reason": "exit status 137", "numbers": {"s": 5.1}}),
-        (False, 0, "nothing\n", {"status": "fail", "reason": "exit status 0", "numbers": None}),
-        (True, 1, "Traceback\n", {"status": "fail", "reason": "exit status 1", "numbers": None}),
-        (False, 1, "a.E: why\n", {"status": "fail", "reason": "exit status 1: a.E: why", "numbers": None}),
-        (False, None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in 1 s", "numbers": {"s": 5.1}}),
+        (0, 'noise\n{"ms": 1.5}\n{noise\n7\n', {"status": "ok", "numbers": {"ms": 1.5}}),
+        (0, '{"skip": "no torch"}\n', {"status": "skip", "reason": "no torch"}),
+        (137, '{"s": 5.1}\n', {"status": "fail", "reason": "exit status 137", "numbers": {"s": 5.1}}),
+        (0, "nothing\n", {"status": "fail", "reason": "exit status 0", "numbers": None}),
+        (1, "Traceback\n", {"status": "fail", "reason": "exit status 1", "numbers": None}),
+        (1, "a.E: why\n", {"status": "fail", "reason": "exit status 1: a.E: why", "numbers": None}),
+        (None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in 1 s", "numbers": {"s": 5.1}}),
     ],
 )
-def test_what_an_outcome_means(check, dies, status, output, expected):
-    found = check.judge(check.Step(nothing, 1, 1, dies=dies), status, output, "!")
+def test_what_an_outcome_means(check, status, output, expected):
+    found = check.judge(check.Step(nothing, 1, 1), status, output, "!")
     if expected["status"] == "fail":
         assert found.pop("output") == output + "!"
     assert found == expected
