@@ -193,12 +193,14 @@ def test_the_order_of_a_dict_does_not_matter(comm, start, on_store):
 @BOTH
 @pytest.mark.feature("trainer-shared-parameters")
 def test_a_shared_parameter_is_updated_once_by_the_sum(start, on_store):
+    """Also where it is another array over the same memory."""
     shared = np.zeros(2)
-    kv, trainer, _ = start(on_store, {"out": shared, "embedding": shared, "b": np.zeros(1)})
-    trainer.set_grads({"out": np.ones(2), "embedding": np.full(2, 3.0), "b": np.ones(1)})
+    kv, trainer, _ = start(on_store, {"out": shared, "embedding": shared, "view": shared[:], "b": np.zeros(1)})
+    assert trainer.params["out"] is trainer.params["embedding"] is trainer.params["view"]
+    trainer.set_grads({"out": np.ones(2), "embedding": np.full(2, 3.0), "view": np.full(2, 2.0), "b": np.ones(1)})
     trainer.step(1)
     assert kv.keys() == ("b", "embedding")
-    np.testing.assert_array_equal(shared, np.full(2, -0.5 * 4 * kv.size))
+    np.testing.assert_array_equal(shared, np.full(2, -0.5 * 6 * kv.size))
     trainer.set_data({"out": np.ones(2)})
     np.testing.assert_array_equal(shared, np.ones(2))
 
@@ -814,16 +816,6 @@ def test_overflows_in_the_dtype_of_the_weight(start, on_store):
 
 
 # --- Parameters over shared memory, and those that are not trained
-
-
-@BOTH
-def test_arrays_over_the_same_memory_are_one_parameter(start, on_store):
-    weight = np.zeros(2)
-    kv, trainer, _ = start(on_store, {"a": weight, "b": weight[:], "c": weight.view()})
-    assert trainer.params["a"] is trainer.params["b"] is trainer.params["c"]
-    trainer.set_grads({"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)})
-    trainer.step(kv.size)
-    np.testing.assert_array_equal(weight, [-1.5, -1.5])
 
 
 @pytest.mark.ranks(1)
