@@ -1,4 +1,4 @@
-"""Arrays of any library seen as numpy's, sums of them, and half precision as the dtype of a value.
+"""Arrays of any library seen as numpy's, and sums of them.
 
 Here: the common ground of numpy, PyTorch, JAX and DLPack arrays, conversion without copies where possible, storable
 dtypes, sums on one rank, values of float16 and bfloat16. It imports ``protocols``. It knows nothing of keys, and never

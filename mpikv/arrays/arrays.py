@@ -19,7 +19,6 @@ import numpy as np
 
 from ..errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
 from ..protocols.arrays import Array
-from .float16 import add_widened, widen
 
 Result = TypeVar("Result")
 
@@ -243,25 +242,13 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
     """Write the sum of the terms' elements ``[low, high)`` to ``out``, in its dtype, from the first to the last."""
     if high - low < terms[0].size:
         terms = [term[low:high] for term in terms]
-    if terms[0].dtype != out.dtype:
-        _add_halves(terms, out)
-    elif len(terms) == 1:
+    if len(terms) == 1:
         np.copyto(out, terms[0])
-    else:
-        np.add(terms[0], terms[1], out)
-        for term in terms[2:] if len(terms) > 2 else ():
-            np.add(out, term, out)
-
-
-def _add_halves(terms: Sequence[Array], out: Array) -> None:
-    """Write the sum of terms, some of half precision, to float32 memory."""
-    # The first term is of half precision. The others may be float32: sums of other hosts travel unrounded.
-    widen(terms[0], out)
-    for term in terms[1:]:
-        if term.dtype == out.dtype:
-            np.add(out, term, out=out)
-        else:
-            add_widened(out, term)
+        return
+    # Terms of half precision are added in float32, and some may be float32: sums of other hosts travel unrounded.
+    np.add(terms[0], terms[1], out, dtype=out.dtype)
+    for term in terms[2:] if len(terms) > 2 else ():
+        np.add(out, term, out, dtype=out.dtype)
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
@@ -287,9 +274,7 @@ def _sum_tree(terms: Sequence[tuple[Array, bool]], dtype: np.dtype[Any]) -> tupl
     if len(terms) == 1:
         if terms[0][0].dtype == dtype:
             return terms[0]
-        wide = np.empty(terms[0][0].size, dtype)
-        widen(terms[0][0], wide)
-        return wide, True
+        return terms[0][0].astype(dtype), True
     middle = len(terms) // 2
     (left, over_left), (right, over_right) = _sum_tree(terms[:middle], dtype), _sum_tree(terms[middle:], dtype)
     # Else in new memory: a term may be the caller's, or another rank's.

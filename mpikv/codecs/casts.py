@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..arrays.float16 import add_widened, narrow
 from ..protocols import Array
 from .options import BLOCK, Scratch
 
@@ -51,11 +50,11 @@ class Float16(_Cast):
         halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            narrow(np.clip(part, -_LARGEST, _LARGEST, out=spare[: part.size]), halves[low : low + BLOCK])
+            halves[low : low + BLOCK] = np.clip(part, -_LARGEST, _LARGEST, out=spare[: part.size])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the payload to ``total``, in float32."""
-        add_widened(total, payload.view(np.float16))
+        np.add(total, payload.view(np.float16), out=total)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import accumulator, add, add_in_pairs, name_of
-from ..arrays.float16 import narrow
 from ..errors import Unsupported
 from ..protocols import Array
 
@@ -68,7 +67,7 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
     for low in range(0, out.size, _BLOCK):
         part, total = out[low : low + _BLOCK], wide[: out.size - low]
         _combine([term[low : low + _BLOCK] for term in terms], total, op, size, in_pairs)
-        narrow(total, part)
+        np.copyto(part, total, casting="unsafe")
 
 
 def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool) -> None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays.arrays import accumulator
-from ..arrays.float16 import narrow, widen
 from ..cluster.printing import log
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
@@ -76,12 +75,12 @@ class Block:
     def load(self) -> None:
         """Begin an update: widen the stored elements."""
         if self.stored is not None and not self.kept:
-            widen(self.stored, self.weight)
+            np.copyto(self.weight, self.stored)
 
     def store(self) -> None:
         """End an update: round to the stored elements."""
         if self.stored is not None:
-            narrow(self.weight, self.stored)
+            np.copyto(self.stored, self.weight, casting="unsafe")
 
 
 class _OfInit:

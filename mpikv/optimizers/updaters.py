@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.float16 import narrow
 from ..cluster.printing import log
 from ..errors import ConfigError, Unsupported, ValueMismatch
 from ..memory.row_sparse import RowSparse
@@ -81,9 +80,7 @@ class Assign:
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return lambda step: None  # the sum was made in its place
-        if total.dtype == value.dtype:
-            return lambda step: np.copyto(value, total)
-        return lambda step: narrow(total.reshape(-1), value.reshape(-1))
+        return lambda step: np.copyto(value, total, casting="unsafe")
 
     def settings(self) -> str:
         return "assign"

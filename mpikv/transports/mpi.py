@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import accumulator, zeros
-from ..arrays.float16 import widen
 from ..cluster.calls import ANY
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waits
@@ -193,7 +192,7 @@ class MpiTransport(Unshared):
         wide_send, wide_recv = send, recv
         if dtype != send.dtype:
             wide_send = self._wide[0].view(dtype)[: send.size]
-            widen(send, wide_send) if _is_half(send) else np.copyto(wide_send, send)
+            np.copyto(wide_send, send)
         if recv is not None and recv.dtype != dtype:
             wide_recv = self._wide[1].view(dtype)[: recv.size]
         # Booleans add up by or; MPI refuses a sum of them.

@@ -32,14 +32,14 @@ from ...optimizers.recording import Rule, call_of, is_recordable, rule_of
 from ...protocols import Array, Updater
 from .compiling import compile_cached, inner
 from .half_rules import bind_adding as bind_adding_halves
-from .half_rules import bind_rounding, is_half
+from .half_rules import bind_rounding, has_loops
 from .lists import bind_list as bind_list
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     """Compile, or load from disk, the updater's loop for its present options and this dtype, if it has one. Local."""
     nothing = np.empty(0, dtype)
-    if updater.assigns and is_half(dtype):
+    if updater.assigns and has_loops(dtype):
         with suppress(OSError):
             bind_rounding(np.empty(0, np.float32), nothing)
             bind_adding_halves(nothing)
@@ -55,7 +55,7 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
     """Return a compiled function of a step that updates these arrays; without a loop ``updater.bind``'s. Local."""
-    if updater.assigns and is_half(value.dtype):
+    if updater.assigns and has_loops(value.dtype):
         return bind_rounding(total, value)
     if not _has_loop(updater, total, value, *state.values()):
         return updater.bind(total, value, state)
@@ -66,7 +66,7 @@ def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
     """Return a compiled function that updates by the sum of two arrays and a step; None without a loop. Local."""
-    if updater.assigns and is_half(value.dtype):
+    if updater.assigns and has_loops(value.dtype):
         return bind_adding_halves(value)
     return _bind_loop(updater, value, state) if _has_loop(updater, value, *state.values()) else None
 
