@@ -1,10 +1,8 @@
-"""The memory of a GPU: where its arrays come from and go to, and the workspace of its rows."""
+"""The memory of a GPU: where its arrays come from and go to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from math import prod
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -13,7 +11,7 @@ import numpy as np
 from ..arrays.arrays import check_apart, check_mutable, lies_elsewhere, source, storable, target
 from ..cluster.printing import log
 from ..errors import Unsupported
-from ..protocols import Array, Gpu, Workspace
+from ..protocols import Array, Gpu
 from .stream_order import GpuOrder
 
 ALIGNMENT = 256
@@ -54,67 +52,6 @@ def read_to_host(value: Any) -> Array:
     return out
 
 
-class GpuWorkspace:
-    """The :class:`~mpikv.protocols.Workspace` of a GPU, for one thread at a time.
-
-    It has memory reserved beforehand: no rank may run out of memory in the middle of a call.
-    """
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        # Without memory of their own: the GPU's methods as they are.
-        self.copy, self.clear, self.prepare_rows, self.sum_runs = gpu.copy, gpu.clear, gpu.prepare_rows, gpu.sum_runs
-        self._memory: Array | None = None
-        self._used = 0
-
-    @contextmanager
-    def over(self, memory: Array) -> Iterator[None]:
-        """In a with block: take this workspace's new arrays and numbers from ``memory``, as far as they fit. Local."""
-        outer = self._memory, self._used
-        self._memory, self._used = memory, 0
-        try:
-            yield
-        finally:
-            # Nested use: without the outer offset, rows in use would be handed out again.
-            self._memory, self._used = outer
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, in the reserved memory, or beyond it if that is full. Local."""
-        begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
-        if self._memory is None or begin + nbytes > self._memory.size:
-            # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._bound).
-            return self._gpu.empty(shape, dtype)
-        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
-        return array
-
-    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return row numbers on the GPU, all by one upload. Local."""
-        # One upload for all: each copy from the host costs a call of its own, however short it is.
-        there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
-        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
-
-    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        """Return the rows of these numbers, copied to ``out`` or to new memory. Queued. Local."""
-        rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
-        self._gpu.take_rows(table, self._there(ids), rows)
-        return rows
-
-    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        """Queue a copy of rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Local."""
-        # The kernel copies bits: a cast is a pass of its own, in reserved memory.
-        if rows is not None and rows.dtype != table.dtype:
-            given, rows = rows, self.empty(rows.shape, table.dtype)
-            self._gpu.copy((rows,), (given,))
-        self._gpu.put_rows(table, self._there(ids), rows)
-
-    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        self._gpu.add_rows(table, self._there(ids), rows)
-
-    def _there(self, ids: Array) -> Array:
-        return ids if self._gpu.owns(ids) else self._gpu.upload(ids, self.empty(ids.shape, ids.dtype))
-
-
 class DeviceMemory:
     """The :class:`~mpikv.protocols.Memory` of one GPU, with the stream of one store."""
 
@@ -122,7 +59,7 @@ class DeviceMemory:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.workspace: Workspace = GpuWorkspace(gpu)
+        self.workspace = gpu.workspace()
         _GPUS.add(gpu)
         self.order = GpuOrder(gpu)
         self._flag = self.zeros(1)

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.arrays import is_array, source
 from ..errors import ValueMismatch
 from ..protocols import Array, Workspace
-from .device import GpuWorkspace, locate, read_to_host
+from .device import locate, read_to_host
 from .host import HOST
 
 
@@ -60,7 +60,7 @@ class RowSparse:
             raise ValueMismatch(f"row numbers must have one dimension, not {dimensions}")
         # Rows may stay on a GPU; their numbers come to the host, where they are planned with.
         rows, gpu = locate(values)
-        self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
+        self._tables: Workspace = HOST if gpu is None else gpu.workspace()
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(
                 f"values of {ids.size} rows of an array of shape {self.shape} have the shape "

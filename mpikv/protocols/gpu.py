@@ -10,6 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .arrays import Array
     from .kernels import GpuKernels
+    from .memory import Workspace
 
 
 class Event(Protocol):
@@ -167,16 +168,5 @@ class Gpu(Protocol):
         each array (uint8). Contiguous arrays need no other memory.
         """
 
-    # Rows: as in a Workspace, whose numbers lie here.
-
-    def clear(self, array: Array) -> None: ...
-
-    def prepare_rows(self, dtype: np.dtype[Any]) -> None: ...
-
-    def take_rows(self, table: Array, ids: Array, out: Array) -> None: ...
-
-    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None: ...
-
-    def add_rows(self, table: Array, ids: Array, rows: Array) -> None: ...
-
-    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array: ...
+    def workspace(self) -> Workspace:
+        """Return a new workspace of arrays of the library, for one thread at a time."""

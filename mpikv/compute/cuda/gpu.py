@@ -16,10 +16,11 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import finalize, ref
@@ -29,7 +30,8 @@ import numpy as np
 from ...arrays.arrays import accumulator
 from ...cluster.environment import launch_of
 from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
-from ...protocols import Array, Event, GpuKernels, Graph, Stream
+from ...memory.device import ALIGNMENT
+from ...protocols import Array, Event, GpuKernels, Graph, Stream, Workspace
 from . import copies, norms
 from . import rows as cuda_rows
 from .sharing import share_gpus
@@ -466,6 +468,42 @@ class CupyGpu:
         flagged: list[bool] = found.tolist()
         return flagged
 
+    def workspace(self) -> Workspace:
+        return CupyWorkspace(self)
+
+
+class CupyWorkspace:
+    """The :class:`~mpikv.protocols.Workspace` of CuPy, for one thread at a time.
+
+    It has memory reserved beforehand: no rank may run out of memory in the middle of a call.
+    """
+
+    def __init__(self, gpu: CupyGpu) -> None:
+        self.gpu, self.copy = gpu, gpu.copy
+        self._memory: Array | None = None
+        self._used = 0
+
+    @contextmanager
+    def over(self, memory: Array) -> Iterator[None]:
+        """In a with block: take this workspace's new arrays and numbers from ``memory``, as far as they fit. Local."""
+        outer = self._memory, self._used
+        self._memory, self._used = memory, 0
+        try:
+            yield
+        finally:
+            # Nested use: without the outer offset, rows in use would be handed out again.
+            self._memory, self._used = outer
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content, in the reserved memory, or beyond it if that is full. Local."""
+        begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
+        if self._memory is None or begin + nbytes > self._memory.size:
+            # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._bound).
+            return self.gpu.empty(shape, dtype)
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
+        return array
+
     @_translated()
     def clear(self, array: Array) -> None:
         array.fill(0)
@@ -474,25 +512,42 @@ class CupyGpu:
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         cuda_rows.prepare(dtype, accumulator(dtype))
 
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        """Return row numbers on the GPU, all by one upload. Local."""
+        # One upload for all: each copy from the host costs a call of its own, however short it is.
+        there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
+
     @_translated()
-    def take_rows(self, table: Array, ids: Array, out: Array) -> None:
-        cuda_rows.take(table, ids, out)
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        """Return the rows of these numbers, copied to ``out`` or to new memory. Queued. Local."""
+        rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
+        cuda_rows.take(table, self._there(ids), rows)
+        return rows
 
     @_translated()
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        cuda_rows.put(table, ids, rows)
+        """Queue a copy of rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Local."""
+        # The kernel copies bits: a cast is a pass of its own, in reserved memory.
+        if rows is not None and rows.dtype != table.dtype:
+            given, rows = rows, self.empty(rows.shape, table.dtype)
+            self.copy((rows,), (given,))
+        cuda_rows.put(table, self._there(ids), rows)
 
     @_translated()
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        cuda_rows.add(table, ids, rows)
+        cuda_rows.add(table, self._there(ids), rows)
 
     @_translated()
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
         """Queue the sums of runs of rows, each run in its order; return new GPU memory that will hold them."""
-        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
-        numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
+        total = self.gpu.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        numbers = self.gpu.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
         cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
         return total
+
+    def _there(self, ids: Array) -> Array:
+        return ids if self.gpu.owns(ids) else self.gpu.upload(ids, self.empty(ids.shape, ids.dtype))
 
 
 class _Tensor(NamedTuple):

@@ -9,8 +9,7 @@ from store.test_rows import Program
 import mpikv
 from mpikv import PeerFailed, RowSparse, TransportUnavailable, Unsupported
 from mpikv.cluster.environment import visible_gpus
-from mpikv.compute.cuda.gpu import CupyGpu, find_gpu
-from mpikv.memory.device import GpuWorkspace
+from mpikv.compute.cuda.gpu import CupyGpu, CupyWorkspace, find_gpu
 from mpikv.testing.store import on_host
 from mpikv.verbs import rows as row_verbs
 
@@ -22,7 +21,7 @@ VALUE = np.arange(12.0).reshape(6, 2)
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
     """Let a call fail that takes more memory than all ranks have agreed on; return the sizes of arrays in that."""
-    empty, sizes = GpuWorkspace.empty, []
+    empty, sizes = CupyWorkspace.empty, []
 
     def within(tables, shape, dtype):
         array = empty(tables, shape, dtype)
@@ -31,7 +30,7 @@ def checked(monkeypatch):
             assert array.data.mem is tables._memory.data.mem, f"{tables._used} of {tables._memory.size} bytes are used"
         return array
 
-    monkeypatch.setattr(GpuWorkspace, "empty", within)
+    monkeypatch.setattr(CupyWorkspace, "empty", within)
     return sizes
 
 
@@ -39,7 +38,7 @@ def checked(monkeypatch):
 @pytest.mark.parametrize("shape", [(5000, 64), (5000,), (300, 1000), (50, 3, 7), (9, 0)])
 def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
     random = np.random.default_rng(1)
-    workspace = GpuWorkspace(find_gpu(0, 1, sharing=True, visible=visible_gpus()))
+    workspace = find_gpu(0, 1, sharing=True, visible=visible_gpus()).workspace()
     workspace.prepare_rows(np.dtype(dtype))
     table, ids = random.integers(0, 5, shape).astype(dtype), random.permutation(shape[0])[: shape[0] // 3]
     some = random.integers(0, 5, (ids.size, *shape[1:])).astype(dtype)
@@ -61,7 +60,7 @@ def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
 
 
 def test_half_precision_is_added_in_single_precision(cupy):
-    workspace = GpuWorkspace(find_gpu(0, 1, sharing=True, visible=visible_gpus()))
+    workspace = find_gpu(0, 1, sharing=True, visible=visible_gpus()).workspace()
     total, terms = cupy.zeros((1, 1), np.float32), cupy.asarray([[2048], [1], [1]], np.float16)
     for term in terms:
         workspace.add_rows(total, np.array([0]), term[None])
@@ -314,16 +313,17 @@ def test_the_launches_of_a_push(cupy, monkeypatch):
     """One packs all that goes out, one adds what came from a rank, one updates, and numbers come thrice at most."""
     launches = Counter()
 
-    def noted(work, launch):
-        monkeypatch.setattr(CupyGpu, work, lambda gpu, *given: launches.update([work]) or launch(gpu, *given))
+    def noted(kind, work, launch):
+        monkeypatch.setattr(kind, work, lambda one, *given: launches.update([work]) or launch(one, *given))
 
     with mpikv.create("nccl", bucket_bytes=1 << 14) as kv:
         kv.init("w", np.zeros((8192, 4), np.float32))
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
         rows = RowSparse(np.arange(0, 8192, 7), cupy.ones((1171, 4), "f4"), (8192, 4))
         kv.push("w", rows)
-        for work in ("take_rows", "add_rows", "put_rows", "upload"):
-            noted(work, getattr(CupyGpu, work))
+        for work in ("take_rows", "add_rows", "put_rows"):
+            noted(CupyWorkspace, work, getattr(CupyWorkspace, work))
+        noted(CupyGpu, "upload", CupyGpu.upload)
         kv.push("w", rows)
         several = kv.size > 1
         # Of the value and of its momentum, besides what is sent, and the first term of the sum.
