@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -238,13 +238,12 @@ def sum_rows(
     addends: Sequence[tuple[Array, Array]],
     dtype: np.dtype[Any],
     in_pairs: bool = False,
-    empty: Callable[[Any, Any], Array] = np.empty,
     tables: Workspace = HOST,
 ) -> tuple[Array, Array]:
     """Add up row-sparse arrays by ``tables``, the workspace of their memory; return new numbers and rows. Local.
 
-    Each addend is a pair of rising numbers and rows of ``tables``. ``empty`` returns memory for the sum, in ``dtype``.
-    Addends are added from first to last; with ``in_pairs``, as a binary tree, like the dense sum of the same ranks.
+    Each addend is a pair of rising numbers and rows of ``tables``. Their sum, in ``dtype``, is made from first to last;
+    with ``in_pairs``, as a binary tree, like the dense sum of the same ranks.
 
     >>> sum_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
     (array([0, 2]), array([[1.],
@@ -253,17 +252,17 @@ def sum_rows(
     # As dense sums: the tree depends on the number of ranks alone.
     if in_pairs and len(addends) > 2:
         middle = len(addends) // 2
-        addends = [sum_rows(half, dtype, True, empty, tables) for half in (addends[:middle], addends[middle:])]
+        addends = [sum_rows(half, dtype, True, tables) for half in (addends[:middle], addends[middle:])]
     (ids, rows), *others = addends
     if not others:
-        total = empty(rows.shape, dtype)
+        total = tables.empty(rows.shape, dtype)
         tables.copy((total,), (rows,))
         return ids.copy(), total
     # Sorted at once: merging list by list would sort the first one again for each rank.
     every = np.concatenate([ids for ids, _ in addends])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
-    total = empty((every.size, *rows.shape[1:]), dtype)
+    total = tables.empty((every.size, *rows.shape[1:]), dtype)
     tables.clear(total)
     first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in addends])
     tables.put_rows(total, first, rows)

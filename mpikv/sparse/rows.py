@@ -23,15 +23,11 @@ from ..errors import Unsupported
 from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, sum_rows
 from ..optimizers.updaters import CallableUpdater
-from ..protocols import Array, Key, Placement, Workspace
+from ..protocols import Array, Key, Placement
 from .messages import Kind, Packed, Selected, Split
 
 if TYPE_CHECKING:
     from ..engine.exchange import Exchange
-
-# Bytes kept from push to push: fresh memory costs more than the sums in it. A larger push allocates.
-_MOST_KEPT = 16 << 20
-_BYTES = np.dtype(np.uint8)
 
 
 def check_updater(exchange: Exchange) -> None:
@@ -59,8 +55,6 @@ class Rows:
         self._tables = self._memory.workspace
         self._messages = Packed(exchange.transport) if self._memory.is_host else Split(exchange.transport)
         self._owners_of = WeakKeyDictionary[Plan, _Owners]()
-        # On a GPU _reserve takes the memory of each push, at a point where all ranks learn if one has too little.
-        self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
 
     @property
     def sent(self) -> int:
@@ -142,8 +136,7 @@ class Rows:
     # --- Sums
 
     def _sum_rows(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> list[Selected]:
-        """Return the sum over ranks of the rows with elements of this rank, in kept or reserved memory. Collective."""
-        self._kept.start()
+        """Return the sum over ranks of the rows with elements of this rank, on GPUs in reserved memory. Collective."""
         if self._transport.size > 1:
             addends = self._send_to_owners(plan, given, held)
         else:
@@ -151,7 +144,7 @@ class Rows:
             if not self._memory.is_host:
                 self._reserve(self._bound(plan.entries, [[ids for ids, _ in given]]), held)
         return [
-            sum_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
+            sum_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._tables)
             for entry, each in zip(plan.entries, zip(*addends, strict=True), strict=True)
         ]
 
@@ -222,7 +215,7 @@ class Rows:
             return [values[at] for at in places]
         # One copy for all ranks: rows of each are then one range.
         order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
-        values = _copy_rows(self._tables, values, order, self._kept)
+        values = self._tables.take_rows(values, order)
         return [values[low:high] for low, high in pairwise(ends)]
 
     def _owners(self, entry: Entry) -> _Owners:
@@ -257,8 +250,8 @@ class Rows:
         rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
         of_states = others[0] if others else rows
         # Copies, side by side: an optimizer updates one contiguous array per call, however many rows.
-        picked = _copy_rows(self._tables, value, rows, self._kept)
-        picked_states = {name: _copy_rows(self._tables, state, of_states, self._kept) for name, state in states.items()}
+        picked = self._tables.take_rows(value, rows)
+        picked_states = {name: self._tables.take_rows(state, of_states) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
         self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
         self._tables.put_rows(value, rows, picked)
@@ -328,38 +321,6 @@ class Rows:
                 self._tables.put_rows(rows, at[whole], mine)
                 into = [rows[at[row], low:high] for row, low, high in pieces]
                 self._tables.copy(into, [values[row, low:high] for row, low, high in pieces])
-
-
-class _Kept:
-    """A bump allocator; each push starts again at its first byte."""
-
-    def __init__(self, tables: Workspace, most: int) -> None:
-        """Keep at most ``most`` bytes."""
-        self._tables, self._most = tables, most
-        self._memory = tables.empty((0,), _BYTES)
-        self._room = self._used = 0
-
-    def start(self) -> None:
-        """Make all memory available again, and grow it to the needs of the last push, up to the limit. Local."""
-        if self._room < self._used <= self._most:
-            self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
-        self._used = 0
-
-    def __call__(self, shape: Any, dtype: Any) -> Array:
-        """Return memory of undefined content."""
-        dtype, begin = np.dtype(dtype), self._used
-        nbytes = prod(shape) * dtype.itemsize
-        # 64 bytes: a cache line.
-        self._used += -(-nbytes // 64) * 64
-        if self._used > self._room:
-            return self._tables.empty(shape, dtype)
-        memory: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
-        return memory
-
-
-def _copy_rows(tables: Workspace, table: Array, ids: Array, kept: _Kept) -> Array:
-    """Copy some rows of a table, into memory of ``kept``."""
-    return tables.take_rows(table, ids, kept((ids.size, table.shape[1]), table.dtype))
 
 
 class _Owners:

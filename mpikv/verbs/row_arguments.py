@@ -258,7 +258,7 @@ def _sum_group(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callab
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)
-        ids, rows = run_quietly(sum_rows, terms, wide, in_pairs, tables.empty, tables)
+        ids, rows = run_quietly(sum_rows, terms, wide, in_pairs, tables)
     else:
         ids, rows = only.indices, only.values
         # On a GPU the caller's rows may also be the out, and get other rows before the GPU has read these: copy them.
