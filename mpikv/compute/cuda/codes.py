@@ -12,7 +12,6 @@ import numpy as np
 from ...codecs import Bfloat16, Float16, OneBit, TwoBit
 from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
-from ...errors import Unsupported
 from ...protocols import Array
 from .loading import argument_dtype, kernel, pointer
 
@@ -48,16 +47,11 @@ class CudaCodec(SamePayloads):
     Arrays are CuPy's, contiguous, and of the codec's dtypes.
 
     Raises:
-        Unsupported: there is no kernel for the codec.
         TransportUnavailable: the kernels cannot be compiled here.
     """
 
     def __init__(self, codec: Any) -> None:
-        if not has_code(codec):
-            raise Unsupported(
-                f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, "
-                "or run the codec on the host"
-            )
+        """Compile or load the kernels; the codec :func:`has_code`."""
         self.codec, self.feedback = codec, codec.feedback
         rule = _inside(codec)
         name, self._bits = _CODES[type(rule)]
