@@ -32,7 +32,7 @@ import mpikv
 from mpikv import codecs
 from mpikv.cli.bench.report import table
 from mpikv.cli.bench.rounds import Case, measure
-from mpikv.compute.kernels import compile_codec
+from mpikv.compute.kernels import find_kernels
 
 KERNELS = ("numpy", "numba") if find_spec("numba") else ("numpy",)
 PACKING = ("2bit", "1bit", "fp16", "bf16")
@@ -153,7 +153,7 @@ def packing(gradient: Any, kernels: str) -> Iterator[tuple[str, Work]]:
     """Yield what packs an array, and what unpacks and adds it, for each codec that has these kernels."""
     for name in PACKING:
         plain = codecs.create(name)
-        codec = compile_codec(plain, kernels)
+        codec = find_kernels(kernels).codec(plain)
         if kernels == "numpy" or codec is not plain:
             payload = np.empty(codec.nbytes(gradient.size), np.uint8)
             yield f"{name}, pack", partial(codec.encode, gradient, payload, np.zeros_like(gradient))

@@ -23,6 +23,9 @@ class NumpyKernels:
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # numpy gains nothing: a sum is one more pass over memory, as each operation of a rule is
 
+    def codec(self, codec: Codec) -> Codec:
+        return codec
+
 
 def find_kernels(name: str) -> Kernels:
     """Return the kernels of a name in :data:`mpikv.config.KERNELS`; import numba if it is asked for. Local.
@@ -41,12 +44,3 @@ def find_kernels(name: str) -> Kernels:
             "which gives the same bits"
         ) from error
     return compiled
-
-
-def compile_codec(codec: Codec, kernels: str) -> Codec:
-    """Return the codec compiled by numba, or the codec itself if numba has no loop or is not asked for. Local."""
-    if kernels == "numpy":
-        return codec
-    from .numba import codecs as compiled
-
-    return compiled.compile_codec(codec)

@@ -17,12 +17,12 @@ a GPU; a codec of ``compression.py`` replaces pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,20 +42,6 @@ _add_two = np.add
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
 shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""
-
-
-Stages = TypeVar("Stages", bound=Callable[..., None])
-
-
-def _with_transfers_apart(stages: Stages) -> Stages:
-    """Return a collective method that runs ``stages``, with transfers beside other work if the plan overlaps them."""
-
-    def run(self: TransferPipeline, plan: Plan, *arguments: Any, **options: Any) -> None:
-        assert self.streams is not None
-        with self.streams.apart() if plan.overlaps else nullcontext():
-            stages(self, plan, *arguments, **options)
-
-    return cast(Stages, run)
 
 
 class Pipeline:
@@ -438,8 +424,18 @@ class TransferPipeline(Pipeline):
         super().__init__(values, compression)
         self.streams = values.transport if isinstance(values.transport, Transfers) else None
 
-    _run = _with_transfers_apart(Pipeline._run)
-    publish = _with_transfers_apart(Pipeline.publish)
+    def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
+        with self._apart(plan):
+            super()._run(plan, *arguments, **options)
+
+    def publish(self, plan: Plan, outs: Arrays = ()) -> None:
+        with self._apart(plan):
+            super().publish(plan, outs)
+
+    def _apart(self, plan: Plan) -> AbstractContextManager[None]:
+        """Return a context: inside, transfers run beside other work if the plan overlaps them. Local."""
+        assert self.streams is not None
+        return self.streams.apart() if plan.overlaps else nullcontext()
 
 
 class _Delivery:

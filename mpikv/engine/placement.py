@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..errors import ConfigError, Unsupported, known_names
+from ..errors import Unsupported
 from ..optimizers.updaters import Assign
 from ..protocols import Placement, Shard, Transfers, Transport, Updater
 
@@ -116,7 +116,6 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
 
     Raises:
         Unsupported: a callable must run once per key, on whole values; only ``root`` runs it so.
-        ConfigError: the name is unknown.
     """
     if name == "auto":
         # On all ranks alike: the updater has been compared.
@@ -125,8 +124,6 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
         return Root(transport, root)
     if name == "owners":
         return Owners(transport)
-    if name not in ("sharded", "replicated"):
-        raise ConfigError(known_names("placement", name, ("auto", "replicated", "root", "sharded")))
     if updater.may_raise:
         raise Unsupported(
             f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "

@@ -46,6 +46,9 @@ class Kernels(Protocol):
         it saves nothing to keep the sum out of memory.
         """
 
+    def codec(self, codec: Codec) -> Codec:
+        """Return a codec with the same bits, compiled on return; the codec itself without such code."""
+
 
 class BoundList(Protocol):
     """Arrays at fixed addresses. It compares other lists with them, array by array, and copies between both.
@@ -105,9 +108,6 @@ class GpuKernels(Kernels, Protocol):
 
         It updates as :meth:`Updater.update` does, by the updater's options at the time of each call.
         """
-
-    def codec(self, codec: Codec) -> Codec:
-        """Return a codec for GPU arrays with the same bits, compiled on return; the codec itself without a kernel."""
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
         """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local.

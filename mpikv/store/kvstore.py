@@ -20,7 +20,7 @@ from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import here, owned
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
-from ..compute.kernels import compile_codec, find_kernels
+from ..compute.kernels import find_kernels
 from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
 from ..engine.lazy import lazy
@@ -113,11 +113,10 @@ class KVStore(RankedStore):
         self._memory, self._quiet = transport.memory, quiet()
         self._agreement = Agreement(transport.control, group, board)
         placement = self._placement or config.placement
-        compiler = partial(compile_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic, config.threads)
         self._rows = Rows(self._exchange, root)
-        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, compiler)
+        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank)
         self._verbs.push_pull.check_finite = config.check_finite
         self._control = ControlVerbs(self._agreement, group, root)
         self._order = transport.memory.order

@@ -7,12 +7,9 @@ store lets calls in and handles failures; verbs know neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..cluster.agreement import Agreement
 from ..engine.exchange import Exchange
 from ..memory.device import DeviceMemory
-from ..protocols import Codec
 from ..sparse.rows import Rows
 from .comparison import Comparison
 from .join import Join
@@ -26,10 +23,7 @@ from .values import ValueVerbs
 class Verbs:
     """The verbs of one store, by their families."""
 
-    def __init__(
-        self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int, compile_codec: Callable[[Codec], Codec]
-    ) -> None:
-        """``compile_codec`` returns the implementation of a codec for the store's memory, or raises."""
+    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
         self._exchange = exchange
         memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
@@ -40,7 +34,7 @@ class Verbs:
         self.values = ValueVerbs(*parts, rows)
         self.rows = RowVerbs(*parts, rows)
         self.push_pull = PushPull(*parts, self.rows)
-        self.settings = SettingVerbs(exchange, compile_codec)
+        self.settings = SettingVerbs(exchange)
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:

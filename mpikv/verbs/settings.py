@@ -19,9 +19,8 @@ from .comparison import text_call
 class SettingVerbs:
     """Prepares these calls of one store."""
 
-    def __init__(self, exchange: Exchange, compile_codec: Callable[[Codec], Codec]) -> None:
-        self._exchange, self._compile_codec = exchange, compile_codec
-        self._memory = exchange.transport.memory
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._memory = exchange, exchange.transport.memory
         self.codec: Codec | None = None
         """The codec as the user set it: a GPU's store may run another implementation of it."""
 
@@ -57,7 +56,7 @@ class SettingVerbs:
         """Return a codec's implementation for this memory; raise if there is none, or messages are too small. Local."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
-        found = self._compile_codec(codec)
+        found = self._exchange.values.planner.kernels.codec(codec)
         if self._memory.is_host or found is not codec:
             return found
         if codec.elementwise:

@@ -17,7 +17,7 @@ from support.published import BITS
 
 import mpikv
 from mpikv import codecs
-from mpikv.compute.kernels import compile_codec
+from mpikv.compute.kernels import find_kernels
 from mpikv.errors import ConfigError
 from mpikv.testing import ElementwiseCodecContract, TensorCodecContract
 from mpikv.testing.codec import together
@@ -70,7 +70,7 @@ def both(codec):
     with_feedback = codecs.ErrorFeedback(codec)
     if find_spec("numba") is None:
         return [with_feedback]
-    twin = compile_codec(with_feedback, "numba")
+    twin = find_kernels("numba").codec(with_feedback)
     assert type(twin) is not type(with_feedback)
     return [with_feedback, twin]
 
@@ -398,7 +398,7 @@ COMPILED = find_spec("numba") is not None
 
 def compiled(name):
     return pytest.param(
-        lambda: compile_codec(codecs.create(name), "numba"),
+        lambda: find_kernels("numba").codec(codecs.create(name)),
         lambda: codecs.create("fp16"),
         marks=pytest.mark.skipif(not COMPILED, reason="numba is not installed: pip install 'mpikv[numba]'"),
         id=f"{name}, compiled",

@@ -30,6 +30,7 @@ import numpy as np
 from ...optimizers.optimizer import Optimizer, Step
 from ...optimizers.recording import Rule, call_of, is_recordable, rule_of
 from ...protocols import Array, Updater
+from .codecs import codec as codec
 from .compiling import compile_cached, inner
 from .half_rules import bind_adding as bind_adding_halves
 from .half_rules import bind_rounding, has_loops
