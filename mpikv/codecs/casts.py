@@ -12,7 +12,7 @@ from .options import BLOCK, Scratch
 
 _WORDS = Scratch(BLOCK, np.uint32)
 # The largest finite float16. Without the clip, an element above it would become infinite, and its residual too.
-_LARGEST = 65504.0
+LARGEST_FLOAT16 = 65504.0
 
 
 class _Cast:
@@ -50,7 +50,7 @@ class Float16(_Cast):
         halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            halves[low : low + BLOCK] = np.clip(part, -_LARGEST, _LARGEST, out=spare[: part.size])
+            halves[low : low + BLOCK] = np.clip(part, -LARGEST_FLOAT16, LARGEST_FLOAT16, out=spare[: part.size])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the payload to ``total``, in float32."""

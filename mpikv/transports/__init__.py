@@ -106,7 +106,7 @@ def open_gpu_transport(
     """
     waiting = Waiting(config.timeout, config.warn_after, warn)
     if group.size == 1:
-        # No NCCL and no agreement, but queued work may still hang: the watchdog bounds it.
+        # No NCCL and no agreement: the watchdog drops arrays of finished work, and logs work that failed.
         order = memory.order
         watchdog = Watchdog(waiting, memory.gpu.watch, order.check, order.fail, order.drop_done, rank=0)
         order.wake = watchdog.wake

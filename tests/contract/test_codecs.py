@@ -153,9 +153,10 @@ def test_halves_round_as_numpy_does(codec, dtype, data):
     np.testing.assert_array_equal(decode(codec, payload, gradient.size), gradient.astype(dtype).astype(F32))
 
 
-@given(st.lists(floats(2.0**100, min_size=5, max_size=5), min_size=1, max_size=5))
-def test_compiled_bfloat16_has_the_bits_of_numpy(pushes):
-    codecs_, residuals = both(codecs.Bfloat16()), np.zeros((2, 5), F32)
+@pytest.mark.parametrize("codec", [codecs.Bfloat16(), codecs.Float16()])
+@given(pushes=st.lists(floats(2.0**100, min_size=5, max_size=5), min_size=1, max_size=5))
+def test_compiled_halves_have_the_bits_of_numpy(codec, pushes):
+    codecs_, residuals = both(codec), np.zeros((2, 5), F32)
     for gradient in np.array(pushes, F32):
         sent = [encode(each, gradient, left) for each, left in zip(codecs_, residuals, strict=False)]
         assert len({payload.tobytes() for payload in sent}) == 1
@@ -399,7 +400,7 @@ COMPILED = find_spec("numba") is not None
 def compiled(name):
     return pytest.param(
         lambda: find_kernels("numba").codec(codecs.create(name)),
-        lambda: codecs.create("fp16"),
+        lambda: codecs.create("1bit"),
         marks=pytest.mark.skipif(not COMPILED, reason="numba is not installed: pip install 'mpikv[numba]'"),
         id=f"{name}, compiled",
     )
@@ -418,6 +419,7 @@ class Drawn:
         (lambda: codecs.create("2bit"), lambda: codecs.TwoBit(0.25)),
         compiled("2bit"),
         compiled("bf16"),
+        compiled("fp16"),
         (lambda: codecs.OneBit(0.0), lambda: codecs.OneBit(0.25)),
         (codecs.Float16, codecs.Bfloat16),
         (codecs.Bfloat16, codecs.Float16),

@@ -15,11 +15,12 @@ import numba
 import numpy as np
 
 from ...codecs.bits import OneBit, TwoBit
-from ...codecs.casts import Bfloat16
+from ...codecs.casts import LARGEST_FLOAT16, Bfloat16, Float16
 from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...protocols import Array, Codec, ElementwiseCodec
 from .compiling import compile_cached
+from .half_rules import CONVERTS, bfloat16_as_single, bfloat16_of, float16_as_single, float16_of
 
 _SINGLE, _BYTE = numba.types.float32, numba.types.uint8
 _READ_SINGLES, _READ_BYTES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_SINGLE, _BYTE))
@@ -31,7 +32,7 @@ _CHUNK = 1024
 
 class _Loops(NamedTuple):
     encode: Callable[..., None]
-    """``encode(gradient, payload, residual, threshold)``."""
+    """``encode(gradient, payload, residual, bound)``; the bound is the threshold, or the largest float16."""
     decode_add: Callable[..., None]
     """``decode_add(payload, total, decoded)``; ``decoded`` is the codec's table of values per byte, or empty."""
 
@@ -54,12 +55,12 @@ class CompiledRanges(SamePayloads):
         loops = _LOOPS[type(codec.codec)]
         self._encode = compile_cached(loops.encode, _ENCODE)
         self._decode_add = compile_cached(loops.decode_add, _DECODE)
-        self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
+        self._bound = np.float32(getattr(codec.codec, "threshold", LARGEST_FLOAT16))
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Encode as the codec does, in one pass."""
-        self._encode(gradient, payload, residual, self._threshold)
+        self._encode(gradient, payload, residual, self._bound)
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Decode and add as the codec does, in one pass."""
@@ -130,26 +131,33 @@ def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
 def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
     """Write residual plus gradient, rounded, into the payload, and leave the encoding error in the residual."""
     halves = payload.view(np.uint16)
-    bits = residual.view(np.uint32)
-    for place in range(residual.size):
-        residual[place] += gradient[place]
-        kept = bits[place]
-        # Round to nearest, ties to even: add just under half a unit, plus the last bit that stays.
-        half = np.uint32((kept + np.uint32(0x7FFF) + (kept >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
-        halves[place] = half
-        left = residual[place]
-        bits[place] = half << np.uint32(16)
-        residual[place] = left - residual[place]
+    for i in range(residual.size):
+        kept = residual[i] + gradient[i]
+        half = np.uint16(bfloat16_of(kept))
+        halves[i], residual[i] = half, kept - bfloat16_as_single(half)
 
 
 def _add_bfloat16(payload: Any, total: Any, table: Any) -> None:
     """Add the payload to ``total``, in float32. The table is not used."""
     halves = payload.view(np.uint16)
-    one = np.empty(1, np.uint32)
-    number = one.view(np.float32)
-    for place in range(total.size):
-        one[0] = np.uint32(halves[place]) << np.uint32(16)
-        total[place] += number[0]
+    for i in range(total.size):
+        total[i] += bfloat16_as_single(halves[i])
+
+
+def _encode_float16(gradient: Any, payload: Any, residual: Any, largest: Any) -> None:
+    """Write residual plus gradient, clipped and rounded, into the payload, and leave the error in the residual."""
+    halves = payload.view(np.uint16)
+    for i in range(residual.size):
+        kept = residual[i] + gradient[i]
+        half = float16_of(min(max(kept, -largest), largest))
+        halves[i], residual[i] = half, kept - float16_as_single(half)
+
+
+def _add_float16(payload: Any, total: Any, table: Any) -> None:
+    """Add the payload to ``total``, in float32. The table is not used."""
+    halves = payload.view(np.uint16)
+    for i in range(total.size):
+        total[i] += float16_as_single(halves[i])
 
 
 _LOOPS: dict[type[ElementwiseCodec], _Loops] = {
@@ -157,3 +165,5 @@ _LOOPS: dict[type[ElementwiseCodec], _Loops] = {
     OneBit: _Loops(_encode_one_bit, _add_one_bit),
     Bfloat16: _Loops(_encode_bfloat16, _add_bfloat16),
 }
+if CONVERTS:
+    _LOOPS[Float16] = _Loops(_encode_float16, _add_float16)

@@ -26,6 +26,8 @@ _HALF, _SINGLE = numba.types.uint16, numba.types.float32
 _READ_HALVES, _READ_SINGLES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_HALF, _SINGLE))
 _ROUND = numba.void(_READ_SINGLES, _HALF[::1])
 _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
+CONVERTS = bool({"+f16c", "+neon"} & set(cpu_target.target_context.codegen().magic_tuple()[2].split(",")))
+"""Whether the processor converts float16. If not, LLVM would call a function that is not there, and crash."""
 # Memory for the sum of a part, one per thread.
 _total = Scratch(LANE_BLOCK, np.float32)
 
@@ -63,7 +65,7 @@ def _bits(value: Array) -> Array:
     return value.reshape(-1).view(np.uint16)
 
 
-# --- Functions of one element. Halves are uint16.
+# --- Functions of one element, for loops. Halves are uint16.
 
 
 def _converting(given: Any, wanted: Any, build: Callable[[Any, Any], Any]) -> Any:
@@ -76,14 +78,14 @@ def _converting(given: Any, wanted: Any, build: Callable[[Any, Any], Any]) -> An
 
 
 _WORD = ir.IntType(32)
-_float16_as_single = _converting(
+float16_as_single = _converting(
     _HALF, _SINGLE, lambda builder, bits: builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
 )
-_float16_of = _converting(
+float16_of = _converting(
     _SINGLE, _HALF, lambda builder, number: builder.bitcast(builder.fptrunc(number, ir.HalfType()), ir.IntType(16))
 )
 # A bfloat16 is the upper half of a float32.
-_bfloat16_as_single = _converting(
+bfloat16_as_single = _converting(
     _HALF,
     _SINGLE,
     lambda builder, bits: builder.bitcast(builder.shl(builder.zext(bits, _WORD), _WORD(16)), ir.FloatType()),
@@ -92,7 +94,7 @@ _word_of = _converting(_SINGLE, numba.types.uint32, lambda builder, number: buil
 
 
 @inner
-def _bfloat16_of(number: Any) -> Any:
+def bfloat16_of(number: Any) -> Any:
     # All numbers are uint32: with a Python number, numba would compute in int64.
     u, word = np.uint32, _word_of(number)
     half = (word + u(0x7FFF) + (word >> u(16) & u(1))) >> u(16)
@@ -105,25 +107,24 @@ def _bfloat16_of(number: Any) -> Any:
 
 def _round_float16(singles: Any, halves: Any) -> None:
     for i in range(halves.size):
-        halves[i] = _float16_of(singles[i])
+        halves[i] = float16_of(singles[i])
 
 
 def _add_float16(first: Any, second: Any, halves: Any) -> None:
     for i in range(halves.size):
-        halves[i] = _float16_of(_float16_as_single(first[i]) + _float16_as_single(second[i]))
+        halves[i] = float16_of(float16_as_single(first[i]) + float16_as_single(second[i]))
 
 
 def _round_bfloat16(singles: Any, halves: Any) -> None:
     for i in range(halves.size):
-        halves[i] = _bfloat16_of(singles[i])
+        halves[i] = bfloat16_of(singles[i])
 
 
 def _add_bfloat16(first: Any, second: Any, halves: Any) -> None:
     for i in range(halves.size):
-        halves[i] = _bfloat16_of(_bfloat16_as_single(first[i]) + _bfloat16_as_single(second[i]))
+        halves[i] = bfloat16_of(bfloat16_as_single(first[i]) + bfloat16_as_single(second[i]))
 
 
 _LOOPS = {"bfloat16": (_round_bfloat16, _add_bfloat16)}
-# Without such instructions LLVM calls a function that numba does not have, and the process would die.
-if {"+f16c", "+neon"} & set(cpu_target.target_context.codegen().magic_tuple()[2].split(",")):
+if CONVERTS:
     _LOOPS["float16"] = _round_float16, _add_float16
