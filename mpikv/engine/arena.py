@@ -75,9 +75,7 @@ class Block:
     origin: tuple[int, int] = (0, 0)
     """The segment of its memory, and the byte at which it begins there."""
     old: bool = False
-    """Whether other values have been in its memory."""
-    used: int = 0
-    """No value has been in it from this element on."""
+    """Whether other values may have been in its memory; if not, it is zero where no value has been written."""
     sums: Array | None = None
     """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes pages
     for it only where it is written. To give it back, set None: no plan may refer to it."""
@@ -119,8 +117,6 @@ class Place(NamedTuple):
     block: Block
     start: int
     size: int
-    old: bool = False
-    """Whether an earlier value has left its contents there."""
 
 
 class _Group(NamedTuple):
@@ -238,7 +234,7 @@ class Arena:
             block = self._add_block(dtype, coming, starts)
             coming -= self._nbytes(dtype, starts[-1])
             for number, start in zip(numbers, starts, strict=False):
-                listed[number] = Place(block, start, requests[number][1], block.old)
+                listed[number] = Place(block, start, requests[number][1])
         places: list[Place] = []
         shared = (request for number, request in enumerate(requests) if number not in listed)
         for (dtype, size), alike in groupby(shared):
@@ -326,9 +322,8 @@ class Arena:
             number, start, taken = found
             block, most = self._pools[number], most - taken
             for _ in range(taken):
-                yield Place(block, start, size, block.old or start < block.used)
+                yield Place(block, start, size)
                 start += room
-            block.used = max(block.used, start)
 
     def _add_pool(self, dtype: np.dtype[Any]) -> None:
         """Add a block that small values share; give up the free end of the newest one of this dtype. Collective."""
@@ -338,6 +333,7 @@ class Arena:
             # Later values at its end would separate the values of a list, which make one message side by side.
             self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
         block = self._add_block(dtype, 0, (0, self._pool // dtype.itemsize))
+        block.old = True  # its values come and go
         self._pools[block.index] = block
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 

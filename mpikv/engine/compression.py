@@ -327,7 +327,7 @@ class ValueCompression:
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         """Sum a push's values over ranks into the blocks' sums; return a function that finds a bucket's. Collective."""
         for item, entry in enumerate(plan.entries):
-            block, start, size, _ = entry.place
+            block, start, size = entry.place
             if size:
                 place = plan.planner.placement, start, start + size
                 owners = {rank for count, rank in block.grid.shares(*place) if count}

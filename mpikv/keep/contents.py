@@ -47,7 +47,7 @@ class Contents:
         self._blocks, self._rows = list(values.blocks), [entry.index for entry in values.table.entries()]
         # Small values share a block, most of which may hold none.
         for entry in self._list_kept():
-            block, start, size, _ = entry.place
+            block, start, size = entry.place
             self._ends[block] = max(self._ends.get(block, 0), start + size)
         self.layout, self._identity = self._describe(), self._identify()
 

@@ -82,7 +82,7 @@ class Rows:
             for entry, (ids, rows) in zip(entries, sent, strict=True):
                 # One rank of those that share a value's memory writes it; the fence below shows it to the others.
                 if self._transport.sharing_rank == 0:
-                    if entry.place.old:
+                    if entry.place.block.old:
                         entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
                 # Without an updater a push clears the possibly nonzero rows: record them from the start.
@@ -327,7 +327,7 @@ class _Owners:
     """The owners of a value's elements; of a replicated value, this rank owns all."""
 
     def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
-        edges, owners, (block, start, size, _) = [0], list[int](), entry.place
+        edges, owners, (block, start, size) = [0], list[int](), entry.place
         shares = block.grid.shares(placement, start, start + size)
         for count, owner in ((size, rank),) if placement.everywhere else shares:
             if owners and owners[-1] == owner:
