@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import MISSING, field, fields
 from functools import cache, partial
 from typing import Any
@@ -53,8 +53,8 @@ def store_checked_fields(options: Any, where: str = "") -> None:
             object.__setattr__(options, option.name, check(where + option.name, getattr(options, option.name)))
 
 
-def check_names(what: str, names: Iterable[str], known: Collection[str], advice: Mapping[str, str] = {}) -> None:
-    """Raise ConfigError for the first unknown name, with the advice for it.
+def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError for the first unknown name, with the known ones.
 
     >>> check_names("option of topk", ["ration"], ["ratio", "count"])
     Traceback (most recent call last):
@@ -62,7 +62,7 @@ def check_names(what: str, names: Iterable[str], known: Collection[str], advice:
     """
     for name in names:
         if name not in known:
-            raise ConfigError(known_names(what, name, known, advice.get(name, "")))
+            raise ConfigError(known_names(what, name, known))
 
 
 def check_choice(where: str, value: Any, known: Sequence[str]) -> str:

@@ -76,8 +76,6 @@ __all__ = [
     "register",
 ]
 
-# Names of earlier versions, with advice.
-_REMOVED = {"auto": "name one of these, or none", "compress_pull": "leave it out: pulls travel as they are"}
 _KINDS: dict[str, Callable[..., Codec]] = {
     "2bit": TwoBit,
     "1bit": OneBit,
@@ -131,10 +129,10 @@ def _create_named(type: object, error_feedback: object = True, **options: Any) -
     # A list or a dict has no hash, and is an unknown name like any other.
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
-        raise ConfigError(known_names("compression", type, _KINDS, _REMOVED.get(str(type), "")))
+        raise ConfigError(known_names("compression", type, _KINDS))
     check_switch("error_feedback", error_feedback)
     known = [*inspect.signature(kind).parameters, "error_feedback"]
-    check_names(f"option of compression {type!r}", options, known, _REMOVED)
+    check_names(f"option of compression {type!r}", options, known)
     codec = as_codec(kind(**options), _WANTED)
     # A registered codec may bring feedback of its own; two would subtract the error twice.
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

@@ -63,9 +63,8 @@ class Rows:
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
         """Compile or load the GPU's kernels for rows of these dtypes; nothing on the host. Local."""
-        if not self._memory.is_host:
-            for dtype in dict.fromkeys(dtypes):
-                self._tables.prepare_rows(dtype)
+        for dtype in dict.fromkeys(dtypes):
+            self._tables.prepare_rows(dtype)
 
     def add_keys(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
         """Add row-sparse keys: allocate their values, and store the root's rows. Collective.
@@ -349,9 +348,8 @@ class _Owners:
         # So that pieces of the state are rows of a table: an optimizer then updates many rows by one call.
         self.unit = gcd(self._width, *self._shifts.tolist())
         """Elements per piece: each row and each range of this rank's state consists of whole pieces."""
-        # Whether a boundary falls inside a row, and whether a row may have more than two owners.
+        # Whether a boundary falls inside a row.
         self._cut = bool((self._edges % self._width).any())
-        self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
         self.alone = len(self._owners) == 1
         """Whether one rank owns all elements."""
 
@@ -377,8 +375,7 @@ class _Owners:
             needed = owner == rank
             if self._cut:
                 needed |= last_owner == rank
-            # A range shorter than a row may lie inside of one: then its owner is neither the first nor the last.
-            if self._short:
+                # A range shorter than a row may lie inside of one: then its owner is neither the first nor the last.
                 needed |= last > first + 1
             parts.append(np.flatnonzero(needed))
         return parts
