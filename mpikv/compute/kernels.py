@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ class NumpyKernels:
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # numpy gains nothing: a sum is one more pass over memory, as each operation of a rule is
+
+    def bind_list(self, arrays: Sequence[Array]) -> None:
+        return None
 
     def codec(self, codec: Codec) -> Codec:
         return codec

@@ -28,7 +28,6 @@ from ..protocols import (
     GpuKernels,
     Kernels,
     Key,
-    ListKernels,
     Placement,
     Shard,
     Transfers,
@@ -122,8 +121,7 @@ class Bucket:
     """This rank's message in the keys' buffers, if they have any."""
     buffers: tuple[Array, ...]
     """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
-    bind_list: Callable[[Sequence[Array]], BoundList | None]
-    """As :attr:`Planner.bind_list`."""
+    kernels: Kernels
 
     # Lazy, as not every call needs them, and many keys make them slow.
 
@@ -140,12 +138,12 @@ class Bucket:
     @lazy
     def slots(self) -> tuple[tuple[tuple[Array, ...], BoundList | None], ...]:
         """The pieces of each of the sends, in their shapes; the same, bound to kernels that copy to them, or None."""
-        return tuple((parts, self.bind_list(parts)) for parts in map(self._parts_of, self.sends))
+        return tuple((parts, self.kernels.bind_list(parts)) for parts in map(self._parts_of, self.sends))
 
     @lazy
     def bound_parts(self) -> BoundList | None:
         """The parts, bound to kernels that copy from them; None where none do."""
-        return self.bind_list(self.parts)
+        return self.kernels.bind_list(self.parts)
 
     def _parts_of(self, message: Array) -> tuple[Array, ...]:
         pairs = zip(self.pieces, self.shapes, strict=True)
@@ -216,7 +214,7 @@ class Plan:
             "single_copy": planner.transport.single_copy and not planner.compressed and any(direct),
             "streams": not (planner.whole or planner.compressed) and (is_long or not planner.transport.memory.is_host),
             "schedule": turns(buckets, min(ahead, len(buckets))),
-            "bound_values": planner.bind_list(self.values),
+            "bound_values": planner.kernels.bind_list(self.values),
             "ready": True,
         }
         for name, answer in answers.items():
@@ -425,15 +423,6 @@ class Planner:
         return here and (self.transport.size == 2 or not self.in_pairs)
 
     @lazy
-    def bind_list(self) -> Callable[[Sequence[Array]], BoundList | None]:
-        """Returns an object that compares or copies lists with these arrays in one call; None where none does. Local.
-
-        Lazy, as the check of the kernels takes as long as the rest of making a plan.
-        """
-        here = self.transport.memory.is_host
-        return self.kernels.bind_list if here and isinstance(self.kernels, ListKernels) else lambda arrays: None
-
-    @lazy
     def current(self) -> bool:
         """Whether a push leaves every rank with the newest values."""
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
@@ -545,7 +534,7 @@ class Planner:
             direct=pieces[0].high == stop - start and sends[0] is not total and may_be_direct,
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
-            bind_list=self.bind_list,
+            kernels=self.kernels,
         )
 
     def _find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:

@@ -9,7 +9,7 @@ from .arrays import Array, Key, Slots
 from .codec import Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 from .gpu import Event, Gpu, Graph, Stream
 from .group import Group
-from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
+from .kernels import BoundList, GpuKernels, Kernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
 from .transport import Carries, ReadsInPlace, SumsInPlace, Transfers, Transport
@@ -30,7 +30,6 @@ __all__ = [
     "Issue",
     "Kernels",
     "Key",
-    "ListKernels",
     "Memory",
     "Placement",
     "ReadsInPlace",

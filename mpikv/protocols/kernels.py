@@ -46,6 +46,9 @@ class Kernels(Protocol):
         it saves nothing to keep the sum out of memory.
         """
 
+    def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
+        """Return an object that compares and copies lists with these numpy arrays; None if it saves nothing."""
+
     def codec(self, codec: Codec) -> Codec:
         """Return a codec with the same bits, compiled on return; the codec itself without such code."""
 
@@ -67,14 +70,6 @@ class BoundList(Protocol):
 
     def give(self, others: Sequence[Any]) -> bool:
         """Copy the arrays into the others. Returns False as :meth:`take` does."""
-
-
-@runtime_checkable
-class ListKernels(Kernels, Protocol):
-    """Kernels that treat many host arrays in less time than one numpy call for each."""
-
-    def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return an object that compares and copies lists with these numpy arrays; None if it saves nothing."""
 
 
 class StepTable(Protocol):

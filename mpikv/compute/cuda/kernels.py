@@ -115,6 +115,9 @@ class CudaKernels:
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # NCCL sums completely; there is no second addend left
 
+    def bind_list(self, arrays: Sequence[Array]) -> None:
+        return None  # one launch copies many arrays
+
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local."""
         assert isinstance(updater, Optimizer)
