@@ -150,7 +150,7 @@ class Bucket:
         return tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
     """Everything that a call on a list of keys needs, except its arrays."""
 
@@ -205,20 +205,16 @@ class Plan:
         is_long = sum(bucket.value.nbytes for bucket in buckets) >= _STREAMED_BYTES
         ahead = planner.ahead if self.overlaps or len(buckets) == 1 else 0
         # The placement, the updater and the compression answer here, so that a push asks none of them.
-        answers = {
-            "parted": len(buckets) > 1,
-            "cut": pieces > sum(entry.place.size > 0 for entry in self.entries),
-            # Not on a GPU, where packing is queued in the order of calls; nor with compression, as packing changes
-            # residuals; nor what may be sent from where it lies.
-            "prefetches": buckets[0] if self.raw and buckets and not direct[0] else None,
-            "single_copy": planner.transport.single_copy and not planner.compressed and any(direct),
-            "streams": not (planner.whole or planner.compressed) and (is_long or not planner.transport.memory.is_host),
-            "schedule": turns(buckets, min(ahead, len(buckets))),
-            "bound_values": planner.kernels.bind_list(self.values),
-            "ready": True,
-        }
-        for name, answer in answers.items():
-            object.__setattr__(self, name, answer)  # past the class, as it is frozen
+        self.parted = len(buckets) > 1
+        self.cut = pieces > sum(entry.place.size > 0 for entry in self.entries)
+        # Not on a GPU, where packing is queued in the order of calls; nor with compression, as packing changes
+        # residuals; nor what may be sent from where it lies.
+        self.prefetches = buckets[0] if self.raw and buckets and not direct[0] else None
+        self.single_copy = planner.transport.single_copy and not planner.compressed and any(direct)
+        self.streams = not (planner.whole or planner.compressed) and (is_long or not planner.transport.memory.is_host)
+        self.schedule = turns(buckets, min(ahead, len(buckets)))
+        self.bound_values = planner.kernels.bind_list(self.values)
+        self.ready = True
 
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 

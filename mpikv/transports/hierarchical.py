@@ -88,6 +88,7 @@ class HierarchicalTransport:
         # rank that fills it has met them after their updates of all messages but the last ``ahead``, and one more.
         slots = _AHEAD + 2
         self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1, slots=slots)
+        self.send_buffers = self._inner.send_buffers
         self._outgoing = [Growing() for _ in range(slots)]
         self._incoming = [Growing() for _ in range(slots)]
         self._is_apart, self._flying = False, dict[int, _Flight]()
@@ -95,10 +96,6 @@ class HierarchicalTransport:
         self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._routes_of = lru_cache(_MOST_PREPARED)(partial(routes_of, self.rank, group.ranks_of_hosts))
         self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
-
-    @property
-    def send_buffers(self) -> tuple[Array, ...]:
-        return self._inner.send_buffers
 
     @property
     def slot(self) -> int:
@@ -247,7 +244,7 @@ class HierarchicalTransport:
         self._allocated.clear()
         self._inner.close()
         self._flat.close()
-        self._comm, self._outgoing, self._incoming = None, [], []
+        self._comm, self.send_buffers, self._outgoing, self._incoming = None, (), [], []
 
     def _is_shared(self, buffer: Array) -> bool:
         # By identity, as all views of an allocation have it as their base.
