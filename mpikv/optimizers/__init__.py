@@ -51,12 +51,13 @@ shares nothing with these needs the methods of :class:`~mpikv.protocols.Updater`
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, known_names, no_attribute
 from ..options import count, flag, number
 from .optimizer import BLOCK, Block, Optimizer, Step
-from .options import rate
+from .options import rate, unknown_option
 
 if TYPE_CHECKING:
     from .adam import Adam, Adamax, AdamW, Nadam
@@ -156,4 +157,8 @@ def create(name: str, **options: Any) -> Optimizer:
     kind = kind_of(name)
     if kind is None:
         raise ConfigError(known_names("optimizer", name, {*_OWN, *_REGISTERED}, _ELSEWHERE.get(name.lower(), "")))
+    taken = signature(kind).parameters  # a user's own __init__ may take others than the options
+    unknown = [option for option in options if option not in taken]
+    if unknown and not any(each.kind is Parameter.VAR_KEYWORD for each in taken.values()):
+        raise ConfigError(unknown_option(kind.__name__, unknown[0], kind.options()))
     return kind(**options)

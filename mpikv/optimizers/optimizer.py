@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cache, partial
-from inspect import Parameter, Signature, signature
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
-
-Made = TypeVar("Made", bound="Optimizer")
 
 BLOCK = 1 << 16
 """Elements per block. A rule passes a dozen times over each of its arrays; all but the first pass find a block in the
@@ -83,19 +80,11 @@ class Block:
             np.copyto(self.stored, self.weight, casting="unsafe")
 
 
-class _OfInit:
-    """The signature that ``inspect`` and ``help`` show of a class: of ``__init__``, not of ``__new__``."""
-
-    def __get__(self, instance: object, kind: type[Any]) -> Signature:
-        shown = signature(kind.__init__)
-        return shown.replace(parameters=list(shown.parameters.values())[1:])
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Optimizer:
     """The settings of every optimizer, and the shared parts of the :class:`~mpikv.protocols.Updater` contract.
 
-    Options may be set at any time and hold from the next update; an unknown or bad one raises
+    Options may be set at any time and hold from the next update; to set an unknown or bad one raises
     :class:`~mpikv.errors.ConfigError`. A rule gets its gradient ``g`` from the sum of a push by::
 
         g = clip(rescale_grad * sum, -clip_gradient, clip_gradient) + wd * weight
@@ -107,8 +96,6 @@ class Optimizer:
     float32 state, and rounded once per update. Two threads must not use one object at once: they would share its
     scratch memory.
     """
-
-    __signature__ = _OfInit()
 
     elementwise = True
     """Whether the rule may be applied to any part of a value."""
@@ -163,15 +150,6 @@ class Optimizer:
     begin_num_update: int = count(0)
     """Updates made before this run: the scheduler is called with ``begin_num_update + count``. Bias corrections use
     ``count`` alone, because the state starts from zero."""
-
-    def __new__(cls: type[Made], *arguments: Any, **options: Any) -> Made:
-        # Here, before __init__: the TypeError of a dataclass's __init__ would name no known option.
-        taken = _signature(cls.__init__).parameters  # a user's own __init__ may take others than the options
-        anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
-        unknown = [name for name in options if name not in taken]
-        if unknown and not anything:
-            raise ConfigError(unknown_option(cls.__name__, unknown[0], cls.options()))
-        return super().__new__(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "revision":  # bookkeeping, no option
@@ -515,6 +493,3 @@ class Optimizer:
         options = {name: getattr(self, name) for name in self.options()}
         options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return partial(type(self), **options), ()
-
-
-_signature = cache(signature)

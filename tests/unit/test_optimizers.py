@@ -388,23 +388,27 @@ class TestOptions:
     def test_names_of_other_libraries(self, name, option, hint):
         kind = optimizers.kind_of(name)
         text = re.escape(f"unknown option of {kind.__name__} {option!r} ") + ".*" + re.escape(f"; {hint}")
-        for make in (kind, lambda **options: create(name, **options), lambda **options: setattr(kind(), option, 1)):
+        for make in (lambda **options: create(name, **options), lambda **options: setattr(kind(), option, 1)):
             with pytest.raises(ConfigError, match=text):
                 make(**{option: 0.5})
 
-    def test_a_class_with_arguments_of_its_own(self):
+    def test_a_class_with_arguments_of_its_own(self, monkeypatch):
+        monkeypatch.setattr(optimizers, "_REGISTERED", {})
+
+        @optimizers.register
         class Slow(optimizers.SGD):
             def __init__(self, slowness, **options):
                 super().__init__(learning_rate=1 / slowness, **options)
 
+        @optimizers.register
         class Fixed(optimizers.SGD):
             def __init__(self, slowness=4):
                 super().__init__(learning_rate=1 / slowness)
 
-        assert Slow(slowness=2, wd=0.5).rate(1) == 0.5
-        assert Fixed(slowness=8).rate(1) == 0.125
+        assert create("slow", slowness=2, wd=0.5).rate(1) == 0.5
+        assert create("fixed", slowness=8).rate(1) == 0.125
         with pytest.raises(ConfigError, match="unknown option of Fixed 'lr'"):
-            Fixed(lr=1)
+            create("fixed", lr=1)
         assert list(inspect.signature(Fixed).parameters) == ["slowness"]
         assert set(inspect.signature(optimizers.Adam).parameters) == set(optimizers.Adam.options())
 
