@@ -26,9 +26,7 @@ import numpy as np
 
 from ..options import check_float32
 from ..protocols import Array
-from .options import BLOCK, Scratch
-
-_SUMS, _CODES = Scratch(BLOCK, np.float32), Scratch((2, BLOCK), np.uint8)
+from .options import BLOCK
 
 
 class _Codes(ABC):
@@ -48,13 +46,12 @@ class _Codes(ABC):
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add to each element of ``total`` the value of its code; bits behind the last element are ignored."""
-        spare = _SUMS.array.reshape(-1, self.per_byte)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             begin, count = low // self.per_byte, -(-part.size // self.per_byte)
             # Each byte is an index of the table of 256. "clip" checks none; the default would, and take a buffer.
             codes = payload[begin : begin + count]
-            decoded = np.take(self.decoded, codes, axis=0, out=spare[:count], mode="clip")
+            decoded = np.take(self.decoded, codes, axis=0, mode="clip")
             np.add(part, decoded.reshape(-1)[: part.size], out=part)
 
     @cached_property
@@ -105,20 +102,17 @@ class TwoBit(_Codes):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
-        threshold, spare = np.float32(self.threshold), _CODES.array
+        threshold = np.float32(self.threshold)
         for low in range(0, gradient.size, BLOCK):
-            part = gradient[low : low + BLOCK]
-            codes, below = (codes[: part.size] for codes in spare)
+            part, words = gradient[low : low + BLOCK], payload[low // 4 : (low + BLOCK) // 4]
+            whole = np.zeros(4 * words.size, np.uint8)  # the payload ends in zeros
+            codes, below = whole[: part.size], (part <= -threshold).view(np.uint8)
             np.greater_equal(part, threshold, out=codes.view(np.bool_))
-            np.less_equal(part, -threshold, out=below.view(np.bool_))
             # A comparison leaves 0 or 1 in each byte: 0b11 for above, 0b10 for below; both never meet.
             codes *= 3
             below *= 2
             codes |= below
-            # The payload ends in zeros, whatever the last block left in this scratch memory.
-            spare[0, part.size :] = 0
-            words = payload[low // 4 : (low + BLOCK) // 4]
-            words[:] = _pack_codes(spare[0])[: words.size]
+            words[:] = _pack_codes(whole)
 
 
 @dataclass(frozen=True)
@@ -160,12 +154,9 @@ class OneBit(_Codes):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
-        threshold, spare = np.float32(self.threshold), _CODES.array[0].view(np.bool_)
+        threshold = np.float32(self.threshold)
         for low in range(0, gradient.size, BLOCK):
-            part = gradient[low : low + BLOCK]
-            bits = spare[: part.size]
-            np.greater(part, threshold, out=bits)
-            packed = np.packbits(bits)
+            packed = np.packbits(gradient[low : low + BLOCK] > threshold)
             words = payload[low // 8 : (low + BLOCK) // 8]
             words[: packed.size] = packed
             words[packed.size :] = 0

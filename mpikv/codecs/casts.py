@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..protocols import Array
-from .options import BLOCK, Scratch
+from .options import BLOCK
 
-_WORDS = Scratch(BLOCK, np.uint32)
 # The largest finite float16. Without the clip, an element above it would become infinite, and its residual too.
 LARGEST_FLOAT16 = 65504.0
 
@@ -47,10 +46,10 @@ class Float16(_Cast):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the gradient into the payload in half precision; numbers beyond 65504 become 65504."""
-        halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
+        halves = payload.view(np.float16)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            halves[low : low + BLOCK] = np.clip(part, -LARGEST_FLOAT16, LARGEST_FLOAT16, out=spare[: part.size])
+            halves[low : low + BLOCK] = np.clip(part, -LARGEST_FLOAT16, LARGEST_FLOAT16)
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the payload to ``total``, in float32."""
@@ -76,11 +75,11 @@ class Bfloat16(_Cast):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the upper halves of the gradient into the payload, rounded."""
-        halves, spare = payload.view(np.uint16), _WORDS.array
+        halves = payload.view(np.uint16)
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)
             # Adds just below one half of the bits cut off, and one more if the last kept bit is odd: ties to even.
-            rounded = np.right_shift(bits, 16, out=spare[: bits.size])
+            rounded = np.right_shift(bits, 16)
             rounded &= 1
             rounded += 0x7FFF
             rounded += bits
@@ -89,11 +88,10 @@ class Bfloat16(_Cast):
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the payload to ``total``, in float32."""
-        halves, spare = payload.view(np.uint16), _WORDS.array
+        halves = payload.view(np.uint16)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
-            wide = spare[: part.size]
             # A bfloat16 is the upper half of a float32.
-            wide[:] = halves[low : low + BLOCK]
+            wide = halves[low : low + BLOCK].astype(np.uint32)
             wide <<= 16
             np.add(part, wide.view(np.float32), out=part)

@@ -17,8 +17,6 @@ import numpy as np
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from ...codecs.options import Scratch
-from ...optimizers.optimizer import LANE_BLOCK
 from ...protocols import Array
 from .compiling import compile_cached, inner
 
@@ -28,8 +26,6 @@ _ROUND = numba.void(_READ_SINGLES, _HALF[::1])
 _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
 CONVERTS = bool({"+f16c", "+neon"} & set(cpu_target.target_context.codegen().magic_tuple()[2].split(",")))
 """Whether the processor converts float16. If not, LLVM would call a function that is not there, and crash."""
-# Memory for the sum of a part, one per thread.
-_total = Scratch(LANE_BLOCK, np.float32)
 
 
 def has_loops(dtype: np.dtype[Any]) -> bool:
@@ -54,9 +50,7 @@ def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
             add_halves(first.view(np.uint16), second.view(np.uint16), halves)
         else:
             # More than two ranks: the first addend is a float32 sum of all but the last.
-            total = _total.array[: halves.size]
-            np.add(first, second, out=total, dtype=total.dtype)
-            round_singles(total, halves)
+            round_singles(np.add(first, second, dtype=np.float32), halves)
 
     return add
 
