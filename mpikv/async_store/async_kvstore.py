@@ -29,7 +29,7 @@ from ..cluster.waiting import Waiting
 from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
-from ..errors import ConfigError, Stalled, Unsupported, settled
+from ..errors import ConfigError, Stalled, TransportError, Unsupported, settled
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -65,7 +65,8 @@ class AsyncKVStore(KVStore):
 
     With ``staleness=s`` no rank is more than ``s`` calls of push (or pushpull) ahead of another; a rank that would be
     waits in that call. So after ``c`` pushes a rank reads values with at least the first ``c - s`` pushes of every
-    rank. No rank waits for one in a collective call, and all counts start there anew.
+    rank. No rank waits for one that has entered a collective call with its pushes applied, and all counts start there
+    anew.
 
     All other methods are collective, as in :class:`mpikv.KVStore`. They drain outstanding requests first: earlier
     pushes of any rank are in the values. They also compare the settings of the optimizer; these settings count from
@@ -225,10 +226,12 @@ class AsyncKVStore(KVStore):
         self._send(plan, arrays)
 
     def _run_pull(self, key: Any, out: Any, priority: Any) -> Any:
-        """Check a pull, ask the owners, and wait until the arrays are filled. Not collective."""
+        """Check a pull, ask the owners, wait until the arrays are filled, and raise failed pushes. Not collective."""
         plan, arrays, result = self._verbs.operands.find_pulled(key, out)
         priorities(priority, plan.keys)
-        self._fetch(plan, arrays)
+        ask, pairs = self._client.ask, zip(plan.entries, arrays, strict=True)
+        self._client.wait([ask(Kind.PULL, _owner_of(one), one, take=_make_fill(given)) for one, given in pairs])
+        self._client.raise_failures(plan.keys)
         return answer(result)
 
     def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
@@ -259,16 +262,14 @@ class AsyncKVStore(KVStore):
         if self._bound and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
-        pairs = zip(plan.entries, arrays, strict=True)
-        # Before the clock: if memory lacks for a sum, the push has not begun.
-        sums = [local_sum(group, entry.dtype).astype(entry.dtype, copy=False) for entry, group in pairs]
-        ticks = self._plan_ticks(plan) if self._bound else {}
-        for entry, payload, given in zip(plan.entries, sums, filled or [()] * len(sums), strict=True):
-            owner = _owner_of(entry)
-            # This rank's own answer comes at once, and may fill an array that a later key pushes.
-            kind = Kind.PUSH if filled is None or owner == self.rank else Kind.PUSHPULL
-            tick = ticks.get(entry.index, (0, 0))
-            self._pushes[entry.key] = client.ask(kind, owner, entry, payload, _make_fill(given), tick=tick)
+        ticks = self._count_push(plan) if self._bound else {}
+        try:
+            self._ask_all(plan, arrays, filled, ticks)
+        except BaseException as error:
+            # Ctrl-C in an updater of this rank, or too little memory: the store goes on, and its clocks must, too.
+            for tick in () if isinstance(error, TransportError) else ticks.values():
+                self._act_here(Kind.TICK, 0, self.rank, None, tick)
+            raise
         for entry, given in zip(plan.entries, filled or (), strict=filled is not None):
             if _owner_of(entry) == self.rank:
                 client.ask(Kind.PULL, self.rank, entry, take=_make_fill(given))
@@ -276,18 +277,22 @@ class AsyncKVStore(KVStore):
             client.wait([self._pushes[key] for key in plan.keys])
         client.raise_failures(plan.keys)
 
-    def _plan_ticks(self, plan: Plan) -> dict[int, Tick]:
-        """Advance this rank's clock; return what the last push to each owner tells of it, by the key's row. Local."""
-        # An owner applies the pushes of a rank in order, so the last one tells of all.
+    def _count_push(self, plan: Plan) -> dict[int, Tick]:
+        """Advance this rank's clock; return what the last part for each owner tells of it, by the key's row. Local."""
+        # An owner applies the parts of a rank in order, so the last one tells of all.
         last = {_owner_of(entry): entry.index for entry in plan.entries}
-        self._clock += bool(last)
+        self._clock += 1 if last else 0  # a push of no keys has no owner that could tell
         return dict.fromkeys(last.values(), (self._clock, len(last)))
 
-    def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
-        """Ask owners for values and wait until they are in the arrays; raise failed pushes. Not collective."""
-        ask, pairs = self._client.ask, zip(plan.entries, arrays, strict=True)
-        self._client.wait([ask(Kind.PULL, _owner_of(one), one, take=_make_fill(given)) for one, given in pairs])
-        self._client.raise_failures(plan.keys)
+    def _ask_all(self, plan: Plan, arrays: Sequence[Any], filled: Sequence[Any] | None, ticks: dict[int, Tick]) -> None:
+        """Send each value to its owner, and take from ``ticks`` what has been sent. Waits for no other rank. Local."""
+        for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
+            payload, owner = local_sum(group, entry.dtype).astype(entry.dtype, copy=False), _owner_of(entry)
+            # This rank's own answer comes at once, and may fill an array that a later key pushes.
+            kind = Kind.PUSH if filled is None or owner == self.rank else Kind.PUSHPULL
+            tick = ticks.get(entry.index)
+            self._pushes[entry.key] = self._client.ask(kind, owner, entry, payload, _make_fill(given), tick=tick)
+            ticks.pop(entry.index, None)
 
     # --- The doors
 
@@ -353,11 +358,10 @@ class AsyncKVStore(KVStore):
 
         def run() -> None:
             with self._asking():
-                client = self._client
                 if self._bound is not None:
-                    client.ask(Kind.LEAVE, _KEEPER, number=self._clock)
-                client.wait_for_all()
-                client.raise_failures()
+                    self._client.ask(Kind.LEAVE, _KEEPER, number=self._clock)
+                self._client.wait_for_all()
+                self._client.raise_failures()
 
         try:
             self._door.run_without_agreement(verb, run)
@@ -410,10 +414,10 @@ class AsyncKVStore(KVStore):
             # The sender has left a collective call that this rank is still in: serve it after that call.
             if epoch > self._epoch:
                 return False
-            self._act(request.source, Kind(kind), ticket, number, request.body, (clock, owners))
+            self._act(request.source, Kind(kind), ticket, number, request.body, (clock, owners) if clock else None)
         return True
 
-    def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick) -> None:
+    def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick | None) -> None:
         """Run a request of this rank to itself; waits for the lock, and raises Stalled. Local."""
         with self._held(PATIENCE if kind == Kind.WHO else self._config.timeout):
             self._act(self.rank, kind, ticket, number, body, tick)
@@ -433,16 +437,18 @@ class AsyncKVStore(KVStore):
             self._holder = 0
             self._lock.release()
 
-    def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick) -> None:
+    def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick | None) -> None:
         """Run a rank's request on a value or the clocks; answer now, later or (TICK) never. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
             self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
-            if any(tick):
-                self._tell_keeper(rank, tick)
+            if tick:
+                self._act(rank, Kind.TICK, 0, rank, None, tick)
         elif kind == Kind.PULL:
             self._owner.pull(rank, ticket, number)
-        elif kind == Kind.TICK:
+        elif tick and self._endpoint and self.rank != _KEEPER:
+            self._endpoint.request(_KEEPER, (kind, self._epoch, 0, number, *tick))
+        elif tick:
             self._clocks.tick(number, *tick)
         elif kind == Kind.WAIT:
             self._clocks.wait(rank, ticket, number)
@@ -450,14 +456,6 @@ class AsyncKVStore(KVStore):
             self._clocks.leave(rank, ticket, number)
         else:
             self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
-
-    def _tell_keeper(self, rank: int, tick: Tick) -> None:
-        """Tell the keeper of the clocks that this owner has applied a rank's push. Local; the lock is held."""
-        if self.rank == _KEEPER:
-            self._clocks.tick(rank, *tick)
-        else:
-            assert self._endpoint is not None
-            self._endpoint.request(_KEEPER, (Kind.TICK, self._epoch, 0, rank, *tick))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""
@@ -517,8 +515,8 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
         "check_finite": config.check_finite > 0,
         "compression": given["compression"] is not None,
     }
-    if refused := [name for name, other in asked.items() if other]:
-        names = [name if given[name] is not None else f"MPIKV_{name.upper()}" for name in refused]
+    wrong = [name for name, other in asked.items() if other]
+    if names := [name if given[name] is not None else f"MPIKV_{name.upper()}" for name in wrong]:
         raise Unsupported(f"{', '.join(names)}: not in asynchronous mode; leave it out, or use 'dist_sync'")
 
 

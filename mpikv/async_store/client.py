@@ -27,8 +27,8 @@ PATIENCE = 1.0
 
 Tick: TypeAlias = tuple[int, int]
 """What an owner tells the keeper of the clocks once it has applied its part of a push: the number of the push among
-those of its rank, and how many owners apply parts of it. (0, 0): nothing."""
-Act: TypeAlias = "Callable[[Kind, int, int, Array | None, Tick], None]"
+those of its rank, and how many owners apply parts of it."""
+Act: TypeAlias = "Callable[[Kind, int, int, Array | None, Tick | None], None]"
 """Runs a request of this rank to itself, by kind, ticket, number, body and tick."""
 
 
@@ -39,7 +39,7 @@ class Kind(IntEnum):
     PULL = 1
     LEAVE = 2
     TICK = 3
-    """From an owner to the keeper of the clocks, and without an answer; its number is the rank that has pushed."""
+    """For the keeper of the clocks, from an owner, and without an answer. Its number is the rank that has pushed."""
     WAIT = 4
     WHO = 5
     PUSHPULL = 6
@@ -47,7 +47,7 @@ class Kind(IntEnum):
 
 
 class Outcome(IntEnum):
-    """The first field after ticket and version in an answer."""
+    """The last field of an answer, after ticket, version and the clock of the slowest rank."""
 
     WELL = 0
     RAISED = 1
@@ -97,7 +97,7 @@ class AsyncClient:
         body: Array | None = None,
         take: Callable[[Array], None] = lambda array: None,
         number: int = 0,
-        tick: Tick = (0, 0),
+        tick: Tick | None = None,
     ) -> int:
         """Send a request without waiting, one to this rank itself by a call now; return the ticket of its answer."""
         self._tickets = ticket = self._tickets + 1
@@ -105,11 +105,15 @@ class AsyncClient:
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
         # Before the request: for a key of this rank the answer comes during the call below.
         self._outstanding[ticket] = _Outstanding(owner, key, dtype, shape, take)
-        if owner != self._rank:
-            assert self._endpoint is not None
-            self._endpoint.request(owner, (kind, self._epoch, ticket, number, *tick), body)
-        else:
-            self._act(kind, ticket, number, body, tick)
+        try:
+            if owner != self._rank:
+                assert self._endpoint is not None
+                self._endpoint.request(owner, (kind, self._epoch, ticket, number, *(tick or ())), body)
+            else:
+                self._act(kind, ticket, number, body, tick)
+        except BaseException:
+            self._outstanding.pop(ticket, None)  # its answer has come, or will not
+            raise
         return ticket
 
     def wait(self, tickets: Sequence[int]) -> None:
@@ -137,8 +141,7 @@ class AsyncClient:
         # A rank that owns all keys has no messages, only calls.
         if self._endpoint is None:
             return
-        if self._endpoint.failure is not None:
-            failure = self._endpoint.failure
+        if (failure := self._endpoint.failure) is not None:
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
         # All that have come, not one: answers of several owners come in any order.
         while (reply := self._endpoint.reply()) is not None:
@@ -189,7 +192,6 @@ class AsyncClient:
             try:
                 asked[self.ask(Kind.WHO, owner, take=lambda ranks: found.extend(ranks.tolist()))] = owner
             except Stalled:  # this rank's updater runs and holds the lock
-                del self._outstanding[self._tickets]
                 silent.add(owner)
         with suppress(Stalled):
             Waiting(PATIENCE).until(lambda: self._has_answers(asked), tuple)

@@ -103,8 +103,7 @@ class KeyOwner:
         shape = (-1,) if self._updater.elementwise else entry.shape
         value, state = entry.value.reshape(shape), {name: each.reshape(shape) for name, each in entry.state.items()}
         total = self._totals[dtype][: value.size].reshape(shape)
-        self._bindings[entry.index] = total, self._updater.bind(total, value, state)
-        return self._bindings[entry.index]
+        return self._bindings.setdefault(entry.index, (total, self._updater.bind(total, value, state)))
 
     def _version(self, row: int) -> int:
         return int(self._table.counts[row] + self._table.earlier[row])

@@ -17,6 +17,7 @@ class _Wait(NamedTuple):
     rank: int
     ticket: int
     least: int
+    """The clock of every active rank from which it is answered; of a rank that leaves, its own."""
 
 
 class SspClocks:
@@ -32,6 +33,7 @@ class SspClocks:
     def begin(self) -> None:
         """Start anew after a collective call: all clocks are 0, and all ranks active."""
         self._clocks: dict[int, int] = dict.fromkeys(range(self._size), 0)
+        # The owners that have not told yet, by rank and number of its push.
         self._unapplied: dict[tuple[int, int], int] = {}
         self._waits: list[_Wait] = []
         self._leaving: list[_Wait] = []
@@ -44,9 +46,9 @@ class SspClocks:
         left = self._unapplied
         left[rank, clock] = left.get((rank, clock), owners) - 1
         # Owners tell in any order, and a clock counts pushes that are applied with all before them.
-        while left.get((rank, clock := self._clocks[rank] + 1)) == 0:
-            del left[rank, clock]
-            self._clocks[rank] = clock
+        while left.get((rank, self._clocks[rank] + 1)) == 0:
+            self._clocks[rank] += 1
+            del left[rank, self._clocks[rank]]
         self.widest = max(self.widest, self._clocks[rank] - min(self._clocks.values()))
         self._release()
 
@@ -61,9 +63,9 @@ class SspClocks:
         self._release()
 
     def list_awaited(self, rank: int) -> list[int]:
-        """Return the ranks that a rank waits for."""
+        """Return the other ranks that a rank waits for. Whose pushes are not applied knows their owners itself."""
         least = max((wait.least for wait in self._waits if wait.rank == rank), default=0)
-        return [other for other, clock in self._clocks.items() if clock < least]
+        return [other for other, clock in self._clocks.items() if clock < least and other != rank]
 
     def _release(self) -> None:
         """Answer every wait that the clocks now allow. An answer may call this object again. Local."""

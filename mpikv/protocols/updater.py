@@ -59,7 +59,7 @@ class Updater(Protocol):
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return a function of a step that updates these arrays as :meth:`update` does.
 
-        For element-wise updaters. The store binds once and calls often; each call reads the arrays' contents of that
+        The store binds once and calls often; each call reads the arrays' contents of that
         moment.
         """
 

@@ -587,6 +587,27 @@ def test_an_updater_that_raises(kv):
     assert kv.pull("w").tolist() == [2 * kv.size - 1.0] * 2
 
 
+@SEVERAL
+@BOUNDS
+def test_a_push_that_is_interrupted_counts(kv):
+    """By Ctrl-C in an update of the pushing rank, before another owner has its part: all ranks go on."""
+
+    def update(key, value, stored):
+        if value[0] < 0:
+            raise KeyboardInterrupt
+        stored += value
+
+    kv.init(["a", "b"], [np.zeros(2)] * 2)  # of ranks 0 and 1
+    kv.set_updater(update)
+    odd = kv.rank == 1
+    with pytest.raises(KeyboardInterrupt) if odd else nullcontext():
+        kv.push(["b", "a"], [np.full(2, -1.0 if odd else 1.0)] * 2)
+    with pytest.raises(KeyboardInterrupt if odd else PeerFailed):
+        kv.barrier()
+    kv.barrier()
+    assert kv.pull("a")[0] == kv.pull("b")[0] == kv.size - 1
+
+
 @pytest.mark.ranks(1, 2)
 def test_an_optimizer_that_fails_in_the_middle():
     """The rank that pushes is told; nobody is told that nothing has changed, and the others wait in vain."""

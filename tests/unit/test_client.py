@@ -59,7 +59,8 @@ def make_client(timeout=0.05, **options):
     endpoint = Endpoint()
 
     def act(kind, ticket, number, body, tick):
-        raise Stalled("an update of this rank runs", [0])
+        if kind == Kind.WHO:
+            raise Stalled("an update of this rank runs", [0])
 
     return endpoint, AsyncClient(0, endpoint, act, Waiting(timeout, **options))
 
@@ -97,8 +98,7 @@ def test_who_is_waited_for():
     """An owner's answer names others; the owner that is this rank itself, and is in an update, is named at once."""
     endpoint, client = make_client()
     ticket = client.ask(Kind.LEAVE, 1)
-    with pytest.raises(Stalled, match="an update of this rank runs"):
-        client.ask(Kind.LEAVE, 0)
+    client.ask(Kind.LEAVE, 0)
     request = endpoint.request
 
     def ask(rank, head, body=None):
