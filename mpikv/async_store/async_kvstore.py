@@ -29,7 +29,7 @@ from ..cluster.waiting import Waiting
 from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
-from ..errors import ConfigError, Stalled, TransportError, Unsupported, settled
+from ..errors import ConfigError, Stalled, TransportError, Unsupported, is_settled, settled
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -259,15 +259,17 @@ class AsyncKVStore(KVStore):
         # Two pushes of one key by one rank keep their order only if the first is applied before the second is sent.
         client.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
         client.raise_failures(plan.keys)
-        if self._bound and self._clock + 1 - self._bound > client.slowest:
+        if self._bound and plan.entries and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
         ticks = self._count_push(plan) if self._bound else {}
         try:
             self._ask_all(plan, arrays, filled, ticks)
         except BaseException as error:
-            # Ctrl-C in an updater of this rank, or too little memory: the store goes on, and its clocks must, too.
-            for tick in () if isinstance(error, TransportError) else ticks.values():
+            # Ctrl-C in an updater of this rank, or too little memory: the store goes on, and its clocks must, too. Any
+            # other Ctrl-C ends it, and may have come once a part was sent: the owner tells of that part.
+            continues = is_settled(error) or (isinstance(error, Exception) and not isinstance(error, TransportError))
+            for tick in ticks.values() if continues else ():
                 self._act_here(Kind.TICK, 0, self.rank, None, tick)
             raise
         for entry, given in zip(plan.entries, filled or (), strict=filled is not None):

@@ -112,7 +112,8 @@ class AsyncClient:
             else:
                 self._act(kind, ticket, number, body, tick)
         except BaseException:
-            self._outstanding.pop(ticket, None)  # its answer has come, or will not
+            # Its answer has come, or will not. Where another rank has the request already, the store ends.
+            self._outstanding.pop(ticket, None)
             raise
         return ticket
 

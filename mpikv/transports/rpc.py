@@ -75,8 +75,8 @@ def serve_ready(requests: Sequence[Request], serve: Serve) -> list[Request]:
 class Endpoint:
     """The messages of one rank, on a communicator of their own.
 
-    All methods but the constructor and :meth:`close` are local. One thread makes requests and reads replies. The caller
-    holds a lock for answers.
+    All methods but the constructor and :meth:`close` are local. One thread reads replies; any thread makes requests.
+    The caller holds a lock for answers.
     """
 
     def __init__(self, group: ProcessGroup, serve: Serve) -> None:
@@ -156,9 +156,7 @@ class Endpoint:
         except BaseException as error:
             # The main thread raises it in its next call, perhaps much later: so log it now.
             self.failure = error
-            text = (
-                "the thread of rank %d that answers other ranks has ended, and their calls to it will not complete: %r"
-            )
+            text = "the thread of rank %d that answers other ranks has ended; calls to it will not complete: %r"
             log(text, self._group.rank, error, level=logging.ERROR, trace=error)
 
     def _answer_all(self) -> None:
@@ -239,7 +237,7 @@ class _Inbox:
             # Any source: owners do not know who will ask next.
             status, mpi = self._status, self._mpi
             # A matched probe: the following receive gets exactly this message, whatever other threads receive. MPICH's
-            # first only makes progress; the second sees the message.
+            # first probe only makes progress; the second sees the message.
             sought = mpi.ANY_SOURCE, self._tag, status
             if (message := self._comm.Improbe(*sought) or self._comm.Improbe(*sought)) is None:
                 return None
