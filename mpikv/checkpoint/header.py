@@ -296,7 +296,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
     if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
-        raise CheckpointError("it is not a checkpoint of mpikv: its header does not begin with mpikv's metadata")
+        raise CheckpointError("it is not a checkpoint of mpikv, or another program has written its header anew")
     described, checksums = (_check_type(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
     # Before anything else of the description is believed.
     if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
@@ -310,7 +310,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
         raise CheckpointError(f"its arrays need {brief(header.nbytes, 40)} bytes")
     # As text: to parse the places of thousands of arrays would take longer. Each save writes them in this form.
     if whole[end:].rstrip(" ") != header.end:
-        raise CheckpointError("its arrays lie elsewhere than its description says")
+        raise CheckpointError("its arrays lie elsewhere than its description says: has another program written it?")
     if size != (needed := 8 + len(text) + header.nbytes):
         raise CheckpointError(f"it has {size} bytes, but its arrays need {needed}")
     return header, _parse_sums(checksums, header.chunks)
