@@ -29,7 +29,7 @@ class OfMessages(partial[bool]):
 
 
 class Runtime:
-    """Time, threads and locks of the real system. A simulation overrides most of it."""
+    """Time, threads and locks of the real system. A simulation overrides all of it."""
 
     world: Any = None
     """The communicator of all ranks if the rank is simulated, else None."""

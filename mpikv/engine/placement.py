@@ -129,6 +129,7 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
             f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "
             "use placement='root' or 'auto', or one of mpikv.optimizers"
         )
+    assert name in ("sharded", "replicated"), name
     if name == "replicated" and transport.sharing_size == 1:
         return Replicated(transport)
     return Sharded(transport) if updater.elementwise else Owners(transport)

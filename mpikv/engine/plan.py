@@ -122,6 +122,7 @@ class Bucket:
     buffers: tuple[Array, ...]
     """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
     kernels: Kernels
+    """Those of the store. They may bind lists of arrays."""
 
     # Lazy, as not every call needs them, and many keys make them slow.
 
@@ -152,7 +153,7 @@ class Bucket:
 
 @dataclass(eq=False)
 class Plan:
-    """Everything that a call on a list of keys needs, except its arrays."""
+    """Everything that a call on a list of keys needs, except its arrays. Once prepared it does not change."""
 
     keys: tuple[Key, ...]
     entries: tuple[Entry, ...]

@@ -47,7 +47,7 @@ class Kernels(Protocol):
         """
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return an object that compares and copies lists with these numpy arrays; None if it saves nothing."""
+        """Return an object that compares and copies lists with these arrays; None if it saves nothing."""
 
     def codec(self, codec: Codec) -> Codec:
         """Return a codec with the same bits, compiled on return; the codec itself without such code."""

@@ -59,8 +59,7 @@ class Updater(Protocol):
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return a function of a step that updates these arrays as :meth:`update` does.
 
-        The store binds once and calls often; each call reads the arrays' contents of that
-        moment.
+        The store binds once and calls often; each call reads the arrays' contents of that moment.
         """
 
     def settings(self) -> str:

@@ -38,8 +38,8 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
     named = dict(model.named_parameters())
     for one in optimizers:
         _check_optimizer(one, named, sharded)
-    members = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-    if sharded and len(set(members)) < len(members):
+    members = [{one for group in optimizer.param_groups for one in group["params"]} for optimizer in optimizers]
+    if sharded and len(set().union(*members)) < sum(map(len, members)):
         raise ConfigError(
             "a parameter is in two optimizers, and update='store' gives each rank one part of it; pass update='local'"
         )

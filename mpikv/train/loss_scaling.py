@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 # Elements cast to float64 at once: 512 KiB in place of a copy of the whole array.
 _PIECE = 1 << 16
-_MOST_SCALE = 2.0**64
+_MOST = 2.0**64
 
 
 def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
@@ -115,7 +115,7 @@ class LossScaler:
     """
 
     def __init__(self, loss_scale: float = 2.0**16, window: int = 2000) -> None:
-        self.loss_scale = check_number("loss_scale", loss_scale, f"[{1 / _MOST_SCALE}, {_MOST_SCALE}]")
+        self.loss_scale = check_number("loss_scale", loss_scale, f"[{1 / _MOST}, {_MOST}]", ": from 2**-64 to 2**64")
         """The current factor."""
         self._window, self._without = check_whole("window", window, 1), 0
 
@@ -135,9 +135,9 @@ class LossScaler:
         """Halve the factor after an overflow; double it after each ``window`` results without one. Local."""
         self._without = 0 if overflow else self._without + 1
         if overflow:
-            self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
+            self.loss_scale = max(self.loss_scale / 2, 1 / _MOST)
         elif self._without % self._window == 0:
-            self.loss_scale = min(self.loss_scale * 2, _MOST_SCALE)
+            self.loss_scale = min(self.loss_scale * 2, _MOST)
 
 
 def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:

@@ -71,7 +71,7 @@ def both(codec):
     if find_spec("numba") is None:
         return [with_feedback]
     twin = find_kernels("numba").codec(with_feedback)
-    assert type(twin) is not type(with_feedback)
+    assert type(twin) is not type(with_feedback) or isinstance(codec, codecs.Float16)  # some processors convert none
     return [with_feedback, twin]
 
 

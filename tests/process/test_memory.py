@@ -23,7 +23,7 @@ from .test_single_copy import reads_in_place
 MIB = 1 << 20
 FEW = pytest.mark.ranks(1, 3)
 SEEDS = range(int(os.environ.get("MPIKV_MEMORY_SEEDS", "2")))
-PROGRAMS = int(os.environ.get("MPIKV_MEMORY_PROGRAMS", "16"))
+PROGRAMS = max(4, int(os.environ.get("MPIKV_MEMORY_PROGRAMS", "16")))
 
 
 class Growth:

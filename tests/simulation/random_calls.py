@@ -1,4 +1,4 @@
-"""The random programs of ``scripts/chaos`` on simulated ranks, for :mod:`mpikv.testing.explore`."""
+"""The random programs of ``scripts/chaos_program.py`` on simulated ranks, for :mod:`mpikv.testing.explore`."""
 
 import sys
 from pathlib import Path

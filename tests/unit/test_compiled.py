@@ -38,6 +38,8 @@ def test_same_bits_as_numpy(rule, dtype, data):
 
 
 class TestKernels(KernelsContract):
+    binds_lists = True
+
     def make(self):
         return compiled
 

@@ -2,6 +2,9 @@
 
 from support.commands import python
 
+from mpikv.cluster.runtime import Runtime
+from mpikv.testing.simulation.task import Task
+
 FORK = """
 import os
 from mpikv.cluster.runtime import present
@@ -13,6 +16,10 @@ if child:
 else:
     present().busy()
 """
+
+
+def test_a_simulated_rank_uses_nothing_of_the_system() -> None:
+    assert {name for name in vars(Runtime) if name[0] != "_"} <= {*vars(Task), "world"}
 
 
 def test_a_forked_process_has_its_own_processor_time() -> None:

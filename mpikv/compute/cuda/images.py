@@ -68,6 +68,6 @@ def _ask_cache(cupy: Any, verb: str, file: str, *given: Any) -> Any:
     """Return the answer of CuPy's cache; log a failure, and return None."""
     try:
         return getattr(cupy.cuda.compiler._kernel_cache_backend, verb)(file, *given)
-    except (AttributeError, OSError) as error:
+    except Exception as error:  # of any kind: the cache may be the user's own
         log("CuPy's cache cannot %s a compiled kernel: %s", verb, error, level=logging.DEBUG)
         return None

@@ -37,11 +37,11 @@ class _Loops(NamedTuple):
     """``decode_add(payload, total, decoded)``; ``decoded`` is the codec's table of values per byte, or empty."""
 
 
-def codec(codec: Codec) -> Codec:
+def codec(given: Codec) -> Codec:
     """Return the compiled codec with the same payloads, or the codec itself if it has no loop."""
-    if isinstance(codec, ElementwiseFeedback) and type(codec.codec) in _LOOPS:
-        return CompiledRanges(codec)
-    return codec
+    if isinstance(given, ElementwiseFeedback) and type(given.codec) in _LOOPS:
+        return CompiledRanges(given)
+    return given
 
 
 class CompiledRanges(SamePayloads):
