@@ -100,8 +100,8 @@ DEATHS = ("stopped", "killed", "lost", "raised", "unclosed")
 
 
 def deaths() -> Numbers:
-    """Time the end of jobs in which a rank is stopped or killed in a sum, seen by the launcher or not; raises an error
-    that nobody catches; or leaves without closing its store.
+    """Time the end of jobs: a rank is stopped or killed in a sum, seen by the launcher or not; raises an error, and
+    nobody catches it; or leaves without closing its store.
     """
     found: Numbers = {}
     for how in DEATHS:

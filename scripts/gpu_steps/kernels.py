@@ -74,7 +74,7 @@ def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
 
 
 def rows() -> Numbers:
-    """Measure the bandwidth at which a quarter of a table's rows is taken, put and added, beside a copy."""
+    """Measure the bandwidth of taking, putting and adding a quarter of a table's rows, beside a copy."""
     import cupy
     import numpy as np
 
@@ -96,7 +96,7 @@ def rows() -> Numbers:
 
 
 def codes() -> Numbers:
-    """Measure the bandwidth at which compression checks, packs and unpacks gradients, and time compressed pushes."""
+    """Measure the bandwidth of checking, packing and unpacking gradients, and time compressed pushes."""
     import cupy
 
     from mpikv import codecs

@@ -71,7 +71,7 @@ def versions() -> Numbers:
 
 def staging() -> Numbers:
     """Measure the bandwidth of copies between host and GPU: the store's, CUDA's of pinned and of pageable memory, and
-    the host's own from pageable to pinned memory, which the store's cannot exceed.
+    as a bound, the host's own from pageable to pinned memory.
     """
     import cupy
     import numpy as np
