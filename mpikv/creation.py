@@ -230,7 +230,7 @@ def _find_plugin(name: Any) -> Callable[..., KVStoreBase] | None:
 
 
 def _find_kind(name: str) -> StoreKind:
-    """Return the kind of store that a name stands for, in any case; raise ConfigError for an unknown name. Local."""
+    """Return the built-in kind of a store's name, in any case; ConfigError if unknown, TypeError if no str. Local."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     if name.lower() not in _KIND_OF:
@@ -242,7 +242,7 @@ def _find_kind(name: str) -> StoreKind:
 
 
 def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
-    """Read options into the request, and open its trace file; raise at the first bad one. Local."""
+    """Fill in the request from options and variables, and open its trace file; raise at the first fault. Local."""
     request.kind = kind = _find_kind(request.name)
     sliced = kind.sliced or (kind.may_slice and wants_slices())
     given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
@@ -320,7 +320,7 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
 
 
 def _count_threads(request: _Request, group: ProcessGroup) -> int:
-    """Return with how many threads this rank can move values of the host. Local."""
+    """Return how many threads this rank shall use for copies and sums on the host: as set, or by its cores. Local."""
     if request.kind.asynchronous or request.kind.storeless:
         return 1
     # A launcher may bind a rank to cores, and ranks of a host may share some.
@@ -395,7 +395,7 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
 
 
 def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
-    """Open and return collectives of GPUs, or None on every rank if NCCL cannot join these. Collective."""
+    """Open collectives of GPUs, to be closed with the store; log, and return None on all, if one cannot. Collective."""
     group, settings, lack = parts.group, parts.settings, ""
     if settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_SUMS)

@@ -20,7 +20,7 @@ from .errors import ConfigError, brief, known_names, text_of
 
 
 def number(default: Any, interval: str) -> Any:
-    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted if it is the default."""
+    """Return a dataclass field that takes a number in an interval, such as ``"[0, 1)"``; None only as its default."""
 
     def check(where: str, value: Any) -> float | None:
         if value is None and default is None:
@@ -103,7 +103,7 @@ def check_number(where: str, value: Any, interval: str, extra: str = "") -> floa
 
 
 def check_float32(where: str, value: Any, interval: str) -> float:
-    """Return a number that lies in the interval, also when rounded to float32; else raise ConfigError.
+    """Return a number as a float, not rounded; raise ConfigError unless it and its float32 lie in the interval.
 
     >>> check_float32("2bit: threshold", 1e-50, "(0, inf)")
     Traceback (most recent call last):

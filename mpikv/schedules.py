@@ -32,7 +32,7 @@ if not TYPE_CHECKING:  # a type checker would accept any name
 
 
 def beginning_with(scheduler: Any, base_lr: float) -> Any:
-    """Return a copy of a scheduler, a user's or one of these, with another ``base_lr``; the given one stays.
+    """Return a copy of a scheduler, a user's or one of these, with another ``base_lr``; ConfigError if it forbids that.
 
     >>> beginning_with(Factor(10), 0.5).base_lr
     0.5
@@ -111,7 +111,7 @@ class Factor(Schedule):
     def decayed(self, num_update: int) -> float:
         # The rate of update ``step`` itself is not reduced yet, as in MXNet. The floor holds only after a change, so a
         # base_lr below it stays.
-        """Return the rate of an update after the warm-up, multiplied by ``factor`` after every ``step`` updates."""
+        """Return the rate after the warm-up: cut by ``factor`` every ``step`` updates, down to ``stop_factor_lr``."""
         changes = max(num_update - 1, 0) // self.step
         return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
 

@@ -253,7 +253,7 @@ class Checkpoints:
         # Residuals may find no memory on one rank: that must come before the first value changes.
         state: dict[str, Any]
         state, restore = self._agreement.run_together(call, self._decode, reader.source.header, program)
-        self._exchange.adopt(updater, overwrites=True)
+        self._exchange.adopt(updater, state_follows=True)
         # From here on a failure ends the store: some values are the file's, others are not. The exception must not
         # count as settled, although all ranks know of it; else the store would go on.
         try:

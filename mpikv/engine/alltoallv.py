@@ -44,7 +44,7 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send ``parts[r]`` to rank r, or the only part to all, and ``notes`` to all; return those it gets. Collective.
+        """Send part r to rank r, or one to all, with ``notes``; return those received, to be read at once. Collective.
 
         Args:
             parts: one part per rank, or a single one.
@@ -101,15 +101,15 @@ class Alltoallv:
         return self._send_rest(parts, (), mine, longest, np.zeros_like(longest))
 
     def _send_rest(
-        self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
+        self, parts: Sequence[Part], first: Sequence[Array], coming: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
         """Send in further messages the bytes that ``first`` lacks; return all bytes for this rank, copied. Collective.
 
-        ``mine`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the longest
-        part to each rank, sent so far and in all.
+        ``coming`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the
+        longest part to each rank, sent so far and in all.
         """
         each = len(parts) > 1
-        received = [self._tables.empty((size,), _BYTES) for size in mine]
+        received = [self._tables.empty((size,), _BYTES) for size in coming]
         self._put(zip(received, repeat(0), first, strict=False))  # ``first`` may be empty
         # Shared out among the parts that are still long: short ones end first, and leave their room to the others.
         chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
@@ -122,7 +122,7 @@ class Alltoallv:
         return received
 
     def _exchange(self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int]) -> Sequence[Array]:
-        """Send ``counts[r]`` bytes of ``parts[r]`` from ``begins[r]`` on to rank r; return those received. Collective.
+        """Send ``counts[r]`` bytes from ``begins[r]`` of part r to rank r; return views of those received. Collective.
 
         A single part goes to all ranks. The message is undefined where it is longer than the part.
         """

@@ -174,7 +174,7 @@ class _Holes:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Remove up to ``most`` ranges of ``size`` side by side from the smallest hole that fits one; return where.
+        """Remove up to ``most`` ranges of ``size`` side by side from the smallest hole with room; return where or None.
 
         Returns:
             The memory, the start of the first, and how many were taken; None where no hole fits.
@@ -402,7 +402,7 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
-        """Allocate ``nbytes`` or ``coming``, the larger; note the rest as free; return its number, and byte 0."""
+        """Add a segment of at least both sizes, free beyond ``nbytes``; return its number, and byte 0. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

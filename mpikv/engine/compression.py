@@ -68,7 +68,7 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
 
 
 def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
-    """Raise unless this rank's arrays can be compressed; allocate missing residuals. Local; waits for a GPU's arrays.
+    """Raise unless this rank's arrays can be compressed; allocate missing residuals and sums. Local; waits for GPUs.
 
     Raises:
         MemoryError: there is no room.
@@ -203,7 +203,7 @@ class RangeCompression:
     def _sum(
         self, plan: Plan, bucket: Bucket, messages: Sequence[_Message], layers: Layers, lengths: Sequence[int] | None
     ) -> Array:
-        """Return this rank's sum of a bucket: exchange packed arrays, one of each list at a time. Collective.
+        """Return this rank's sum of a bucket, in scratch memory; exchange packed arrays; change residuals. Collective.
 
         ``lengths`` has the length of each rank's lists, where messages do not state it.
         """

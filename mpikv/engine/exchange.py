@@ -70,7 +70,7 @@ class Exchange:
         self.pipeline = kind(self.values, self.compression)
 
     def close(self) -> None:
-        """Drop the values; the transport frees their memory. Local."""
+        """Drop the values, plans and codec, and end the threads; the transport frees the memory. Local."""
         self.values.close()
         # A codec has memory of its own. The pipeline and the plans refer to that of the transport, as scratch does.
         self.compression = None
@@ -129,10 +129,11 @@ class Exchange:
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
-    def adopt(self, updater: Updater, overwrites: bool = False) -> None:
+    def adopt(self, updater: Updater, state_follows: bool = False) -> None:
         """Change to another updater: publish stale values, start state and counts at zero, drop plans. Collective.
 
-        ``overwrites``: the caller is about to write all state, so memory of the present state may be reused as it is.
+        ``state_follows``: the caller is about to write all state, so memory of the present state may be reused
+        as it is.
         """
         placement, table = self.place_updater(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
@@ -141,7 +142,7 @@ class Exchange:
         for block in self.values.blocks:
             # The elements of this rank may be others under the new placement, and need state there.
             kept, slots = planner.kept(block), updater.slots(block.values.dtype)
-            reuses = overwrites and block.has_state(slots, kept)
+            reuses = state_follows and block.has_state(slots, kept)
             changes.append((block, kept, block.state if reuses else block.new_state(slots, kept)))
         # The new placement may have other owners, and they need the newest values.
         # On all ranks the same ones, so all publish them together.

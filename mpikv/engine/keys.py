@@ -42,7 +42,7 @@ class Entry:
 
     @cached_property
     def view(self) -> Array:
-        """The same memory, read-only where arrays can be."""
+        """This rank's memory of the value, in its shape: read-only on the host, writable on a GPU."""
         view: Array = self.value.view()
         if self.place.block.memory.is_host:
             view.flags.writeable = False
@@ -229,7 +229,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
-    """Return the keys and the values of a dict; keys of nested dicts are joined with ``/``. Raises for equal names.
+    """Return a dict's keys and values, nested keys joined with ``/``; raise for equal keys, or a ``value`` beside it.
 
     >>> flatten({"w": 1, "layer": {"b": 2}})
     (['w', 'layer/b'], [1, 2])

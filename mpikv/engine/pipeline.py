@@ -89,7 +89,7 @@ class Pipeline:
     # --- Push and pull
 
     def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the sources over ranks, or the buffers if they are None, and update the values. Collective.
+        """Sum the sources over ranks, or the buffers if they are None; update values, and count the push. Collective.
 
         The caller may write to both again on return. ``confirm`` takes the error of this rank's updater, or None, and
         raises if the updater of any rank raised.
@@ -145,7 +145,7 @@ class Pipeline:
         return result
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
-        """Return the arrays to fill while later messages are sent; () if unsafe; None if it does not pay. Local.
+        """Return the arrays to fill while later messages are sent; () if unsafe or none; None to push buffers. Local.
 
         It is None on all ranks alike; a rank decides for itself about ().
         """
@@ -465,7 +465,7 @@ class _Delivery:
             self._unpack()
 
     def _unpack(self) -> None:
-        """Wait for the oldest message on its way, and copy its values to the callers' arrays. Local."""
+        """Wait for the oldest message on its way, and copy its values to the callers' arrays, if any. Local."""
         bucket, sent = self._coming.popleft()
         if self._streams is not None:
             self._streams.wait_for(sent)
@@ -511,7 +511,10 @@ def _copy_in_lanes(team: Team, targets: Sequence[Array], sources: Sequence[Array
 
 
 def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy arrays of the store's memory, of the same shapes and dtypes. Here, so that a call stays in this file."""
+    """Copy each source to its target, of the same shape and dtype.
+
+    It stands here, so that a call stays in this file.
+    """
     if len(targets) == 1:  # zip takes longer to begin than a copy
         targets[0][...] = sources[0]
     else:

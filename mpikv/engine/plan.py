@@ -194,7 +194,7 @@ class Plan:
     """The values, bound to kernels that compare arrays with them; None where none do."""
 
     def prepare(self) -> None:
-        """Cut the keys into buckets, allocate whole values' sums, set the answers, once; before ranks agree. Local.
+        """Cut the keys into buckets, allocate sums of whole values, set attributes, once; before ranks agree. Local.
 
         Raises:
             MemoryError: there is too little for the sums.
@@ -434,7 +434,7 @@ class Planner:
 
     @lazy
     def ahead(self) -> int:
-        """How many messages are summed before the first is updated: where transfers go on beside updates."""
+        """How many messages are summed before the first is updated; 0 unless transfers go on beside updates."""
         if self.transport.size == 1 or self.in_pairs or self.compressed or self.whole:
             return 0
         # A GPU's library adds: an update then reads the sum alone, never the messages.

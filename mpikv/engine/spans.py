@@ -71,7 +71,7 @@ class Spans:
         return self._offsets[-1]
 
     def locate(self, low: int, high: int) -> slice:
-        """Return the place of ``[low, high)``, within one range, in an array that has the ranges' elements alone."""
+        """Return the slice of ``[low, high)``, within one range, in an array that has the ranges' elements alone."""
         assert self.have(low, high), f"[{low}, {high}) is in none of {self.ranges}"
         if low == high:
             return slice(0, 0)

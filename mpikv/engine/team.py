@@ -34,7 +34,7 @@ class Team:
         self._end.atexit = False
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run up to ``size`` jobs at once, the first in this thread; return when all have ended, or raise. Local.
+        """Run jobs, up to ``size`` at once, one here; may start threads; return or raise when all have ended. Local.
 
         It raises the error of a job. numpy warns of no overflow in the other threads.
         """
