@@ -111,7 +111,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; or if not ``wait`` copy arrays, and return a thread's work. Collective."""
+        """Write the file with all ranks; if not ``wait``, copy arrays, keep and return a thread's work. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -132,7 +132,7 @@ class Checkpoints:
         return work
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return the pieces for this rank to write, copies unless ``wait``, and what gathers more. Collective."""
+        """Return this rank's pieces of the file, copies unless ``wait``; and a function to gather more. Collective."""
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
@@ -160,7 +160,7 @@ class Checkpoints:
             self._saving.wait()
 
     def failure(self) -> Exception | None:
-        """End the pending save; return its exception, None if all is well. Collective, for the end of the store.
+        """End the pending save and return its exception, None without one; raise if it is still pending. Collective.
 
         Raises:
             Exception: this call failed and the save is still pending, e.g. because other ranks made another call.
@@ -271,7 +271,7 @@ class Checkpoints:
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
-        """Yield this rank's share of the chunks, to verify the file; the ranks read disjoint chunks. Local."""
+        """Yield this rank's share of the chunks, all read into one scratch buffer for their checksums alone. Local."""
         # One buffer for all chunks: only their checksums count here.
         memory = np.empty(CHUNK, np.uint8).data
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
@@ -284,7 +284,7 @@ class Checkpoints:
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Overwrite this rank's values and state from the file; then share the values. Collective.
+        """Read this rank's values and state, then share the values; read and compare more with ``program``. Collective.
 
         With a program's state, read that, too, and compare checksums; without, only check that the file is the one
         verified before.
@@ -293,7 +293,7 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
-        """Yield between the parts of a read into this rank's values and state; a GPU's are filled last. Collective."""
+        """Yield checksums after each part of a read into this rank's values and state, a GPU's last. Collective."""
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -341,7 +341,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
-        """Run parts, comparing success after each, to the end or until ``enough``, the rest for later. Collective."""
+        """Run parts to the end or until ``enough``, agree on success after each, and join its checksums. Collective."""
         try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if callable(sums):
@@ -412,7 +412,7 @@ class KeptState:
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Yield a text before each slow part of writing each value's state and the settings to a file. Collective.
+    """Yield a text, for ranks to compare, before each slow part of writing states and settings to a file. Collective.
 
     Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
     rank. The caller compares the texts of all ranks, so that each learns of another's failure.
@@ -446,7 +446,7 @@ def save_states(
 def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
-    """Yield a text before each slow part of reading each value's state; return it, changing nothing. Collective.
+    """Yield a text, for ranks to compare, before each slow part of a read; return optimizer and states. Collective.
 
     Run it as :func:`save_states`.
 

@@ -110,7 +110,7 @@ def write_arrays(
 
 
 def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None) -> Iterator[Window]:
-    """Write and flush one window after the other; yield its chunks, and their checksums of this rank's part. Local."""
+    """Write and flush each window; yield its chunks and sums, before it a collective function if ``gather``. Local."""
     for chunks, (mine,) in cut_windows(header.nbytes, pieces):
         if gather is not None:
             yield chunks, gather(chunks, mine)
@@ -200,7 +200,7 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
 
 
 def shift_crcs(sums: Array, following: Array) -> Array:
-    """Return the contributions of parts to the CRC-32 of their range; their exclusive or is that CRC-32. Local.
+    """Return each part's CRC-32 carried over ``following`` bytes; their exclusive or is the CRC-32 of the range. Local.
 
     A part's contribution is its own CRC-32, carried over the following bytes. The function is zlib's
     ``crc32_combine``, absent from Python's zlib, for many parts at once.

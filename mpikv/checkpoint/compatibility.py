@@ -31,7 +31,7 @@ class _Unwritable(Exception):
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
-    """Return the header of a file of values, and the updater to use; raise if keys or updater do not fit. Local.
+    """Read a file's header, return it as a source, and the updater to use; raise if keys or updater do not fit. Local.
 
     Raises:
         CheckpointError: the file is no such checkpoint, or has another updater.
@@ -48,7 +48,7 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
 def find_states(
     path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
 ) -> tuple[Source, Optimizer]:
-    """Return the header of a file of states, and the optimizer to use; raise if keys or kind do not fit. Local.
+    """Read a file's header; return it as a source, and the optimizer to use; raise if keys or kind do not fit. Local.
 
     The optimizer is a new one if the file has its options, else the present one.
 
@@ -122,7 +122,7 @@ def _check_slots(source: Source, updater: Updater) -> None:
 
 
 def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
-    """Return a dict that describes an updater in a file; ``options`` adds its settings, if JSON can hold them. Local.
+    """Return a dict that describes an updater in a file, with its ``options``, if wanted and JSON holds them. Local.
 
     ``ranks`` is the store's number of ranks; its ``rescale_grad`` may divide by it.
 
@@ -198,7 +198,7 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
 
 
 def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
-    """Return all options in JSON's types, or None if JSON cannot hold them. Local."""
+    """Return all options in JSON's types; None for an unregistered class, or if JSON cannot hold them. Local."""
     # A load makes the optimizer by its name: an unregistered class would not be found, or another one would.
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None

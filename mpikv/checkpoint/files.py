@@ -84,7 +84,7 @@ class Draft:
             ) from None
 
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Write up to :data:`MOST_PARTS` buffers, one behind the other, from an offset on. Local."""
+        """Write all of up to :data:`MOST_PARTS` buffers, one behind the other, from an offset in the file. Local."""
         while parts:
             # The system may write less than asked, e.g. at a signal or near a full disk.
             done = os.pwritev(self._file, parts, offset)
@@ -204,7 +204,7 @@ def _mode(found: os.stat_result) -> int:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the permissions of the file that a checkpoint replaces; None if there is none. Local.
+    """Return the permissions of the file at a path, None without one; FileExistsError if it is not regular. Local.
 
     Raises:
         FileExistsError: the path names no regular file.
@@ -271,7 +271,7 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, one behind the other, from an offset on; CheckpointError if the file ends before. Local.
+        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError at the end. Local.
 
         It takes up to :data:`MOST_PARTS` of them.
         """

@@ -38,7 +38,7 @@ class Gathering:
         self._rows = cycle(room.reshape(-1, CHUNK))
 
     def prepare(self, window: slice, pieces: list[Piece]) -> Callable[[], object]:
-        """Append this rank's chunks of a window to ``pieces``; return the collective function that fills them. Local.
+        """Append this rank's chunks of the next window to ``pieces``; return a collective function to fill them. Local.
 
         For all windows in their order.
         """

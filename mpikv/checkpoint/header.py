@@ -317,7 +317,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
 
 
 def _parse_sums(text: str, chunks: int) -> Array:
-    """Return the checksums of a text of hexadecimal digits; CheckpointError unless there is one for each chunk."""
+    """Return the checksums in hexadecimal digits, without the first; CheckpointError unless each chunk has one."""
     try:
         sums = np.frombuffer(bytes.fromhex(text), ">u4")[1:].astype(np.uint32)
     except ValueError:

@@ -32,7 +32,7 @@ def pack_residuals(exchange: Exchange, header: Header) -> Array:
 
 
 def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[], object]:
-    """Make memory for residuals; return a function that fills it with those ``found``, or drops all. Local.
+    """Allocate residuals; return a function to set those ``found``, or to drop all if codec or ranks differ. Local.
 
     Raises:
         CheckpointError: what was found is none.

@@ -43,7 +43,7 @@ class Copies:
         self._room = np.empty(0, np.uint8)
 
     def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
-        """Copy arrays to host memory, over the copies of the last save; yield their pieces of the file. Local.
+        """Copy arrays to host memory at once, over the copies of the last save; return their pieces of the file. Local.
 
         The pieces are as long as possible.
 
@@ -60,7 +60,7 @@ class Copies:
         return _cut_copies(room, [span.begin for span in ordered], edges)
 
     def ensure_room(self, nbytes: int) -> Array:
-        """Return memory of so many bytes, that of the last save if it has as many; may raise MemoryError. Local."""
+        """Return the kept memory if it has so many bytes, else new in its place; may raise MemoryError. Local."""
         # release() first, so that the old copy and the new one never exist together.
         if self._room.nbytes != nbytes:
             self.release()
@@ -141,7 +141,7 @@ class SaveWork:
         return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
 
     def _finish(self) -> None:
-        """Run the rest of the save with the other ranks; keep its exception, and raise it. Collective."""
+        """Set :attr:`done`; run the rest of the save with the other ranks, keep and raise its exception. Collective."""
         # Before the run: a failed save is over as well, and wait() raises its error again.
         self.done = True
         try:

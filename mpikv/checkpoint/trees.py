@@ -18,7 +18,7 @@ from .header import parse_dtype
 
 
 def encode(tree: Any, arrays: list[Array], where: str) -> Any:
-    """Return a state in JSON's types; append its arrays to ``arrays``. Local.
+    """Return a state in JSON's types, and append its arrays to ``arrays``; TypeError if it holds anything else. Local.
 
     >>> arrays = []
     >>> encode({"a": (1, np.arange(2))}, arrays, "x")

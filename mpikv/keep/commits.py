@@ -115,7 +115,7 @@ class Commits:
             self._slots.release()
 
     def run(self, step: int, total: int) -> Iterator[int]:
-        """Yield steps; between some, ranks commit and save, and after SIGTERM raise SystemExit. Collective there."""
+        """Yield the steps below ``total``; between some commit, save, or raise SystemExit on SIGTERM. Collective."""
         note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
         began = self._began = self._saved = present().now()
         apart, since = 1, 0
@@ -148,7 +148,7 @@ class Commits:
 
     @contextmanager
     def _heed_sigterm(self) -> Iterator[None]:
-        """In a with block, let SIGTERM end the loop at a meeting, if state is kept and nothing handles it. Local."""
+        """In a with block, let an unhandled SIGTERM end the loop at a meeting, if its state outlives the job. Local."""
         heeds = self._stays and threading.current_thread() is threading.main_thread()
         if not (heeds and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
             yield
@@ -183,7 +183,7 @@ class Commits:
         return restored
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Put back all ranks' newest commit, unless the file on disk is newer; return how, and if it is. Collective."""
+        """Open files; put back the newest commit unless the disk's is newer; return how, and whether so. Collective."""
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
@@ -205,7 +205,7 @@ class Commits:
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
     def _open_files(self) -> tuple[Briefing, int]:
-        """Lock this rank's files, record the layout, reserve room; return its briefing, and the step on disk. Local."""
+        """Lock and enlarge this rank's files, record the layout; return the launch's briefing, saved step. Local."""
         self._contents.check_owners({state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:

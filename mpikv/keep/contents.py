@@ -144,7 +144,7 @@ class Contents:
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first text that only ``before`` has, and the first that only ``after`` has; None if there is none.
+    """Return the first text only in ``before`` and the first only in ``after``, "nothing" for none; None without any.
 
     Order is ignored. "nothing" stands in for one that is missing.
 

@@ -101,7 +101,7 @@ class Slots:
                 _void(file)
 
     def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
-        """Enlarge both files, if they are too small for such a commit; return where its arrays begin.
+        """Enlarge both files, if too small for such a commit; return its arrays' offsets; MemoryError without room.
 
         Raises:
             MemoryError: there is too little; the files keep their commits.

@@ -56,7 +56,7 @@ def find_state(name: str, kept: Any) -> ObjectState:
 
 
 def _refill(target: Any, state: Any) -> None:
-    """Give an array, tensor, dict or list its state back in place; ValueMismatch if an array has another form."""
+    """Give an array, tensor, dict or list its state back in place; ValueMismatch if it is an array of another form."""
     if _is_array(target):
         if not _are_alike(target, state):
             raise ValueMismatch(f"the array was {_show(state)} in the commit, and is {_show(target)} now")
