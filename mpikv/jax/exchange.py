@@ -161,7 +161,7 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
 
 
 def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
-    """Return the outline of a tree, made at its first use and cached for the store. Local.
+    """Return the names of a tree's leaves and the kinds of its nodes, cached for the store. Local.
 
     ``structure`` is the tree's; names of leaves begin with ``prefix``.
     """

@@ -261,7 +261,7 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block: let ranks have unequal numbers of batches. Collective.
+        """In a with block: let ranks have unequal numbers of batches; at its end copy one with most. Collective.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -379,7 +379,7 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: note it; raise unless gradients were exchanged, or have the closure do it.
+        """In a hook before a step: note it; raise unless gradients were exchanged, or let a closure do so. Collective.
 
         Collective unless a closure is given.
         """

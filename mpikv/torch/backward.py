@@ -143,7 +143,7 @@ class BackwardSync:
     # --- One pass
 
     def _take_gradient(self, parameter: Any) -> None:
-        """In a hook: begin a pass if none runs, copy a gradient to its buffer, send full buckets; paused, note that."""
+        """In a hook: begin a pass if none runs, stage a gradient, send full buckets; paused, note that. Collective."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -384,7 +384,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        """Sum census and buffers over ranks; RankMismatch on all if passes, steps or settings differ. Collective."""
+        """Sum the census and take the root's buffers; RankMismatch if passes, steps or settings differ. Collective."""
         self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]

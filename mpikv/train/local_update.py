@@ -76,7 +76,7 @@ class LocalUpdate:
             _restart_master(self.states[name], parameter)
 
     def state_on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return a parameter's state in numpy arrays: its own memory, or copies of a GPU's, waited for. Local."""
+        """Return a parameter's state and count, in numpy arrays: its own, or copies of a GPU's, waited for. Local."""
         # A parameter without state gets it at its first update, and not here: its weight may still be set, and the
         # master would keep the old one.
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu

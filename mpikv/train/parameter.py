@@ -124,7 +124,7 @@ class Parameter:
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Set the gradient to the sum of several, e.g. those given under several names of this parameter. Local.
+        """Give :attr:`grad` the sum of several gradients, e.g. those given under several names of it. Local.
 
         Raises:
             ValueMismatch: the shape, dtype or device of one does not fit.
@@ -259,7 +259,7 @@ def _byte_bounds(array: Array) -> tuple[int, int]:
 
 
 def _locate_writable(data: Any) -> Located:
-    """Return an array over the caller's memory, to update in place; TypeError if it cannot be written. Local."""
+    """Return the caller's array with its GPU, to update in place; TypeError if it cannot be written. Local."""
     if isinstance(data, np.generic) or not is_array(data):
         raise TypeError(f"a parameter is an array, not {a_kind(data)}; pass numpy.array(value) and keep it")
     if not lies_on_host(data):

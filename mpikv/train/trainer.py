@@ -147,7 +147,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, claimed for this Trainer. Local.
+        """The optimizer, now the store's if that updates, marked as this Trainer's; ConfigError if it is none. Local.
 
         If the store updates, it is the store's: another one after :meth:`mpikv.KVStore.load`. Set its options at any
         time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
@@ -344,7 +344,7 @@ class Trainer:
             parameter.mark_used()
 
     def set_data(self, values: Mapping[str, Any]) -> None:
-        """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays. Collective.
+        """Overwrite weights and float32 masters by the root's ``values``, on all ranks and in the store. Collective.
 
         A weight written by hand loses the change in the next step, if the store updates or the optimizer
         keeps a float32 master.
@@ -519,7 +519,7 @@ class Trainer:
     # --- What can be wrong on this rank
 
     def _attempt(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call a function that may fail on this rank alone; if it raises, raise on every rank. Collective."""
+        """Return a function's result; if it raises, raise here, and on others in their next call. Collective then."""
         try:
             return function(*arguments)
         except Exception as error:
@@ -689,7 +689,7 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Make or check states; return the steps, in this order; RankMismatch if changed settings differ between ranks.
+        """Make or check states, compare changed settings, return the steps in order. Collective if settings changed.
 
         Collective if an optimizer has changed.
         """
@@ -704,7 +704,7 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update weights on this rank and count it, unless a gradient overflows; a failure makes the Trainer unusable.
+        """Update weights here unless a gradient overflows; failure ends the Trainer's use. Collective with a scaler.
 
         Collective with a loss scaler.
         """

@@ -40,7 +40,7 @@ class Queue:
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call in this thread, or queue it for the queue's thread; return its handle.
+        """Make a call here if the caller ``waits`` and none is pending, else queue it for a thread; return its handle.
 
         ``waits``: the caller waits at once.
 

@@ -142,7 +142,7 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 
 def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays to fill, and a function that writes copies back; raise if one cannot be filled. Local."""
+    """Return flat arrays of tensors times a factor, to fill, and a function to write copies back; or raise. Local."""
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
