@@ -123,7 +123,7 @@ class AsyncKVStore(KVStore):
         return {"async": True, "compression": False, "sparse": False}.get(capability.lower(), capable)
 
     def statistics(self) -> dict[str, Any]:
-        """Return measurements of the store. Local.
+        """Return a dict: as in every store, the bound and the largest lead, the updates made here. Local.
 
         ``staleness``: the bound, and on the first rank, with a bound, the largest lead of one rank over another
         so far. ``updates``: how many updates this rank has made as an owner.
@@ -142,7 +142,7 @@ class AsyncKVStore(KVStore):
     # --- Verbs
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
-        """Send one value per key to its owner, whose updater changes the stored value by it. Not collective.
+        """Send each key's value to its owner, to update by; may wait for earlier pushes or slow ranks. Not collective.
 
         The owner calls ``updater(key, value, stored)``. This call returns when the value is on its way. A later push of
         the same key waits for the update. If the updater raises, the value keeps its content. This call raises the
@@ -243,7 +243,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
-        """Send values to owners after earlier pushes of the keys; may wait for updates, ``filled``. Not collective."""
+        """Send values after the keys' earlier pushes, raise failed ones; fill ``filled``, if given. Not collective."""
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -331,7 +331,7 @@ class AsyncKVStore(KVStore):
                 self._begin()
 
     def _prepare_drained(self, verb: str, failure: BaseException | None) -> PreparedCall:
-        """Prepare to adopt the optimizer's settings; raise ``failure`` if given. Local; its run is collective."""
+        """Prepare to adopt settings, and counts of owners; raise ``failure`` if given. Local; its run is collective."""
         if failure is not None:
             raise failure
         updater = self._exchange.updater

@@ -38,7 +38,7 @@ class Kind(NamedTuple):
         return self.width * self.dtype.itemsize
 
 
-Ready: TypeAlias = "Callable[[Lists], None]"
+Reserve: TypeAlias = "Callable[[Lists], None]"
 """Receives the row numbers of each value from each rank, before rows move. A rank may run out of memory here, and not
 later. It raises on all ranks, or on none."""
 
@@ -55,11 +55,11 @@ class Packed:
         return self._alltoallv.sent
 
     def send(
-        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
+        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return the others' for this one. Collective.
+        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return views of those for this rank. Collective.
 
-        ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
+        ``rows`` returns the rows; it is called when memory may be taken. ``reserve`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
         """
         received, _ = self._alltoallv.send(list(map(_pack, numbers, rows())), label)
@@ -70,11 +70,11 @@ class Packed:
         return selected
 
     def fetch(
-        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
+        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask other ranks for rows ``wanted[r]``, return these; answer others by ``take(numbers)``, copies. Collective.
+        """Ask other ranks for rows ``wanted[r]``; return views of them; answer others by ``take(numbers)``. Collective.
 
-        This rank's own entry is empty. ``ready`` has no use here.
+        This rank's own entry is empty. ``reserve`` has no use here.
         """
         asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
@@ -95,25 +95,25 @@ class Split:
         return self._numbers.sent + self._rows.sent
 
     def send(
-        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, ready: Ready
+        self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send row numbers by host, call ``ready``, send rows by GPU; return the others' for this rank. Collective."""
+        """Send row numbers by host, ``reserve`` memory, send rows by GPU; return those for this rank. Collective."""
         received, table = self._send_numbers(numbers, kinds, label)
-        # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
-        ready(received)
+        # Every rank knows all lengths now: reserve() raises on all ranks or on none, before any rank sends rows.
+        reserve(received)
         sent = [_flatten(part) for part in self._drop_own(rows())]
         pairs = zip(received, self._rows.carry(sent, table), strict=True)
         return [list(zip(ids, _read_rows(_taker(part), ids, kinds), strict=True)) for ids, part in pairs]
 
     def fetch(
-        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
+        self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
         """Ask other ranks for rows ``wanted[r]``, return these on the GPU; answer others by ``take``. Collective.
 
-        It calls ``ready`` between numbers and rows. This rank's own entry is empty.
+        It calls ``reserve`` between numbers and rows. This rank's own entry is empty.
         """
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
-        ready(asked)
+        reserve(asked)
         # Transposed: the table says how much each rank asks for, and the answers go the other way.
         answers = self._rows.carry([_flatten(take(part)) for part in asked], table.T)
         return _read_answers(answers, wanted, kinds, self._rank)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_updater(exchange: Exchange) -> None:
-    """Raise Unsupported if this store cannot push rows: by compression, or an updater of whole values. Local."""
+    """Raise Unsupported if this store cannot push rows: by compression, or an optimizer of whole values. Local."""
     updater = exchange.updater
     if exchange.compression is not None:
         raise Unsupported(
@@ -122,7 +122,7 @@ class Rows:
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
-        """Fill the arrays ``pulled`` with these rows of each value; numbers rise. Collective if a value is stale."""
+        """Fill the arrays of ``pulled`` with rows of each value, by rising numbers. Collective if a value is stale."""
         stale = self._exchange.values.table.stale
         # The flags are the same on every rank, so all ranks agree whether to communicate.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
@@ -152,12 +152,12 @@ class Rows:
         entries, numbers, values = plan.entries, [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", plan.keys)
 
-        def ready(received: Sequence[Sequence[Array]]) -> None:
+        def reserve(received: Sequence[Sequence[Array]]) -> None:
             self._reserve(self._bound(entries, [*parts, *received]), held)
 
         if self._exchange.placement.everywhere:
             parts = [numbers]
-            addends = self._messages.send(parts, lambda: [values], kinds, label, ready)
+            addends = self._messages.send(parts, lambda: [values], kinds, label, reserve)
             # Its own rows without a detour: the exchange leaves that part undefined.
             addends[rank] = list(given)
         else:
@@ -171,7 +171,7 @@ class Rows:
                 rows.extend(zip(*some, strict=True))
                 return rows
 
-            addends = self._messages.send(parts, split, kinds, label, ready)
+            addends = self._messages.send(parts, split, kinds, label, reserve)
             addends[rank] = list(zip(parts[rank], rows[rank], strict=True))
         return addends
 
@@ -197,12 +197,12 @@ class Rows:
         mine = [(rows.indices, _flat(rows)) for rows in given]
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
-        def ready(received: Sequence[Sequence[Array]]) -> None:
+        def reserve(received: Sequence[Sequence[Array]]) -> None:
             self._reserve(_bound_rows([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
 
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
-        received = self._messages.send([numbers], lambda: [rows], kinds, ("init", tuple(keys)), ready)
+        received = self._messages.send([numbers], lambda: [rows], kinds, ("init", tuple(keys)), reserve)
         if sent or not self._memory.is_host:
             return sent or received[self._root]
         # Copy: entering the keys may send messages through the same receive buffer.
@@ -228,7 +228,7 @@ class Rows:
     # --- Updates
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
-        """Update this rank's elements of some rows by their sum, in place. Local."""
+        """Update this rank's elements of some rows by their sum; without an updater zero its others. Local."""
         updater = self._exchange.updater
         if updater.assigns:
             # Without an updater a push replaces the value, so rows outside of the sum become zero.
@@ -262,7 +262,7 @@ class Rows:
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
-        """Return the states as tables of rows or of pieces, and the places of these rows in them, or None. Local.
+        """Return the states as tables of rows, and None; or as tables of pieces of rows, and these rows' pieces. Local.
 
         A state of the whole value has the value's row numbers; the places are None. Otherwise the state holds this
         rank's ranges only, end to end; its tables consist of pieces of rows, and the places are numbers of pieces.
@@ -301,7 +301,7 @@ class Rows:
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
         wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]
 
-        def ready(asked: Sequence[Sequence[Array]]) -> None:
+        def reserve(asked: Sequence[Sequence[Array]]) -> None:
             # Two copies: rows sent or received, and of the received ones those of one owner.
             self._reserve(_bound_rows((*asked, *wanted), kinds, copies=2, arrays=5), held)
 
@@ -309,7 +309,7 @@ class Rows:
             some = zip(entries, asked, strict=True)
             return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
 
-        received = self._messages.fetch(wanted, kinds, tuple(entry.key for entry in entries), take, ready)
+        received = self._messages.fetch(wanted, kinds, tuple(entry.key for entry in entries), take, reserve)
         for rank, part in enumerate(received):
             if rank == self._transport.rank:
                 continue
@@ -362,7 +362,7 @@ class _Owners:
         return first, last
 
     def split(self, ids: Array, size: int) -> list[Any]:
-        """Return for each rank the positions of the rows with elements of this rank: an array, or a slice.
+        """Return for each rank the positions of rows with elements of its own: an array, or a slice.
 
         They are a slice if one rank owns the whole value.
         """

@@ -172,16 +172,16 @@ class AllReduce(RankedStore):
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
             form = parse(key, value)
-            there = self._can_sum_on_gpus(form)
+            on_gpus = self._can_sum_on_gpus(form)
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
-        if there and self._gpus is None:
+        if on_gpus and self._gpus is None:
             self._store._collective(verb, self._prepare_gpus, key, verb, form)
         filled = given_to_fill(key, value, out)
-        return self._store._collective(verb, self._prepare, key, verb, form, there, filled, out is None, priority)
+        return self._store._collective(verb, self._prepare, key, verb, form, on_gpus, filled, out is None, priority)
 
     def _can_sum_on_gpus(self, form: Form) -> bool:
-        """Return whether all values are mutable GPU arrays, and NCCL has not failed; raise if a key has none. Local."""
+        """Return whether all are mutable GPU arrays and NCCL has not failed; ValueMismatch for a key without. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
@@ -205,17 +205,17 @@ class AllReduce(RankedStore):
     # --- Calls
 
     def _prepare(
-        self, key: Any, verb: str, form: Form, there: bool, filled: Any, implied: bool, priority: Any
+        self, key: Any, verb: str, form: Form, on_gpus: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Check a call; cache it if it needs no copies, stage a small message. Local; its run is collective.
+        """Check a call, make copies if needed, stage a small message, maybe cache it. Local; its run is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
             Unsupported: an array lies elsewhere, or the present stream is being captured.
         """
-        here = self._gpus if there and self._gpus is not None else self._host
-        there = here is self._gpus
-        if there:
+        here = self._gpus if on_gpus and self._gpus is not None else self._host
+        on_gpus = here is self._gpus
+        if on_gpus:
             here.memory.order.begin()
         sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
@@ -230,15 +230,15 @@ class AllReduce(RankedStore):
         outs, result = self._store._verbs.operands.with_stand_ins(fill, filled, implied)
         work = self._plan_work(sources, outs, here.memory)
         wishes = priorities(priority, form.keys) if priority != 0 else ()
-        option = f"on {'GPUs' if there else 'the host'}" + f" priority {wishes}" * any(wishes)
+        option = f"on {'GPUs' if on_gpus else 'the host'}" + f" priority {wishes}" * any(wishes)
         call = self._store._verbs.comparison.value_call(verb, form, sources, option)
         alone = all(len(group) == 1 for group in form.groups)
-        if alone and not (any(wishes) or there or work.before or work.after) and result is filled:
+        if alone and not (any(wishes) or on_gpus or work.before or work.after) and result is filled:
             if len(self._known) >= _MOST_CALLS:
                 self._known.clear()
             plain = [*sources, *(targets[0] for targets in outs)]
             self._known[verb, form.keys] = call, [(ref(array), array.shape, array.dtype) for array in plain]
-        if not there:
+        if not on_gpus:
             # At once, as the message may be staged. A GPU's copies belong to the work of the call.
             _copy(work.before, here.memory)
             work.before.clear()

@@ -123,7 +123,7 @@ class CapturedStep:
         self._known = None
 
     def __call__(self, *, wait: bool = True) -> Any:
-        """Push and pull. Collective.
+        """Push and pull these arrays; with ``wait=False`` return a Work at once. Collective.
 
         Args:
             wait: False returns a :class:`mpikv.Work` at once, as in :meth:`mpikv.KVStore.push`. On a GPU the caller's

@@ -202,7 +202,7 @@ class KVStore(RankedStore):
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether the store has a capability: optimizer, sparse, compression, async or gpu. Local.
+        """Return whether it has optimizer, sparse, compression, async or gpu; ConfigError for another word. Local.
 
         Raises:
             ConfigError: the word is unknown.
@@ -237,7 +237,7 @@ class KVStore(RankedStore):
         return tuple(self._exchange.values.table)
 
     def num_dead_node(self, timeout: float = 60) -> int:
-        """Return how many ranks of this host have ended, as the kernel says. Local; ranks elsewhere cannot be seen.
+        """Return how many ranks of this host have ended by now. Local: waits for nothing, sees no other host.
 
         Args:
             timeout: accepted for MXNet's sake, whose heartbeats it bounds.
@@ -835,7 +835,7 @@ class KVStore(RankedStore):
         self._collective("set_gradient_compression", self._verbs.settings.set_compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the optimizer's learning rate from the next push on; waits for calls with ``wait=False``. Local.
+        """Set the optimizer's rate from the next push on, as all ranks must; waits for pending calls. Local.
 
         Call it on every rank, as the next push checks.
 
@@ -1014,7 +1014,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return the training's steps; if copies are kept, restore the newest and pull into ``fill``. Collective then.
+        """Return the steps of a loop that keeps copies if asked; restore the newest, pull to ``fill``. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.

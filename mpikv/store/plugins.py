@@ -205,7 +205,7 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return the store class of this lower-case name; registers one of an installed package; None if unknown. Local."""
+    """Return the store class of a lower-case name, or None; may register a package's, ConfigError if bad. Local."""
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package

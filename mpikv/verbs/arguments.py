@@ -30,7 +30,7 @@ def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
 
 
 def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_integers: bool) -> list[Array]:
-    """Return the one array of each key, in this memory; raise ValueMismatch for a list, or if it does not fit. Local.
+    """Return the one array of each key, in this memory; ValueMismatch for a list, or if unfit for ``table``. Local.
 
     ``checks_integers`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
     """
@@ -47,7 +47,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_i
 
 
 def checked_targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a pull fills, or stand-ins for them; raise if a shape or dtype does not fit. Local.
+    """Return the arrays that a pull fills, for a GPU's maybe ones copied there after it; raise if unfit. Local.
 
     A value's own view is returned as it is: there is nothing to fill.
     """
@@ -61,7 +61,7 @@ def _target_of(entry: Entry, out: Any) -> Array:
 
 
 def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
-    """Return the array to fill for ``out``, or its stand-in; raise if its shape or dtype does not fit. Local."""
+    """Return the array to fill for ``out``; for a GPU's, maybe one copied there later; raise if unfit. Local."""
     array = memory.target(out)
     if array.shape != shape:
         raise ValueMismatch(
@@ -145,7 +145,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer: made by name, or the caller's object, with ``average`` set on it if given. Local."""
+    """Return an optimizer: made by name, or the given one, with ``average`` set if given; raise for others. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):

@@ -24,7 +24,7 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return this rank's part in a call of others, None for a barrier; raise if its description differs. Local.
+        """Return the run of a part in others' call, None for a barrier; raise if it differs; may zero buffers. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """
@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Prepare a call of the others to which this rank brings no arrays. Local; its run is collective."""
+        """Prepare a call of others without arrays, own buffers zeroed ``until_done``. Local; its run is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":

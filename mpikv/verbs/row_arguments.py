@@ -236,7 +236,7 @@ def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None =
 
 
 def _checked_out(entry: Entry, out: Any) -> Any:
-    """Return the array to fill for ``out``, or its stand-in, or a RowSparse itself; raise if it does not fit. Local."""
+    """Return the RowSparse itself, or the array to fill for ``out``, maybe copied later; raise if unfit. Local."""
     if not isinstance(out, RowSparse):
         return checked_target(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
     check_fit(entry, "out", out)

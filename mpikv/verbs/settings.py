@@ -53,7 +53,7 @@ class SettingVerbs:
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _implement(self, codec: Codec) -> Codec:
-        """Return a codec's implementation for this memory; raise if there is none, or messages are too small. Local."""
+        """Return a codec's implementation for this memory, maybe itself, logged; raise if it cannot work. Local."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._exchange.values.planner.kernels.codec(codec)
