@@ -33,10 +33,7 @@ class Moments(Optimizer):
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
-        """Update both averages by the gradient, in place; return that of the gradient.
-
-        It overwrites the spare memory.
-        """
+        """Update both averages by the gradient, in place; overwrite the spare memory; return that of the gradient."""
         (mean, variance), (spare,) = block.state, block.spare
         average(mean, block.gradient, self.beta1, spare)
         average_squares(variance, block.gradient, self.beta2, spare)

@@ -173,7 +173,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Replace the scheduler by a copy with the user's rate as ``base_lr``; ConfigError if it cannot take one."""
+        """Have a copy of the scheduler begin at the constructor's rate; ConfigError if it cannot, or later."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
@@ -211,7 +211,7 @@ class Optimizer:
         object.__setattr__(self, "opaque", opaque)
 
     def sums_over(self, ranks: int) -> None:
-        """Set how many ranks' gradients a sum has; 0: none are summed, as in ``dist_async``. May raise. Local.
+        """Set how many ranks' gradients a sum has; 0: none are summed; raise if ``average`` cannot divide so. Local.
 
         Raises:
             Unsupported: ``average`` is set, and there are no sums.
@@ -315,7 +315,7 @@ class Optimizer:
         return ()
 
     def rule(self, step: Step, block: Block) -> None:
-        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place.
+        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place; Unsupported in Optimizer itself.
 
         A rule may overwrite all but ``step``.
         """

@@ -70,7 +70,7 @@ def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
 
 
 def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
-    """Return the rule for the optimizer's present options, recorded at first, and the step's bits and numbers.
+    """Return the rule for the present options, recorded at first, and a tuple of the step's bits and numbers.
 
     ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
     gradient in float64, and puts the rate in the place of the weight.
