@@ -115,7 +115,7 @@ def _examine_mpi(library: Library, environ: Mapping[str, str], ranks: int) -> It
         find_launcher(library, environ)
     except (ConfigError, MPIKVError) as error:
         yield Finding(_first_line(error), "each rank would run alone, or none would start", f"pip install {package}")
-    if problem := why_no_room(library.version, ranks, others=False):
+    if problem := why_no_room(library.version, ranks, as_if_empty=False):
         yield Finding(problem, "ranks would end by SIGBUS in the start of MPI", "docker run --shm-size=8g ...")
 
 

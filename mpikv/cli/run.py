@@ -307,7 +307,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         _note(f"removed {len(left)} file{'s' * (len(left) > 1)} left by killed jobs of this user, such as {left[0]}")
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
-    if one_host and (problem := why_no_room(version, size, others=False)):
+    if one_host and (problem := why_no_room(version, size, as_if_empty=False)):
         raise TransportUnavailable(problem)
     if version and (rivals := name_rivals(version)):
         _note(rivals)

@@ -52,6 +52,7 @@ class Agreement:
     """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
     def __init__(self, transport: Transport, group: Group, board: StatusBoard) -> None:
+        """Local: only the methods talk to other ranks."""
         self._transport, self._group, self._board = transport, group, board
         self.place: Callable[[], str] = place_here
         """Returns the program's line that makes the call, for other ranks."""
@@ -120,7 +121,7 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """For a rank in join: meet the others' next call; return its report, None if all are in join. Collective.
+        """Count and meet the others' next call, as a rank in join; return its report, None if all are. Collective.
 
         :meth:`confirm` must follow a report.
         """
@@ -140,7 +141,7 @@ class Agreement:
             mark_repeated(error, errors.index(errors[rank]) == rank)
 
     def _exchange_reports(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
-        """Send every rank a report of this rank's call, line and error; return those of all ranks. Collective."""
+        """Send every rank a report of this rank's call, line and error; return all ranks', in order. Collective."""
         text, verb, place = str(call), call.verb, self.place() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
@@ -199,7 +200,7 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Return an error, marked as known to all ranks; if it was not yet, most kinds get verb and rank. Local.
+        """Mark an error as known to all ranks, and return it; unless it was, most kinds get verb and rank. Local.
 
         The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
         """
@@ -212,7 +213,7 @@ class Agreement:
         return settled(error)
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Complete a Stalled in place: ask who is late, give up on the board; a TransportError gets this rank. Local.
+        """Complete an error: a Stalled by asking late ranks and giving up, a TransportError by this rank. May wait.
 
         It leaves other errors as they are.
         """

@@ -78,7 +78,7 @@ class Work:
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the call, ``timeout`` seconds at most; return its result, or raise its error.
+        """Wait for the call; return its result, or raise its error; TimeoutError after ``timeout`` seconds.
 
         Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
         and raised by the next blocking call, in its place.
@@ -180,7 +180,7 @@ class Pending:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def drain(self, patience: float | None = None) -> bool:
-        """Wait until no call is left, and return True; False after ``patience`` seconds in which none completed. Local.
+        """Wait until no call is left, except in the queue's thread; False if none completes for ``patience`` seconds.
 
         In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
         """
@@ -203,7 +203,7 @@ class Pending:
             claim()
 
     def take_failure(self) -> BaseException | None:
-        """Return the first error that nobody has seen, and mark all such errors as seen; None if none. Local.
+        """Return the first error that nobody has seen, and mark all as seen; in the queue's thread only None. Local.
 
         In the queue's own thread it returns None, and marks none.
         """

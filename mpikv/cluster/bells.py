@@ -39,7 +39,7 @@ class Bells:
         system_function("sem_post")(self._bells[rank])
 
     def listen(self) -> int:
-        """Sleep until this rank's bell rings, unless it has; return the new rings, 0 after a signal. Local."""
+        """Sleep until another rank rings, unless one has; return the number of rings, 0 after a signal. May wait."""
         here = present()
         # A signal interrupts sem_wait.
         first = here.nap(0, ready=self._heard) if here.world else system_function("sem_wait")(self._own) == 0

@@ -44,7 +44,7 @@ _TIMEOUT, _ADDRESS = 60.0, 300
 
 
 def connect(comm: Any, config: Config) -> ProcessGroup:
-    """Return a new group of the launch's ranks, or of ``comm``; may start MPI and set sys.excepthook. Collective.
+    """Return a new group of the launch's ranks, or of ``comm``; may start MPI, set sys.excepthook, warn. Collective.
 
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
@@ -172,7 +172,7 @@ def _check_container() -> None:
             "this container forbids process_vm_readv, by which MPICH sends large messages, so that they fail; set "
             "MPIR_CVAR_CH4_CMA_ENABLE=0 on all ranks, or start them by mpikv run"
         )
-    if place and not started and (problem := why_no_room(library, place[1], others=True)):
+    if place and not started and (problem := why_no_room(library, place[1], as_if_empty=True)):
         raise TransportUnavailable(f"create: {problem}")
 
 

@@ -94,7 +94,7 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
 
 
 def set_rank_variables(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set PyTorch's RANK, WORLD_SIZE, LOCAL_* and MASTER_* in ``environ``, if known and missing there.
+    """Set PyTorch's RANK, WORLD_SIZE, LOCAL_* and MASTER_* in ``environ``, if known and missing; None is rank 0 of 1.
 
     ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
 

@@ -138,13 +138,13 @@ class Recorder:
 class Lateness:
     """Adds up the calls of all ranks."""
 
-    def __init__(self, group: Group, slots: Callable[[], Array], report: float, counts: bool) -> None:
+    def __init__(self, group: Group, slots: Callable[[], Array], report: float, timed: bool) -> None:
         """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0.
-        ``counts``: the slots have records.
+        ``timed``: the slots have records.
         """
         self._group, self._slots = group, slots
         # On one host the first rank adds up for all, on the board.
-        self.next = 8 if counts and (group.rank == 0 or not group.one_host) else sys.maxsize
+        self.next = 8 if timed and (group.rank == 0 or not group.one_host) else sys.maxsize
         """The number of the call at which to call :meth:`fold`."""
         self._apart = np.zeros((group.size, *SUMS.shape), np.int64)
         self._every = report if group.rank == 0 and group.size > 1 else 0.0
@@ -155,7 +155,7 @@ class Lateness:
         """Add calls before ``number`` to the sums, set ``next``; log a report if due. Collective on several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
-        sums, memory = self._add(number - 1, all_gather)
+        sums, memory = self._sum(number - 1, all_gather)
         # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
         memory[:, :-1] = sums
         memory[:, -1] = number - 1
@@ -169,7 +169,7 @@ class Lateness:
 
     def statistics(self, number: int) -> dict[str, Any]:
         """Return a dict: each rank's seconds by phase and times last, and who is late, before ``number``. Local."""
-        (sums, _), shown = self._add(number - 1), COLUMNS[1 : len(PHASES) + 2]
+        (sums, _), shown = self._sum(number - 1), COLUMNS[1 : len(PHASES) + 2]
         seconds = (sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
             {"last": last, **dict(zip(shown, each, strict=True))}
@@ -178,8 +178,8 @@ class Lateness:
         late = find_late(sums, present().now() - self._started)
         return {"ranks": ranks, "late": late and late._asdict()}
 
-    def _add(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return the sums up to call ``last``, and memory of older ones. Collective on several hosts, given all_gather.
+    def _sum(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
+        """Return sums to call ``last`` and where to write them; of several hosts old ones, or collective by all_gather.
 
         On several hosts the sums of :meth:`fold` are returned without it.
         """

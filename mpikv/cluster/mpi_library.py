@@ -203,16 +203,16 @@ def may_read_processes() -> bool:
     return False
 
 
-def why_no_room(library: str, ranks: int, others: bool) -> str:
-    """Return why shared memory is too small for MPICH 5 to start so many ranks; "" if there is room, or for others.
+def why_no_room(library: str, ranks: int, as_if_empty: bool) -> str:
+    """Return why shared memory, free or ``as_if_empty``, is too small to start ranks of MPICH 5; else "".
 
-    With ``others``, some may have started already: their memory counts as free.
+    Others of the ranks may have started already: ``as_if_empty`` counts their memory as free.
     """
     if not library.startswith("MPICH 5.") or not os.path.exists(SHARED):
         return ""
     # MPICH maps without asking, and the first write beyond the room ends the process by SIGBUS.
     space, needed = os.statvfs(SHARED), _PER_RANK * ranks
-    free = (space.f_blocks if others else space.f_bavail) * space.f_frsize
+    free = (space.f_blocks if as_if_empty else space.f_bavail) * space.f_frsize
     if free >= needed:
         return ""
     return (

@@ -100,7 +100,7 @@ class ProcessGroup:
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
     def _join_machine(self, overrules_mpi: bool) -> Any:
-        """Return a new communicator of this machine's ranks; note and log if MPI divides one. Collective.
+        """Return a new communicator of this machine's ranks; if MPI divides them note it, and obey or warn. Collective.
 
         MPI's division counts, unless this rank ``overrules_mpi``.
         """
@@ -132,7 +132,7 @@ class ProcessGroup:
         """Whether several threads of this process may use MPI at once."""
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
 
-    def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
+    def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
         """Return zeros in memory that this host's ranks share, see :func:`.allocate_shared`. Collective over the host.
 
         Raises:
@@ -140,7 +140,7 @@ class ProcessGroup:
         """
         if self.size > 1 and self.comm is None:
             raise Closed("this group of ranks is closed; memory of this rank alone would not be shared")
-        return allocate_shared(self, nbytes, zeroed)
+        return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
         """Return the texts of the ranks of this host, in rank order. Collective over the host."""

@@ -75,7 +75,7 @@ class Runtime:
         return [_watch_collector()[0], without_core, used.ru_majflt, used.ru_inblock]
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
-        """Sleep for some seconds, less if ``ready()`` may be true or at the time ``until``; return whether it is true.
+        """Sleep ``seconds`` and return False; a simulated rank sleeps to ``until``, or returns True once ``ready()``.
 
         Returns:
             Whether ``ready()`` is known to be true.
@@ -137,7 +137,7 @@ def owned(kind: str) -> list[Any]:
 
 @cache
 def system_function(name: str) -> Any:
-    """Return a function of the C library by its name, to be called by ctypes; it sets ``errno``.
+    """Return a function of the C library, for calls by ctypes that set ``errno``; OSError if there is none.
 
     Raises:
         OSError: it has none of that name.

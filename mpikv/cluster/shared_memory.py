@@ -41,10 +41,10 @@ _GLOBAL_EXPEDITED, _WAIT, _WAKE = 2, 0, 1
 _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
 
 
-def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = "") -> Array:
+def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str = "") -> Array:
     """Return zeros in memory that all ranks of this host share; private if it has one. Collective over the host.
 
-    It holds zeros. With ``zeroed`` the system makes its pages now, else each at first use: a millisecond per megabyte.
+    With ``pages_now`` the system makes its pages now, else each at first use: a millisecond per megabyte.
     ``mark`` ends the name of the file.
 
     Raises:
@@ -72,7 +72,7 @@ def allocate_shared(group: Group, nbytes: int, zeroed: bool = True, mark: str = 
         memory = np.frombuffer(pages, np.uint8)
         start = -memory.ctypes.data % _ALIGNMENT
         memory = memory[start : start + nbytes]
-        if zeroed:
+        if pages_now:
             # Each rank writes its part, so the ranks make the pages in parallel; that takes longer than the writes.
             memory[nbytes * place // size : nbytes * (place + 1) // size] = 0
         else:

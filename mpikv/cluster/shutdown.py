@@ -104,7 +104,7 @@ def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: floa
 
 
 def end_job(why: str) -> None:
-    """End all ranks by MPI's Abort, and write ``why`` to a file for mpikv run; in a forked child do nothing. Local."""
+    """Write ``why`` to a file for mpikv run and end all ranks by MPI's Abort; nothing if forked, or after MPI's end."""
     # A forked child would end its parent's job.
     mpi = load_mpi()
     if not _forked and not mpi.Is_finalized():

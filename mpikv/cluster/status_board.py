@@ -199,7 +199,7 @@ def call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Have SIGURG write this process's frames to a file, and return that; -1 if it cannot. Local; once."""
+    """Have SIGURG write this process's frames to a file; return its descriptor, -1 if it cannot. Local; once."""
     # Python allows handlers from the main thread only, and the program's own handler comes first.
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
@@ -254,7 +254,7 @@ def is_gone(slot: Any) -> bool:
 
 
 def _ask_if_waiting(slot: Any) -> bool:
-    """Return whether a process runs in mpikv's code, asked by a signal, or does not answer. Local; may wait."""
+    """Return whether a running process, asked by a signal, is in mpikv's code or gives no answer. Local; may wait."""
     files = [file for file, _, _ in _ask(slot)]
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
@@ -376,7 +376,7 @@ class Inquiry:
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Wait for other hosts' answers, a second at most, and return them; answer their questions too. Local."""
+        """Wait for other hosts, a second at most; return an answer for each, if silent too; answer theirs. May wait."""
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:

@@ -31,10 +31,10 @@ class Group(Protocol):
     def threads(self) -> bool:
         """Whether several threads of this process may use the group at once."""
 
-    def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
-        """Return memory that the ranks of this host share, aligned to 128 bytes. Collective over the host.
+    def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
+        """Return zeros in memory that the ranks of this host share, aligned to 128 bytes. Collective over the host.
 
-        It holds zeros. Without ``zeroed`` the system makes each page at first use. It goes back to the system with the
+        Without ``pages_now`` the system makes each page at first use. The memory goes back to the system with the
         last array over it.
 
         Raises MemoryError on every rank of the host if its shared memory is too small.

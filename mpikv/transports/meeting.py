@@ -77,9 +77,9 @@ class HostGroup:
         self._ends = ends.data.cast("q")[:: _END // 8]
         """The length of each rank's reason to end, 0 as long as it has none."""
 
-    def allocate(self, nbytes: int, zeroed: bool = True) -> Array:
+    def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
         """Return memory that all ranks share. Collective."""
-        return allocate_shared(self, nbytes, zeroed)
+        return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
         """Return the texts of all ranks, in rank order, whatever their lengths. Collective, with a deadline.

@@ -84,7 +84,7 @@ class Rings:
         """Collective. By ``reader``, equal on all ranks, receivers read large messages in place."""
         self._reader, size = reader, group.size
         # Pages that are never written take no memory.
-        memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), zeroed=False)
+        memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
         self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
         """A word for each rank, which changes when there is something new for it."""
         self._rank, self._seen, self._order = group.rank, 0, memory_barrier() or (lambda: None)

@@ -121,8 +121,8 @@ class ShmTransport(Arrivals):
         self.sharing_size, self.sharing_rank = self.size, self.rank
         super().__init__(group, waiting, _STRIDE)
         self._group, self._arrivals = group, 0
-        # Not zeroed: sums write before they read, and pages that are never used take no memory.
-        staging = group.allocate(slots * self.size * limit, zeroed=False)
+        # Without pages now: sums write before they read, and pages that are never used take no memory.
+        staging = group.allocate(slots * self.size * limit, pages_now=False)
         self._large = large
         self._halves: Any = staging.reshape(slots, self.size, limit)
         self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
