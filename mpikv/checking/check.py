@@ -80,7 +80,7 @@ class Check(Standing):
     # --- Collective calls
 
     def begin(self, call: Call, problem: Exception | None = None) -> None:
-        """Compare a call over ranks, after nonblocking ones before it; raise on all if they differ. Collective.
+        """Compare a call, after nonblocking ones before it; raise on all if they differ or have a problem. Collective.
 
         Ranks with a ``problem`` raise it.
 
@@ -116,7 +116,7 @@ class Check(Standing):
             raise error
 
     def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
-        """Start a nonblocking call, post it to be compared later, and return its request. Local.
+        """Start a nonblocking call, post it to be compared later, and return its request. Local; may wait.
 
         But with 512 not compared it waits for all.
         """
@@ -229,7 +229,7 @@ class Check(Standing):
     # --- The end
 
     def close(self) -> None:
-        """Log requests never waited for, leave them to MPI, and free what the checks hold. Collective; agreed on."""
+        """Log requests never waited for, leave them to MPI, and free what the checks hold. Collective."""
         self._tell_left()
         if self.gpus is not None and self.gpus.mover is not None:
             self.gpus.mover.close()

@@ -83,7 +83,7 @@ def text_of(fact: Fact) -> str:
 
 
 def _block(message: Any, blocks: int = 1) -> Fact:
-    """Return dtype and count of one of ``blocks`` equal blocks of a message; None if that is None or IN_PLACE."""
+    """Return dtype and count, or "no elements", of one of ``blocks`` equal blocks; None for None or IN_PLACE."""
     if message is None or message is MPI.IN_PLACE:
         return None
     kind, named, _, whole = unpack(message, vector=False)

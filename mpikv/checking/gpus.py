@@ -34,7 +34,7 @@ class Gpus:
     """This rank's GPU, and the way to those of the other ranks."""
 
     def __init__(self, check: Check, value: Any) -> None:
-        """``value`` lies on the GPU. Local."""
+        """``value`` lies on the GPU. Imports NCCL for several ranks; may set variables to share GPUs. Local."""
         self._check, self._rank, self._size = check, check.group.rank, check.group.size
         if check.config.gpu_sharing:
             share_gpus(self._rank)
@@ -44,7 +44,7 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return ``blocks`` flat views of a message's array, of the counts that it names or of one size. Local.
+        """Return ``blocks`` flat parts of the array that ``take`` makes of a message, of its counts or one size. Local.
 
         A mistake raises TypeError or ValueError.
         """
@@ -158,7 +158,7 @@ for _v in ("", "v"):
 
 
 def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
-    """Make a call of a checked communicator, on arrays of GPUs, by NCCL, if that has it. Collective, if the call is."""
+    """Make a checked communicator's call on arrays of GPUs, by NCCL; Unsupported without one. Collective, if it is."""
     check = comm.check
     try:
         if verb not in _STEPS:

@@ -11,9 +11,9 @@ from ..cluster.mpi_library import load_mpi
 
 
 def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None = None) -> Any:
-    """Return an ``MPI.Intracomm`` over the same ranks with checks: every rank raises where their calls differ.
+    """Return ``comm`` as a communicator of the same handle with checks: every rank raises where their calls differ.
 
-    MPI would hang there, or give wrong results. Collective over ``comm``. The result has the handle of ``comm``, so
+    MPI would hang there, or give wrong results. Collective over ``comm``. It is an ``MPI.Intracomm``; no duplicate, so
     freeing one frees both. What it makes, as by ``Dup`` and ``Split``, is checked too. ``MPI.Request.Waitall`` and its
     like wait without a deadline, unless the program runs under ``mpikv run --check``; ``Wait`` of a request has one.
 

@@ -48,8 +48,9 @@ class Collectives:
     """
 
     def __init__(self, transport: Transport, in_pairs: bool = False, combine: Callable[..., None] = combine) -> None:
-        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`. A library of arrays may be
-        faster at what :func:`~.operations.combine` does.
+        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`. On GPUs collective.
+
+        A library of arrays may be faster at what :func:`~.operations.combine` does.
         """
         self.memory = transport.memory
         self._transport, self._size, self._rank = transport, transport.size, transport.rank
@@ -145,7 +146,9 @@ class Collectives:
             array.view(_BYTES)[:] = row
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
-        """Send ``sends[r]`` to rank r, and fill ``receives[r]`` from there; both may be one array. Collective.
+        """Send ``sends[r]`` to rank r, fill ``receives[r]`` from there; ValueMismatch if sizes differ. Collective.
+
+        Both may be one array.
 
         Raises:
             ValueMismatch: on every rank, if one sends another number of bytes than the receiver expects.

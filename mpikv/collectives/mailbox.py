@@ -294,6 +294,7 @@ class _Streams:
     """How messages of ranks that share memory travel. All methods are local, and only :meth:`sleep` waits."""
 
     def __init__(self, group: Group, board: StatusBoard, rings: Rings) -> None:
+        """Make a generator for the sends to each rank, and one for the receives. Nothing moves yet. Local."""
         self._group, self._board, self._rings = group, board, rings
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]

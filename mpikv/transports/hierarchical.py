@@ -136,7 +136,7 @@ class HierarchicalTransport:
         return self._flat.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Send each host's sums to the owners; return arrays that add up to this rank's part of the sum. Collective.
+        """Send hosts' sums to owners; return terms of this rank's part, in :meth:`apart` filled later. Collective.
 
         Inside of :meth:`apart` they may arrive later.
         """
@@ -189,7 +189,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
-        """In a with block, list the messages that it starts; then wait for them unless in :meth:`apart`. Collective."""
+        """In a with block, yield a list for its messages; then wait for them, unless in :meth:`apart`. Collective."""
         with self._group.translated(name):
             with self._requests.started() as started:
                 yield started

@@ -394,7 +394,7 @@ class NcclTransport(Unshared):
     # --- Agreement and ends
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether every rank passed the same token; the host waits. Raises earlier failures. Collective."""
+        """Return whether every rank passed the same token; not through the GPU. Raises earlier failures. Collective."""
         self._check()
         try:
             agreed = self.control.agree(token)
@@ -412,7 +412,7 @@ class NcclTransport(Unshared):
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
-        """Wait for the GPU, and destroy the communicator, or abort it after a failure. Collective, idempotent."""
+        """Wait for the GPU; end the communicator, after a failure by abort, and ``control``. Collective, idempotent."""
         if self._process != os.getpid() or not self.send_buffers[0].size:
             return
         try:

@@ -50,7 +50,7 @@ class AbortableWaiting:
     """
 
     def __init__(self, find_end: Callable[[], str], waiting: Waits, *, listening: bool = True) -> None:
-        """``find_end`` is a group's, or returns a text likewise."""
+        """``find_end`` returns why another rank has left, or ""; asked now or from :meth:`listen` on. Local."""
         self._find_end, self._waiting = find_end, waiting
         self.until: Callable[[Callable[[], bool], Callable[[], Sequence[int]]], None] = waiting.until
         if listening:
@@ -75,7 +75,7 @@ class Requests:
         self._translated = group.translated("waiting")
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true; if that fails, or another rank gave up, tell ranks and raise. Local.
+        """Wait until ``ready()`` is true; if that fails, or another rank gave up, tell ranks and raise. May wait.
 
         The condition need not be one of MPI.
 
@@ -86,7 +86,7 @@ class Requests:
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true, and nothing else; if that raises, tell other ranks that this one gave up."""
+        """Wait until ``ready()`` is true, by no other look; if that raises, tell other ranks that this one gave up."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
@@ -110,7 +110,7 @@ class Requests:
 
     @contextmanager
     def started(self) -> Iterator[list[Any]]:
-        """In a with block, list the operations that it starts; if it raises, keep their memory and tell other ranks."""
+        """In a with block, yield a list for its operations; if it raises, keep their memory and tell other ranks."""
         started: list[Any] = []
         try:
             yield started

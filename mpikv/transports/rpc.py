@@ -80,7 +80,7 @@ class Endpoint:
     """
 
     def __init__(self, group: ProcessGroup, serve: Serve) -> None:
-        """Collective."""
+        """Collective. Starts no thread."""
         self._group, self._serve = group, serve
         self._bells, self._waking, self._wakes = Bells(group) if group.one_host else None, present().lock(), 0
         with group.translated("making a communicator"):

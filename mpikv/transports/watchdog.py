@@ -47,8 +47,9 @@ class Watchdog:
         drop: Callable[[], bool],
         rank: int,
     ) -> None:
-        """The thread calls ``prepare`` before its first query. ``drop`` releases the memory of finished work, and
-        returns whether that was all. ``rank`` is this one, for messages.
+        """The thread first calls ``prepare``; ``drop`` releases memory of finished work. Local; starts no thread.
+
+        ``drop`` returns whether that was all. ``rank`` is this one, for messages.
         """
         self._waiting = waiting.warning(self._warn)
         self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
@@ -78,7 +79,7 @@ class Watchdog:
             return not alive
 
     def _watch(self) -> None:
-        """Look at queued work until none comes; fail the store if some does not end in time. The thread's function."""
+        """Look at queued work, drop its memory, and end if none comes; call ``fail`` if some is late. In the thread."""
         try:
             self._prepare()
             # It ends when nothing has needed it for a while: an idle program has no thread.
