@@ -46,6 +46,7 @@ class TopK:
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
+        """Check the option, or set the default ratio; ConfigError if it is bad, or both are given."""
         if self.ratio is not None and self.count is not None:
             raise ConfigError(f"topk: ratio={self.ratio!r} and count={self.count!r} exclude each other; give one")
         if self.count is not None:

@@ -58,6 +58,7 @@ class DeviceMemory:
     is_host = False
 
     def __init__(self, gpu: Gpu) -> None:
+        """Make the streams and a flag on the GPU; from now on :func:`locate` knows the GPU. Local."""
         self.gpu = gpu
         self.workspace = gpu.workspace()
         _GPUS.add(gpu)

@@ -52,6 +52,7 @@ class RowSparse:
     __slots__ = ("_indices", "_shape", "_tables", "_values")
 
     def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
+        """Check numbers and shapes; add up rows with the same number. Local; waits for numbers on a GPU."""
         self._shape = tuple(map(index, shape))
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
@@ -112,6 +113,7 @@ class RowSparse:
         return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the whole as a new array of numpy; TypeError for rows on a GPU, ValueError for ``copy=False``."""
         if not self.on_host:
             raise TypeError("rows on a GPU are not copied to the host implicitly; to_dense() returns an array there")
         if copy is False:

@@ -111,6 +111,7 @@ class GpuOrder:
     needed = True
 
     def __init__(self, gpu: Gpu) -> None:
+        """Make one stream for calls and one for transfers between GPUs. Local."""
         self._gpu = gpu
         self.stream: Stream = gpu.stream()
         self._transfers: Stream = gpu.stream()
@@ -341,7 +342,7 @@ class GpuOrder:
         raise TransportError("the recorded graph was discarded with the store")
 
     def drop_graphs(self) -> None:
-        """Discard all recorded graphs; call it before the resources that they use are freed. Any thread. Local."""
+        """Discard all recorded graphs, and later ones, before resources that they use are freed. Any thread. Local."""
         # None from now on: a graph that is being recorded closes itself when it finds that.
         with self._recording:
             graphs, self._graphs = self._graphs, None

@@ -35,10 +35,10 @@ class ElementwiseCodec(Protocol):
         """Return the size in bytes of the payload of ``count`` elements. It must not depend on their values."""
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Write all bytes of the payload (uint8, aligned to 8 bytes, :meth:`nbytes` long). ``gradient`` is read only.
+        """Encode the gradient into all bytes of the payload, and with ``feedback`` change the residual in place.
 
-        With ``feedback``, encode the sum of gradient and residual, and leave the encoding error in ``residual``.
-        Without, it is None.
+        The payload is uint8, aligned to 8 bytes, and :meth:`nbytes` long. ``gradient`` is read only. With ``feedback``,
+        encode the sum of gradient and residual, and leave the encoding error in ``residual``. Without, it is None.
         """
 
     def decode_add(self, payload: Array, total: Array) -> None:
@@ -90,7 +90,7 @@ class TensorCodec(Protocol):
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the arrays to move, and change ``state`` in place, on each rank alike.
+        """Yield the arrays to move; change ``state`` in place, on each rank alike; return the sum and this rank's part.
 
         Their number and sizes depend on the shape alone. ``gradient`` is flat and may be overwritten. ``residual`` as
         in :meth:`ElementwiseCodec.encode`.

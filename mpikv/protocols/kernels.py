@@ -40,7 +40,7 @@ class Kernels(Protocol):
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
     ) -> Callable[[Array, Array, Any], None] | None:
-        """Return a function of two arrays and a step that updates by their sum, as :meth:`bind`'s does by ``total``.
+        """Return a function of two arrays and a step that updates by their sum; None where :meth:`bind` serves as well.
 
         It does not write to the two arrays: flat, contiguous, of the size and the dtype of the value. Returns None if
         it saves nothing to keep the sum out of memory.
@@ -105,7 +105,7 @@ class GpuKernels(Kernels, Protocol):
         """
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local.
+        """Return a table in new GPU memory for steps of ``count`` keys, and compile the updates that read it. Local.
 
         Call :meth:`~Kernels.prepare` for the dtypes first.
 

@@ -98,7 +98,7 @@ class Memory(Protocol):
         """
 
     def target(self, out: Any) -> Array:
-        """Return the memory of ``out``, on GPU or host, or a stand-in, noted in the order to be copied to it. Local.
+        """Return the array over ``out``, on GPU or host, or a new one, noted to be copied there after the call. Local.
 
         A host's memory has a stand-in for an array of a GPU: :meth:`StreamOrder.run` copies it after the call. If there
         is no call, :meth:`StreamOrder.cancel` forgets it.

@@ -217,7 +217,7 @@ def count_gpus(cupy: Any, visible: str | None) -> int:
 
 
 def _translated(text: str = "CUDA failed on {0}, in '{1}'") -> Callable[[Method], Method]:
-    """Return a decorator: run a method with its object's GPU current, and raise CUDA's errors as TransportError.
+    """Return a decorator: run a method with its GPU current; raise CUDA's errors as TransportError or MemoryError.
 
     ``text`` has places for the names of the GPU and of the method. If memory is short, it raises MemoryError.
     """
@@ -246,6 +246,7 @@ class CupyGpu:
     """The :class:`~mpikv.protocols.Gpu` of CuPy. Copies between host and GPU from several threads run in turn."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
+        """Look up the id of the GPU number ``ordinal``, without making it current. Local."""
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.kind: type = cupy.ndarray
@@ -615,6 +616,7 @@ class CupyStream:
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
+        """Make the stream, and its GPU, the thread's current ones until the block ends; return it. Nests. Local."""
         # Most stream objects are made for one call and never entered; so the state is made here.
         self._entered = entered = self._entered or _Entered()
         present = self.gpu.present()
@@ -705,7 +707,7 @@ class Staging:
                     _left.append(left)
 
     def upload(self, source: Array, target: int) -> None:
-        """Queue a copy of bytes to an address. The caller may change them on return."""
+        """Queue a copy of bytes, through pinned memory, to an address; may wait. The bytes may be changed on return."""
         with self._using:
             for start, piece in self._cut(source.size):
                 part = source[start : start + piece.size]
@@ -725,7 +727,7 @@ class Staging:
                 _receive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """Yield the begin of each part, and a free piece of pinned memory; the caller must :meth:`_send` it."""
+        """Yield the begin of each part, and a pinned piece once that is free; the caller must :meth:`_send` it."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]

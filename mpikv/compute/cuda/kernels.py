@@ -119,7 +119,7 @@ class CudaKernels:
         return None  # one launch copies many arrays
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
-        """Return new GPU memory for the steps of ``count`` keys, and compile the updates that read it. Local."""
+        """Return a table in new GPU memory for steps of ``count`` keys, and compile the updates that read it. Local."""
         assert isinstance(updater, Optimizer)
         with self._present():
             table = Table(updater, memory, count)
@@ -141,6 +141,7 @@ class _Updates:
     """Launches updates of consecutive ranges of some arrays, by a step each. It keeps the arrays alive."""
 
     def __init__(self, optimizer: Optimizer, whole: Whole, ends: Sequence[int], room: Room) -> None:
+        """Write the arrays' addresses into a launch's argument; ValueMismatch if one does not fit. Local."""
         self._optimizer, self._whole = optimizer, whole
         self._dtype, self._room = whole.value.dtype.name, room
         self._ends = np.array(ends, np.int64)
@@ -152,6 +153,7 @@ class _Updates:
         self._cut, self._blocks = (0, 0), 0
 
     def __call__(self, steps: Sequence[Step | Row]) -> None:
+        """Queue launches, as few as possible, that update each range by its step. Local."""
         low = 0
         while low < len(steps):
             some = steps[low : low + self._room.ranges]

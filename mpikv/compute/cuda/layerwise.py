@@ -69,6 +69,7 @@ class _Batch:
     """Values of one dtype for one launch, and the places of their steps in the call."""
 
     def __init__(self, optimizer: Layerwise, places: Sequence[int], wholes: Sequence[Whole]) -> None:
+        """Allocate GPU memory for norms; write the arrays' addresses into a launch's argument. Local."""
         self._optimizer, self._places, self._wholes = optimizer, places, wholes
         self._dtype = wholes[0].value.dtype.name
         self._cells = sum(cells_of(whole.value.size) for whole in wholes)

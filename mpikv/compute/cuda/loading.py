@@ -136,7 +136,9 @@ def allocate_floats(count: int) -> Array:
 
 
 def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
-    """Return an array's address, or raise if its dtype or size is another: a kernel would write beyond a smaller array.
+    """Return an array's address; ValueMismatch if it has gaps, or another dtype or size than this. Local.
+
+    A kernel would write beyond a smaller array.
 
     Raises:
         ValueMismatch: it has gaps, or another dtype or size.

@@ -21,9 +21,10 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
-    """Queue sums of each array's squares, rounded to a dtype, and counts of numbers not finite then. Local.
+    """Queue sums of squares and counts of bad numbers; return their GPU memory, and each array's number of cells.
 
-    It returns GPU memory, filled on the current stream, with one launch for up to 160 arrays of a dtype.
+    Numbers are rounded to a dtype first, and bad if they are not finite then. One launch for up to 160 arrays of a
+    dtype fills the memory, on the current stream.
 
     Args:
         arrays: CuPy's contiguous arrays of the current GPU, of float16, bfloat16, float32 or float64.

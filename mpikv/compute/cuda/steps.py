@@ -54,6 +54,7 @@ class Table:
     """The :class:`~mpikv.protocols.StepTable` of :class:`~.kernels.CudaKernels`. It owns its memory."""
 
     def __init__(self, optimizer: Optimizer, memory: Memory, count: int) -> None:
+        """Allocate rows for the steps of ``count`` keys; load the kernel that writes them. Local."""
         self._optimizer, self._memory = optimizer, memory.zeros(count * _WIDTH)
         self.rule = rule_of(optimizer)
         self._address = pointer(self._memory)

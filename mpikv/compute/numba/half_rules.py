@@ -89,6 +89,7 @@ _word_of = _converting(_SINGLE, numba.types.uint32, lambda builder, number: buil
 
 @inner
 def bfloat16_of(number: Any) -> Any:
+    """Return a float32 as the bits of a bfloat16, rounded to nearest, ties to even; a NaN stays one."""
     # All numbers are uint32: with a Python number, numba would compute in int64.
     u, word = np.uint32, _word_of(number)
     half = (word + u(0x7FFF) + (word >> u(16) & u(1))) >> u(16)
