@@ -330,7 +330,7 @@ class Checkpoints:
         return Spans.join([(size * rank // ranks, size * (rank + 1) // ranks)])
 
     def _list_values(self, header: Header, elements: Callable[[Block], Spans]) -> Iterator[Span]:
-        """Yield this rank's arrays of values and state; ``elements`` returns its elements of a block. Local."""
+        """Yield this rank's arrays of values and state with file offsets; ``elements`` picks them of a block. Local."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for extent in list_extents(header, entries):

@@ -49,7 +49,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, create and lock a file, and draw its random name into ``nonce``. On the root only.
+        """Remove old drafts, create and lock one of a random ``nonce``, on the root; CheckpointError if a job has one.
 
         Raises:
             CheckpointError: another job is writing to the path.
@@ -69,7 +69,7 @@ class Draft:
         self._check_there()
 
     def attach(self, nonce: Array) -> None:
-        """Open the file created by the root. On the other ranks only. Local.
+        """Open the root's new file on another rank; Unsupported if this host does not see it. Local.
 
         Raises:
             Unsupported: this host does not see it.
@@ -232,7 +232,7 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Read and return the header of the checkpoint at a path, its checksums and the file's identity. Local.
+    """Read and return a checkpoint's header, checksums and identity of the file; CheckpointError if it is none. Local.
 
     Raises:
         CheckpointError: the file is no whole checkpoint.

@@ -214,7 +214,7 @@ class Header:
 
     @cached_property
     def start(self) -> int:
-        """Byte offset of the arrays in the file. It does not depend on the checksums.
+        """Byte offset of the arrays in the file, whatever the checksums; Unsupported if the header is too long.
 
         Raises:
             Unsupported: the header is too long.

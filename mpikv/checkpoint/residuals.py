@@ -18,7 +18,7 @@ from .trees import pack, reading
 
 
 def pack_residuals(exchange: Exchange, header: Header) -> Array:
-    """Return the bytes of this rank's residuals, and of the state that the codec keeps for values. Local."""
+    """Return this rank's residuals, and the codec's state of values, as an array of bytes, copied. Local."""
     assert exchange.compression is not None
     entries, transport = exchange.values.table.find(header.keys), exchange.transport
     tree = {

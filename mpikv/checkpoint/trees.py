@@ -95,7 +95,7 @@ def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
 
 
 def pack(tree: Any, where: str) -> Array:
-    """Return a state as bytes. Raises TypeError as :func:`encode`. Local."""
+    """Return a state as an array of bytes; TypeError as :func:`encode`. Local."""
     arrays: list[Array] = []
     text = json.dumps(encode(tree, arrays, where)).encode()
     # As bytes, whatever the dtype: bfloat16 has no buffer.

@@ -234,7 +234,7 @@ def _call_store(
 
 
 def _await_compiled() -> None:
-    """At the exit: wait for compiled functions that still run; if one failed, make the process fail. Local."""
+    """Wait at the exit for compiled functions, so for other ranks; make the process fail if one has failed. Local."""
     try:
         jax.effects_barrier()
     except BaseException:

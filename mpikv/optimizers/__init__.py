@@ -124,7 +124,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register an optimizer for :func:`create` under its class name in lower case. A decorator.
+    """Register an optimizer class for :func:`create` by its lower-case name; return it; ConfigError if it is taken.
 
     Raises:
         ConfigError: the name is taken, or the class has options and is no dataclass: their defaults would not count.
@@ -139,7 +139,7 @@ def register(kind: _Kind) -> _Kind:
 
 
 def kind_of(name: str) -> type[Optimizer] | None:
-    """Return the class of that name, in any case, or None.
+    """Return the optimizer class of that name, in any case, its module imported; None without one.
 
     >>> kind_of("lamb")
     <class 'mpikv.optimizers.layerwise.LAMB'>

@@ -164,7 +164,7 @@ class Parameter:
         return found.array
 
     def _take(self, array: Array) -> None:
-        """Keep an array as the gradient, or with ``grad_req="add"`` copy or add it; raise for a wrong shape. Local."""
+        """Keep an array as the gradient, or with ``grad_req="add"`` copy or add it; raise if it does not fit. Local."""
         if array.shape != (shape := self.data.shape):
             raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":

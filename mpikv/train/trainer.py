@@ -305,7 +305,7 @@ class Trainer:
             parameter.mark_used()
 
     def allreduce_grads(self) -> None:
-        """Replace new gradients by sums over ranks: the first half of a step, :meth:`update` the second. Collective.
+        """Overwrite new gradients by sums over ranks: the first half of a step, :meth:`update` the second. Collective.
 
         Raises:
             Unsupported: the store updates the weights; make the Trainer with ``update_on_kvstore=False``.
@@ -467,7 +467,7 @@ class Trainer:
         return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
 
     def _state(self) -> dict[str, Any]:
-        """Return a dict of weights, counts and state that the store lacks; ConfigError before a start. Local."""
+        """Return weights, counts, state that the store lacks, uncopied on the host; ConfigError before start. Local."""
         if not self._started:
             raise ConfigError("a kept Trainer has not started; call its start() before kv.steps")
         optimizer, states = self.optimizer, self._local.states

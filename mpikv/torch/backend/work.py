@@ -76,7 +76,7 @@ class Work(dist.Work):  # type: ignore[misc]
         self.finish(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the call has ended; return True, or raise its error, which counts as seen then. Local.
+        """Wait for the end of the call, so for other ranks; return True, or raise its error, then seen. Not collective.
 
         Raises:
             TimeoutError: it has not completed within ``timeout``, if that is above 0; the call goes on.
@@ -90,7 +90,7 @@ class Work(dist.Work):  # type: ignore[misc]
     synchronize = wait
 
     def _wait_for_end(self, seconds: float) -> None:
-        """Wait until the call has completed; TimeoutError after so many seconds, if they are above 0. Local."""
+        """Wait until the call has ended, so for other ranks; TimeoutError after ``seconds`` above 0. Not collective."""
         # PyTorch's 0 and negative numbers mean "for ever"; the group's own deadline bounds that.
         if self.help is not None:
             self.help(seconds if seconds > 0 else math.inf)
