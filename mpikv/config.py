@@ -151,7 +151,7 @@ def sets_bucket_bytes(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights; raise for another text.
+    """Return MXNET_UPDATE_ON_KVSTORE, True if unset: whether a Trainer's store updates; ConfigError for other text.
 
     >>> updates_on_kvstore({"MXNET_UPDATE_ON_KVSTORE": "0"}), updates_on_kvstore({})
     (False, True)
@@ -164,7 +164,7 @@ def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether DMLC_PS_VAN_TYPE asks for the store ``p3``, as in MXNet's programs that name another one.
+    """Return whether DMLC_PS_VAN_TYPE is ``p3``: MXNet's way to ask for that store under another name.
 
     >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
     (True, False, False)
@@ -173,7 +173,7 @@ def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return bytes of a ``p3`` message: 4 per element of MXNET_KVSTORE_SLICE_THRESHOLD, rounded up; raise if bad.
+    """Return bytes of a ``p3`` message: 4 x MXNET_KVSTORE_SLICE_THRESHOLD (40000), in 64s, from 4096; raise if bad.
 
     >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
     (8000, 160000)

@@ -31,7 +31,7 @@ from .options import check_whole
 from .protocols import Gpu, GpuKernels, Transport
 from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
-from .store.kvstore import KVStore, let_gpus_queue
+from .store.kvstore import KVStore, drain_gpu_stores
 from .store.plugins import KVStoreBase, plugin
 from .store.tracing import Tracer, open_tracer, traced
 from .transports import open_gpu_transport, open_transport
@@ -285,7 +285,7 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
     settings, problem = request.settings, request.problem or _find_fault(request, group)
     device, lack = None, ""
     if problem is None and request.kind.memory != "host":
-        let_gpus_queue()  # a communicator is made by sums
+        drain_gpu_stores()  # a communicator is made by sums
         device, lack, problem = _find_device(request.kind, group, settings)
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
@@ -406,7 +406,7 @@ def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
     except Exception as error:  # whatever a driver makes of it: the other ranks wait to hear
         lack = str(error)
     if not (lack := next(filter(None, group.gather(lack)), "")):
-        let_gpus_queue()  # a communicator is made by sums
+        drain_gpu_stores()  # a communicator is made by sums
         try:
             mover = open_gpu_transport(group, settings, memory, nccl, parts.board.warn, control=parts.transport)
             opened = Collectives(mover, settings.deterministic)

@@ -123,7 +123,7 @@ class AsyncKVStore(KVStore):
         return {"async": True, "compression": False, "sparse": False}.get(capability.lower(), capable)
 
     def statistics(self) -> dict[str, Any]:
-        """Return a dict: as in every store, the bound and the largest lead, the updates made here. Local.
+        """Return the dict of any store, with the bound, the largest lead (of rank 0 alone), and own updates. Local.
 
         ``staleness``: the bound, and on the first rank, with a bound, the largest lead of one rank over another
         so far. ``updates``: how many updates this rank has made as an owner.
@@ -356,7 +356,7 @@ class AsyncKVStore(KVStore):
             self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """Wait for own answers, free ranks that wait for own pushes; return an error to raise on all ranks, or None."""
+        """Wait for own answers, let ranks go on that wait for own pushes; return an error for all ranks, or None."""
 
         def run() -> None:
             with self._asking():

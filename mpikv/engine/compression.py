@@ -325,7 +325,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Sum a push's values over ranks into the blocks' sums; return a function that finds a bucket's. Collective."""
+        """Sum a push's values into the blocks' sums, change residuals; return a function that finds one. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size = entry.place
             if size:

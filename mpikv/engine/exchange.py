@@ -195,7 +195,7 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return the arrays to push, lists added up on a GPU; None for buffers. Compression checks them first. Local.
+        """Return a push's arrays, checked if compressed, lists summed on GPUs; None for uncompressed buffers. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.

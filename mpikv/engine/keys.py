@@ -114,7 +114,7 @@ class KeyTable:
         return iter(self._entries.values())
 
     def find(self, keys: Sequence[Key]) -> list[Entry]:
-        """Return the entries of keys, in their order; raise KeyNotInitialized for an unknown one."""
+        """Return the entries of keys, in their order; raise KeyNotInitialized for an unknown one. Local."""
         try:
             return [self._entries[key] for key in keys]
         except KeyError as error:

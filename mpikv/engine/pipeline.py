@@ -343,7 +343,7 @@ class Pipeline:
                 self._updater.update(step, total, entry.value, entry.state)
 
     def update_copies(self, owned: Iterable[tuple[Entry, Any, Any]], confirm: Confirm) -> None:
-        """Run the updater on copies of values and state, which replace these if no rank failed. Collective.
+        """Run the updater on copies of values and state, which replace these if no rank failed, else raise. Collective.
 
         ``owned`` yields a value, its sum, whole or of rows, and its step. It may raise; so may the updater.
         """
@@ -373,7 +373,7 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of the keys after their owners changed them in place. Collective."""
+        """Give every rank the values of keys that their owners changed in place; all rows count nonzero. Collective."""
         for present in plan.present:
             present.rows = None
         if not self.current:

@@ -43,7 +43,7 @@ class Sharded:
         self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many elements ``[start, stop)`` of a cell each rank has; this one's range, less ``start``."""
+        """Return how many of a cell's elements ``[start, stop)`` each rank owns; its own range, less ``start``."""
         first, last = cell
         owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
@@ -55,7 +55,7 @@ class Sharded:
         return Shard(tuple(counts), low, low + counts[self._transport.rank])
 
     def _owners(self, elements: int, number: int) -> range:
-        """Return a cell's owners: all ranks; of 64 or more on several hosts some, others for each ``number``. Local."""
+        """Return the ranks that own a cell: all; of 64 or more on several hosts a part, by its ``number``. Local."""
         transport = self._transport
         if not isinstance(transport, Transfers):
             return range(transport.size)
@@ -72,7 +72,7 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many elements ``[start, stop)`` each rank has by bounds; this one's range, less ``start``."""
+        """Return how many elements ``[start, stop)`` each rank owns by bounds; its own range, less ``start``."""
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]

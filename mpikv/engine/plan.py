@@ -486,7 +486,7 @@ class Planner:
         return self.kernels.bind_whole(self.updater, wholes)
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
-        """Yield the messages of keys, one for each cell of a block; ConfigError if the updater lacks state. Local."""
+        """Yield the keys' messages, one per cell; may allocate sums; ConfigError if the updater lacks state. Local."""
         numbers = count()
         for block, items in by_block(entries).items():
             if not self.updater.assigns:
@@ -497,7 +497,7 @@ class Planner:
     def _make_bucket(
         self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...], number: int
     ) -> Bucket:
-        """Return the bucket of keys in one cell: its memory, its owners and this rank's updates of it. Local."""
+        """Return the bucket of keys in one cell: its memory, owners, and own updates; may allocate sums. Local."""
         stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
         shard = block.grid.shard(self.placement, start, stop)
@@ -574,7 +574,7 @@ class Planner:
                 yield Update(item, first, last, part_total, value, state, run, both, lane=lane)
 
     def _bounds_of_lanes(self, block: Block, shard: Shard) -> list[int]:
-        """Return where the lanes of this rank's elements begin, and where the last one ends. Local."""
+        """Return where each thread's part of this rank's elements begins, and where the last one ends. Local."""
         size, count = shard.high - shard.low, 1
         # A user's own rule may do more than compute elements, and mind the order of blocks.
         ours = type(self.updater).__module__.startswith("mpikv.") and not self.whole

@@ -35,7 +35,7 @@ from ..verbs.arguments import checked_target, outs_of, priorities
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer, widened
-from .kvstore import KVStore, let_gpus_queue
+from .kvstore import KVStore, drain_gpu_stores
 from .plugins import KVStoreBase, RankedStore
 
 __tracebackhide__ = hidden_from_pytest
@@ -325,7 +325,7 @@ class AllReduce(RankedStore):
         """Make a call's copies, and its sums or broadcasts; return its result. GPUs only queue them. Collective."""
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
-            let_gpus_queue()
+            drain_gpu_stores()
             here.memory.order.run(run_quietly, self._copy_and_sum, here, verb, work, staged)
         else:
             self._copy_and_sum(here, verb, work, staged)

@@ -848,7 +848,7 @@ class KVStore(RankedStore):
         self.optimizer.learning_rate = learning_rate
 
     def save(self, path: Any, residuals: bool = True, *, wait: bool = True, state: Any = None) -> SaveWork | None:
-        """Write all of the store to one file; with ``wait=False``, a copy of it in a thread. Collective.
+        """Write the store to a file; with ``wait=False`` a thread does, and ``work.wait()`` completes it. Collective.
 
         The file has values, versions, the optimizer with settings, state and counts, schedules, and what compressed
         pushes have left out.
@@ -1014,7 +1014,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return the steps of a loop that keeps copies if asked; restore the newest, pull to ``fill``. Collective then.
+        """Return the steps of a loop that keeps copies if asked; restore one, pull into ``fill``. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1289,7 +1289,7 @@ class KVStore(RankedStore):
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
         """Run a call in the order of streams, after pending calls of other stores on GPUs. Collective."""
         if self._has_stream and len(self._stores) > 1:
-            let_gpus_queue(self)
+            drain_gpu_stores(self)
         return self._order.run(quietly, run)
 
     def _waits(self, verb: str, wait: object) -> bool:
@@ -1313,7 +1313,7 @@ class KVStore(RankedStore):
         key, run, rejoin = arguments[0], partial(self._collective, verb, prepare, *arguments), None
         # Two worker threads would use NCCL in an order of their own on each rank.
         if issue is not None:
-            let_gpus_queue(self)
+            drain_gpu_stores(self)
             run, rejoin = partial(issue.run, run), issue.rejoin
         work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, rejoin)
         return self._pending.add(work)
@@ -1357,8 +1357,8 @@ def lost_stores() -> list[Any]:
     return owned("lost stores")
 
 
-def let_gpus_queue(but: KVStore | None = None) -> None:
-    """Wait for pending calls of all stores on GPUs ``but`` one; do nothing in a thread of such calls. Local.
+def drain_gpu_stores(but: KVStore | None = None) -> None:
+    """Wait for pending calls of all stores on GPUs ``but`` one; nothing in a thread of such calls. Local; may wait.
 
     So all ranks use NCCL in the order of the program.
     """
