@@ -52,7 +52,7 @@ class Check(Standing):
     """The checks of one communicator on this rank."""
 
     def __init__(self, group: ProcessGroup, config: Config, made_by: str) -> None:
-        """Collective. ``made_by`` is the call that made the communicator."""
+        """Have ranks compare ``made_by``, the call that made the communicator. Collective."""
         self.group, self.config = group, config
         # Of one that the program has made: several may be in use.
         self._about = "" if made_by in ("Init", "checked") else _describe_origin(group, made_by)

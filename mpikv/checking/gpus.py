@@ -44,7 +44,7 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return ``blocks`` flat parts of the array that ``take`` makes of a message, of its counts or one size. Local.
+        """Return ``blocks`` flat parts of the array that ``take`` makes of a message; raise if they do not fit. Local.
 
         A mistake raises TypeError or ValueError.
         """
@@ -67,7 +67,7 @@ class Gpus:
     # --- How a call becomes a step. Local; the names of arguments are mpi4py's
 
     def reduce(self, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: Any = None, scatters: bool = False) -> Step:
-        """Return a function that makes a reduction by a transport: to all ranks, to ``root`` or in blocks. Local.
+        """Return a function that reduces by a transport: to all, ``root`` or in blocks; Unsupported if NCCL cannot.
 
         Raises:
             Unsupported: NCCL has none of this kind.

@@ -61,7 +61,7 @@ class Agreement:
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Count a call, show it on the status board, and raise on all ranks unless all make it. Collective; a fence.
+        """Count a call, show it on the status board, and raise on all ranks unless each makes it. Collective; a fence.
 
         ``send_ready``: the send buffer holds the call's first message.
 

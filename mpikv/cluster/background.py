@@ -153,7 +153,7 @@ class Pending:
         """Whether a call must look here before it may run: others come first, or one has failed unseen."""
 
     def add(self, work: Work) -> Work:
-        """Queue a call, and start the thread at the first one; raise Closed if the store has ended. Local."""
+        """Queue a call and return it; start the thread at the first one; raise Closed if the store has ended. Local."""
         with self._changed:
             if self._ending:
                 raise Closed(f"{work._text()}: the store has ended; create a new store")
@@ -180,9 +180,9 @@ class Pending:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def drain(self, patience: float | None = None) -> bool:
-        """Wait until no call is left, except in the queue's thread; False if none completes for ``patience`` seconds.
+        """Wait until no call is left, or ``patience`` s pass in which none ends; return whether none is left. Local.
 
-        In the queue's own thread, which cannot wait for itself, and in a forked child, it returns at once.
+        In the queue's own thread, which cannot wait for itself, and in a forked child, it returns True at once.
         """
         # Without the lock, as most calls come here with nothing pending.
         if not self.active or self.runs_here() or os.getpid() != self._process:

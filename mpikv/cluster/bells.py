@@ -21,7 +21,7 @@ class Bells:
     """The bell of each rank of a host, as one of them uses them. All methods but the constructor are local."""
 
     def __init__(self, group: Group) -> None:
-        """Collective over the host.
+        """Make the bells; TransportError on all ranks if the system of one cannot. Collective over the host.
 
         Raises:
             TransportError: on every rank of the host, if the system makes no such semaphore for one.

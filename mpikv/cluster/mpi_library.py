@@ -51,7 +51,7 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``; its first import starts MPI, which is collective, unless ``start`` is False.
+    """Return ``mpi4py.MPI``, or TransportUnavailable; its import starts MPI, collective, unless ``start`` is False.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.

@@ -133,7 +133,7 @@ class ProcessGroup:
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return zeros in memory that this host's ranks share, see :func:`.allocate_shared`. Collective over the host.
+        """Return zeros that this host's ranks share; MemoryError on all if there is no room. Collective over the host.
 
         Raises:
             Closed: after :meth:`close`.

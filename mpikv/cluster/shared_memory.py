@@ -42,7 +42,7 @@ _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and s
 
 
 def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str = "") -> Array:
-    """Return zeros in memory that all ranks of this host share; private if it has one. Collective over the host.
+    """Return zeros that this host's ranks share, private if one; on failure raise on all. Collective over the host.
 
     With ``pages_now`` the system makes its pages now, else each at first use: a millisecond per megabyte.
     ``mark`` ends the name of the file.

@@ -89,7 +89,10 @@ class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
     def __init__(self, group: Group, report: float = 0.0, about: str = "") -> None:
-        """Collective. ``report``: see :class:`~mpikv.cluster.lateness.Lateness`. ``about`` follows in warnings."""
+        """Make the slots of this host, and have SIGURG answer questions. ``about`` ends warnings. Collective.
+
+        ``report``: see :class:`~mpikv.cluster.lateness.Lateness`.
+        """
         self._rank, self._ranks, self._about = group.rank, group.host_ranks, about
         self._inquiry: Inquiry | None = None
         if isinstance(group, ProcessGroup) and not group.one_host:
@@ -335,7 +338,7 @@ class Inquiry:
     """Asks the other hosts of a group, and answers for this one. All methods are local."""
 
     def __init__(self, group: ProcessGroup, report: Callable[[], Answer], call: Callable[[], int]) -> None:
-        """``report`` returns this host's :class:`Answer`; ``call`` the number of this rank's call."""
+        """Answer other hosts' questions from now on, by ``report()``; ``call()`` is the number of this rank's call."""
         self._group, self._report, self._call = group, report, call
         hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
         self._others = [host for host in hosts if group.rank not in host[1]]

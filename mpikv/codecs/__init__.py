@@ -88,10 +88,9 @@ _WANTED = "compression is a name, a dict with a 'type', a codec (see mpikv.proto
 
 
 def register(name: str, kind: Callable[..., Codec]) -> None:
-    """Register a codec for :func:`create` under a name: ``kind(**options)`` returns one. Call it on every rank.
+    """Register a codec for :func:`create`: ``kind(**options)`` makes one; ConfigError if the name is taken. Local.
 
-    Raises:
-        ConfigError: the name is taken.
+    Call it on every rank.
     """
     # The same kind again is no error: a notebook may run its cell twice.
     if _KINDS.get(name, kind) is not kind:
@@ -100,7 +99,7 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
 
 
 def create(compression: Any) -> Codec | None:
-    """Return the codec of a name, of a dict with a ``type`` and options, or the codec itself; None for None.
+    """Return the codec of a name, of a dict with a ``type`` and options, or itself; None for None; or ConfigError.
 
     Raises:
         ConfigError: a name or an option is unknown, or an option has a bad value.

@@ -138,9 +138,9 @@ class Mailbox:
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
-        """Begin to fill a contiguous array from a rank, or from any; ``end`` is called when it is done or failed.
+        """Begin to fill an array from a rank, or any; return the call; ``end`` is called when it is done or failed.
 
-        A message of another length is lost; the error is ValueMismatch.
+        The array is contiguous. A message of another length is lost; the error is ValueMismatch.
         """
         return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
 

@@ -31,7 +31,7 @@ class NumpyKernels:
 
 
 def find_kernels(name: str) -> Kernels:
-    """Return the kernels of a name in :data:`mpikv.config.KERNELS`; import numba if it is asked for. Local.
+    """Return the kernels of a name in :data:`mpikv.config.KERNELS`; import numba if named, or TransportUnavailable.
 
     Raises:
         TransportUnavailable: numba cannot be imported.

@@ -149,7 +149,7 @@ class RowSparse:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> RowSparse:
-        """Return the nonempty rows of a sparse matrix or array of scipy, in any format.
+        """Return the nonempty rows of a sparse matrix or array of scipy, in any format; TypeError for anything else.
 
         Raises:
             TypeError: the object is no such matrix, or has not two dimensions.
@@ -162,7 +162,7 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return a torch sparse COO tensor's nonempty rows; not copied if it is coalesced, and sparse in rows only.
+        """Return a sparse COO tensor's nonempty rows, uncopied if coalesced and sparse in rows only; or TypeError.
 
         Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
         and is not copied if it is coalesced. All other tensors must be on the host.

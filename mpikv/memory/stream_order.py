@@ -315,7 +315,7 @@ class GpuOrder:
     # --- Recorded work
 
     def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
-        """Call ``run(*arguments)``; return the work that it queues on the store's stream, not run, as a graph. Local.
+        """Call ``run(*arguments)``; return as a graph the work that it would queue, or raise TransportError. Local.
 
         In :meth:`run`.
 

@@ -32,10 +32,10 @@ class Group(Protocol):
         """Whether several threads of this process may use the group at once."""
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return zeros in memory that the ranks of this host share, aligned to 128 bytes. Collective over the host.
+        """Return zeros that this host's ranks share; MemoryError on all if there is no room. Collective over the host.
 
-        Without ``pages_now`` the system makes each page at first use. The memory goes back to the system with the
-        last array over it.
+        They are aligned to 128 bytes. Without ``pages_now`` the system makes each page at first use. The memory goes
+        back to the system with the last array over it.
 
         Raises MemoryError on every rank of the host if its shared memory is too small.
         """

@@ -39,7 +39,7 @@ class Growing:
         self._memory = zeros(0)
 
     def first(self, nbytes: int) -> Array:
-        """Return the first ``nbytes`` of the memory; if it is too small, make one twice as large first.
+        """Return the first ``nbytes`` of the memory; if that is too small, replace it by zeros of twice ``nbytes``.
 
         Arrays over the memory before keep it.
         """

@@ -46,7 +46,9 @@ class HostGroup:
     one_host = threads = True
 
     def __init__(self, words: Words, rank: int, size: int, timeout: float) -> None:
-        """Collective. Uses the words only here. ``timeout`` is that of an exchange of texts, in seconds.
+        """Make the group by ``words``, used here only; raise on all ranks if they share no memory. Collective.
+
+        ``timeout`` is that of an exchange of texts, in seconds.
 
         Raises:
             Unsupported: on every rank, if they are on several hosts.

@@ -60,7 +60,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Import CuPy; return a rank's GPU, the thread's current one from now on; ``sharing`` sets variables. Local.
+    """Return a rank's GPU, now the thread's current one; TransportUnavailable without; ``sharing`` sets variables.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 

@@ -76,7 +76,7 @@ template <class T> struct {rule.name} {{
 
 
 def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
-    """Return a kernel of a source by its C++ name, compiled and loaded on the current GPU at the first call. Local.
+    """Return a kernel of a source by its C++ name, loaded on the current GPU if new; or TransportUnavailable. Local.
 
     A name is such as ``cast<int32_kind, float32_kind>``. ``rule``: as for :func:`source_of`.
 
@@ -97,7 +97,7 @@ def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
 
 @cache
 def load_kernel(name: str, expression: str, rule: Rule | None, ordinal: int) -> Kernel:
-    """Compile or load a kernel on the current GPU, number ``ordinal``, once per process. The first one imports CuPy."""
+    """Return a kernel, compiled or loaded on the current GPU, number ``ordinal``, once per process; imports CuPy."""
     import cupy
 
     image = compiled_image(cupy, source_of(name, rule), OPTIONS, expression)
