@@ -159,7 +159,7 @@ class Checkpoints:
         if self._saving is not None and not self._saving.done:
             self._saving.wait()
 
-    def failure(self) -> Exception | None:
+    def end_save(self) -> Exception | None:
         """End the pending save and return its exception, None without one; raise if it is still pending. Collective.
 
         Raises:

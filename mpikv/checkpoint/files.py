@@ -49,7 +49,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, create and lock one of a random ``nonce``, on the root; CheckpointError if a job has one.
+        """Remove old drafts, make and lock one, draw ``nonce`` to name it; CheckpointError if one is locked. Root only.
 
         Raises:
             CheckpointError: another job is writing to the path.

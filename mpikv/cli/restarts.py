@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ConfigError
-from ..keep.folder import BRIEFING, Briefing, newest_step, read_briefing, read_note, write_briefing
+from ..keep.folder import BRIEFING, Briefing, read_briefing, read_note, read_progress, write_briefing
 
 _SHARED, _PREFIX = Path("/dev/shm"), "mpikv-keep-"
 _RANKS = "-ranks"
@@ -36,9 +36,9 @@ class Restarts:
         self._home, self._most, self._stays, self._tell = home, most, stays, tell
         self._attempt = self._fruitless = 0
         self._mistakes = self._certain = set[tuple[str, int]]()
-        self._commits, _ = newest_step(folder)
+        self._commits, _ = read_progress(folder)
         # Only as many ranks can read them, and these ones may have older commits.
-        others = [(newest_step(other)[1], str(other)) for other in home.glob(f"*{_RANKS}") if other != folder]
+        others = [(read_progress(other)[1], str(other)) for other in home.glob(f"*{_RANKS}") if other != folder]
         self._other = max(others, default=(0, ""))
         # If commits are not flushed, a file may have a header after a power failure, and not what precedes it.
         self._boot = _BOOT.read_text() if _BOOT.exists() and not flushed else ""
@@ -58,7 +58,7 @@ class Restarts:
         """
         found = {(mistake, self._count_begun(rank)) for rank, mistake in mistakes.items()}
         self._certain, self._mistakes = found & self._mistakes, found
-        commits, _ = newest_step(self.folder)
+        commits, _ = read_progress(self.folder)
         self._fruitless = 1 if commits > self._commits else self._fruitless + 1
         self._commits = commits
         if self._certain or self._fruitless > self._most:
@@ -70,7 +70,7 @@ class Restarts:
 
     def has_new_commit(self) -> bool:
         """Return whether the ranks have made a commit since they started."""
-        return newest_step(self.folder)[0] > self._commits
+        return read_progress(self.folder)[0] > self._commits
 
     def end(self, status: int) -> str:
         """Return what there is to add to the reason for the end of the job; after success, remove its commits."""
@@ -93,7 +93,7 @@ class Restarts:
         return begun
 
     def _place(self) -> str:
-        _, step = newest_step(self.folder)
+        _, step = read_progress(self.folder)
         return f"step {step}" if step else "the beginning"
 
     def _note(self, why: str) -> None:

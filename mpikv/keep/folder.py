@@ -48,7 +48,7 @@ def read_note(file: int) -> tuple[int, int]:
     return begun, process
 
 
-def newest_step(folder: Path) -> tuple[int, int]:
+def read_progress(folder: Path) -> tuple[int, int]:
     """Return how many commits all ranks have, over a folder's loops, and the step after the last one, or 0."""
     newest: dict[int, dict[int, Commit]] = {}
     for path in folder.iterdir():

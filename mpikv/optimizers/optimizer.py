@@ -173,7 +173,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Have a copy of the scheduler begin at the constructor's rate; ConfigError if it cannot, or later."""
+        """Replace the scheduler by a copy with the constructor's rate as ``base_lr``; ConfigError for a later rate."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"

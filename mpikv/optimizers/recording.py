@@ -301,7 +301,7 @@ class _Number(_Symbol):
         return _Number(self.recorder, f"magnitude_of({self.text})")
 
     def compute(self, symbol: str, other: Any, turned: bool = False) -> Any:
-        """Return the number of an operation on two numbers, as text."""
+        """Return the stand-in of an operation on two numbers, in the text of both; NotImplemented for other types."""
         if type(other) not in (int, float, _Number):
             return NotImplemented
         left, right = self.text, other.text if isinstance(other, _Number) else repr(float(other))

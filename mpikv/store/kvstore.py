@@ -1173,7 +1173,7 @@ class KVStore(RankedStore):
         unseen = self._pending.take_failure()
         try:
             if self._door.state is not _ENDED:  # as it may have by a pending call
-                of_save = self._checkpoints.failure() if "_checkpoints" in vars(self) else None
+                of_save = self._checkpoints.end_save() if "_checkpoints" in vars(self) else None
                 unseen = of_save if unseen is None else unseen
             if unseen is not None:
                 unseen.__traceback__ = None  # its frames know of memory that could not be freed

@@ -285,7 +285,7 @@ def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _cut(part: _Part, name: str, value: Any) -> Any:
-    """Return the part's elements of a state of the parameter's shape, else the state itself. Local."""
+    """Return a copy of the part's elements of a state of the parameter's shape, else the state itself. Local."""
     if part.whole or name == "step" or not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
         return value
     in_order = torch.empty_strided(value.shape, part.parameter.stride(), dtype=value.dtype).copy_(value)

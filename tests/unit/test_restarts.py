@@ -11,7 +11,7 @@ import pytest
 from mpikv.cli.job import Job
 from mpikv.cli.restarts import Restarts, open_folder
 from mpikv.errors import ConfigError
-from mpikv.keep.folder import Briefing, newest_step, read_briefing, write_briefing
+from mpikv.keep.folder import Briefing, read_briefing, read_progress, write_briefing
 from mpikv.keep.slots import Slots
 
 
@@ -39,9 +39,9 @@ def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
 def test_a_commit_counts_that_all_ranks_have(tmp_path: Path) -> None:
     commit(tmp_path, 1, 7)
     commit(tmp_path, 2, 9, ranks=1)
-    assert newest_step(tmp_path) == (1, 7)
+    assert read_progress(tmp_path) == (1, 7)
     (tmp_path / "1.1.0").write_bytes(b"\0" * 20)
-    assert newest_step(tmp_path) == (1, 7)
+    assert read_progress(tmp_path) == (1, 7)
 
 
 def test_commits_of_another_boot_are_refused(tmp_path: Path) -> None:

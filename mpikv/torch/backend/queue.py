@@ -92,7 +92,7 @@ class Queue:
             raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 
     def end(self, patience: float) -> bool:
-        """Let no more calls in, and wait for those in; return whether all ended within ``patience`` seconds. Local."""
+        """Let no more calls in; wait ``patience`` seconds for those in; return whether all ended. Not collective."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
