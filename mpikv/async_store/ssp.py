@@ -41,7 +41,7 @@ class SspClocks:
         """The clock of the slowest active rank; 0 if all have left."""
 
     def tick(self, rank: int, clock: int, owners: int) -> None:
-        """Note that one of its owners has applied a rank's push ``clock``; after the last count it, answer waits."""
+        """Note that an owner has applied its part of a rank's push ``clock``; after the last, count it and answer."""
         assert clock > self._clocks[rank], "a push was counted before all its owners had applied it"
         left = self._unapplied
         left[rank, clock] = left.get((rank, clock), owners) - 1

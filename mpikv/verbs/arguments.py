@@ -145,7 +145,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer: made by name, or the given one, with ``average`` set if given; raise for others. Local."""
+    """Return an optimizer: made by name, or the given one, ``average`` set on it if given; raise for others. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):

@@ -124,7 +124,7 @@ def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
 
 
 def _take_memory(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
-    """Allocate and return memory for copies of one request's rows; None where none is needed. Local."""
+    """Return new memory for copies of one request's rows, and for these cast; None for each not needed. Local."""
     shape, out = (each.ids.size, *entry.shape[1:]), each.out
     casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
     some = None if each.ids is ids else memory.empty(shape, entry.dtype)
@@ -144,7 +144,7 @@ def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Write each request's rows of a value to its out; raise if integers would wrap. Queued on a GPU. Local."""
+    """Write each request's rows to its out, zeros elsewhere; raise if integers would wrap. Queued on a GPU. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
         # A single request owns the pulled rows; several need copies.
