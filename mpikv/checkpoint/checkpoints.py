@@ -111,7 +111,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; if not ``wait``, copy arrays, keep and return a thread's work. Collective."""
+        """Write the file with all ranks; if not ``wait``, copy arrays, start a thread, return its work. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -132,7 +132,7 @@ class Checkpoints:
         return work
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return this rank's pieces of the file, copies unless ``wait``; and a function to gather more. Collective."""
+        """Return this rank's pieces of the file, copies unless ``wait``; and what gathers more, or None. Collective."""
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
@@ -284,7 +284,7 @@ class Checkpoints:
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Read this rank's values and state, then share the values; read and compare more with ``program``. Collective.
+        """Read this rank's values and state, with ``program`` its state and checks; then share the values. Collective.
 
         With a program's state, read that, too, and compare checksums; without, only check that the file is the one
         verified before.

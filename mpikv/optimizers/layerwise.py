@@ -115,7 +115,7 @@ class LARS(Layerwise):
         return step.rate * (self.eta * weight_norm / (gradient_norm + step.wd * weight_norm + self.epsilon))
 
     def rule(self, step: Step, block: Block) -> None:
-        """Make the gradient, and change weight and momentum of a block in place. It overwrites the gradient. Local."""
+        """Turn the sum into the gradient, overwrite it, change weight and momentum of a block in place. Local."""
         self.prepare(step, block)
         if self.momentum:
             (velocity,) = block.state
@@ -161,7 +161,7 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def direct(self, step: Step, block: Block) -> None:
-        """Overwrite the gradient by the direction, and update both averages.
+        """Overwrite the sum in ``block.gradient`` by the step's direction, and update both averages. Local.
 
         The norm is known only after the last block.
         """

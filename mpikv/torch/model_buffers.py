@@ -34,7 +34,7 @@ class ModelBuffers:
             init_sums(kv, prefix, self._keys, self._rows)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
-        """Append keys, this rank's addends and the results of the buffers to the arguments of a ``pushpull``. Local.
+        """Copy the root's buffers to addends; append keys, addends, results to a ``pushpull``'s lists; or raise. Local.
 
         Raises:
             Unsupported: a buffer has another length than before.

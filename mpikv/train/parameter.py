@@ -108,7 +108,7 @@ class Parameter:
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        """Keep a gradient, or by ``grad_req`` add it to a copy of earlier ones; None discards the gradient. Local."""
+        """Keep a fresh gradient, or by ``grad_req`` add it to a copy of earlier ones; None discards it. Local."""
         if value is None:
             self.zero_grad()
             return
