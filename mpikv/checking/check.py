@@ -80,7 +80,7 @@ class Check(Standing):
     # --- Collective calls
 
     def begin(self, call: Call, problem: Exception | None = None) -> None:
-        """Compare a call, after nonblocking ones before it; raise on all if they differ or have a problem. Collective.
+        """Compare a call, after earlier nonblocking ones; raise on all if they differ or one has a problem. Collective.
 
         Ranks with a ``problem`` raise it.
 

@@ -106,7 +106,7 @@ def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
 
 
 def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
-    """Return a message's dtype, named counts and displacements or None, and its elements; Unknown if it cannot tell.
+    """Return a message's dtype, its own counts and displacements or None, and number of elements; or raise Unknown.
 
     The elements are those of the whole buffer.
     """

@@ -158,7 +158,7 @@ for _v in ("", "v"):
 
 
 def call(verb: str, comm: Any, *given: Any, **named: Any) -> None:
-    """Make a checked communicator's call on arrays of GPUs, by NCCL; Unsupported without one. Collective, if it is."""
+    """Make a checked call on arrays of GPUs by NCCL; Unsupported if NCCL has none. Collective, if the call is."""
     check = comm.check
     try:
         if verb not in _STEPS:

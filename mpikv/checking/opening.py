@@ -11,9 +11,9 @@ from ..cluster.mpi_library import load_mpi
 
 
 def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None = None) -> Any:
-    """Return ``comm`` as a communicator of the same handle with checks: every rank raises where their calls differ.
+    """Return a communicator with the handle of ``comm`` and checks: every rank raises where calls differ. Collective.
 
-    MPI would hang there, or give wrong results. Collective over ``comm``. It is an ``MPI.Intracomm``; no duplicate, so
+    MPI would hang there, or give wrong results. The result is an ``MPI.Intracomm`` and no duplicate of ``comm``, so
     freeing one frees both. What it makes, as by ``Dup`` and ``Split``, is checked too. ``MPI.Request.Waitall`` and its
     like wait without a deadline, unless the program runs under ``mpikv run --check``; ``Wait`` of a request has one.
 

@@ -200,7 +200,7 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Mark an error as known to all ranks, and return it; unless it was, most kinds get verb and rank. Local.
+        """Mark an error as known to all ranks, and return it; if it was not, most get verb and rank as text. Local.
 
         The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
         """

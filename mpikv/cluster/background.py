@@ -225,7 +225,7 @@ class Pending:
                 self._look()
 
     def check_waitable(self, work: Work) -> None:
-        """Raise, unless the call is done, in the queue's thread Unsupported, in a forked child Closed. Local."""
+        """Unless the call is done, raise Unsupported in the queue's thread, and Closed in a forked child. Local."""
         if work.done:
             return
         if self.runs_here():

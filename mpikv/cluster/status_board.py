@@ -338,7 +338,7 @@ class Inquiry:
     """Asks the other hosts of a group, and answers for this one. All methods are local."""
 
     def __init__(self, group: ProcessGroup, report: Callable[[], Answer], call: Callable[[], int]) -> None:
-        """Answer other hosts' questions from now on, by ``report()``; ``call()`` is the number of this rank's call."""
+        """Have this rank answer other hosts while it waits, by ``report()``; ``call()`` is its call's number. Local."""
         self._group, self._report, self._call = group, report, call
         hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
         self._others = [host for host in hosts if group.rank not in host[1]]

@@ -241,7 +241,7 @@ class Collectives:
                 out[...] = whole[end - out.size : end]
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
-        """Sum arrays of GPUs: in place by one call where the library adds their dtype, else by messages. Collective."""
+        """Sum pairs of arrays of GPUs: in one call those that the library adds, others by messages. Collective."""
         transport = self._transport
         assert op is Op.SUM
         assert isinstance(transport, SumsInPlace)

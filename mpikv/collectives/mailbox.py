@@ -108,7 +108,7 @@ class Mailbox:
     def __init__(
         self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], rings: Rings | None
     ) -> None:
-        """Collective.
+        """Prepare messages by ``rings``, or by MPI; start no thread yet. Collective.
 
         Args:
             group: the ranks.

@@ -144,7 +144,7 @@ class DeviceMemory:
         self.order.check()
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return whether each array has NaN or a magnitude above the bound. Waits; raises if the GPU failed. Local."""
+        """Return for each array if it has NaN or a magnitude above ``bound``; wait, and raise if the GPU failed."""
         # Inside of a call an allocation could fail on this rank alone; the flag for one array exists already.
         kept = self.order.call.caller is not None and len(every) == 1
         found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()

@@ -162,10 +162,10 @@ class Gpu(Protocol):
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
 
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return whether each array has NaN or more than the bound, by one launch for many; waits for the answer.
+        """Return for each array if it has NaN or a magnitude above ``bound``; overwrite ``flags``; wait for the GPU.
 
-        As :meth:`Memory.exceeding`, with one small copy to the host. ``flags`` is memory for the results: a byte for
-        each array (uint8). Contiguous arrays need no other memory.
+        As :meth:`Memory.exceeding`, by one launch for many arrays and one small copy. ``flags`` has a byte (uint8) for
+        each array. Contiguous arrays need no other memory.
         """
 
     def workspace(self) -> Workspace:

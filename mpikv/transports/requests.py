@@ -86,7 +86,7 @@ class Requests:
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true, by no other look; if that raises, tell other ranks that this one gave up."""
+        """Wait until ``ready()`` is true, and look at nothing else; if that raises, tell ranks of giving up."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
@@ -95,7 +95,7 @@ class Requests:
             raise
 
     def complete(self, *requests: Any) -> None:
-        """Wait until operations of MPI are complete; if that raises, keep their memory and tell other ranks."""
+        """Wait until MPI's operations end; if that fails, or others gave up, keep their memory, tell ranks, raise."""
         if not requests:
             return
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)

@@ -285,7 +285,7 @@ class ShmTransport(Arrivals):
         return copy
 
     def _meet(self, send: Array | None = None) -> int:
-        """Copy ``send`` to staging memory if needed, and wait for all ranks; return the half to read. Collective.
+        """Stage ``send`` if needed, meet all ranks unless they just agreed, and return the half to read. Collective.
 
         It is not copied if it lies there. None: the message is exposed, or copied already.
         """

@@ -51,7 +51,7 @@ class CudaCodec(SamePayloads):
     """
 
     def __init__(self, codec: Any) -> None:
-        """Compile or load the kernels; the codec :func:`has_code`."""
+        """Compile or load the kernels of a codec for which :func:`has_code` is true, on the current GPU."""
         self.codec, self.feedback = codec, codec.feedback
         rule = _inside(codec)
         name, self._bits = _CODES[type(rule)]

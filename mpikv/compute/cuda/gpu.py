@@ -60,7 +60,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Return a rank's GPU, now the thread's current one; TransportUnavailable without; ``sharing`` sets variables.
+    """Return a rank's GPU, now the thread's current one, or raise TransportUnavailable; ``sharing`` sets variables.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 
@@ -461,7 +461,7 @@ class CupyGpu:
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return whether each array has NaN or a magnitude above the bound; overwrite ``flags``; wait for the GPU."""
+        """Return for each array if it has NaN or a magnitude above ``bound``; overwrite ``flags``; wait for the GPU."""
         flags.fill(0)
         copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)

@@ -77,7 +77,7 @@ def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts
 
 
 def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int, piece: int) -> None:
-    """Queue a kernel for ``count`` rows of ``size``, in pieces of ``piece``."""
+    """Queue a kernel on the addresses ``places`` for ``count`` rows of ``size``, in pieces of ``piece``; if any."""
     width = size // piece
     if not count or not width:
         return
