@@ -214,7 +214,7 @@ class Values:
         return all(map(_is_same, arrays, self.buffers(plan)))
 
     @contextmanager
-    def empty_buffers(self, plan: Plan) -> Iterator[None]:
+    def zeroed_buffers(self, plan: Plan) -> Iterator[None]:
         """In a with block: zero this rank's buffers of the keys, and restore their contents at its end. Local."""
         # The program's own numbers are in them: it has left join, and may still look there.
         buffers = self.buffers(plan)

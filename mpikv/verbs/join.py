@@ -52,7 +52,7 @@ class Join:
         sources: Sequence[Any] | None = nothing
         # Without a codec, as those that pack buffers push them as arrays: a codec may decode zeros to other numbers.
         if contribution is Contribution.BUFFERS:
-            until_done.enter_context(self._exchange.values.empty_buffers(plan))
+            until_done.enter_context(self._exchange.values.zeroed_buffers(plan))
             sources = None
         return self._push_pull.update(report.verb, plan, sources, targets=nothing, contribution=contribution)
 

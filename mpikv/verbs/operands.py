@@ -105,7 +105,7 @@ class Operands:
         return plan, arrays
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return arrays, one per key, if of the store's memory, shape and dtype; else None. Prepares the plan. Local.
+        """Return arrays, one per key, if of the store's memory, shape, dtype; else None; may prepare the plan. Local.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
         in this form thousands of times; the slower path of the caller handles all other forms. A new plan is prepared.
