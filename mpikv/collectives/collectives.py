@@ -241,7 +241,7 @@ class Collectives:
                 out[...] = whole[end - out.size : end]
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
-        """Sum pairs of arrays of GPUs: in one call those that the library adds, others by messages. Collective."""
+        """Sum each pair's first array over ranks, into the second, on GPUs: by one call or by messages. Collective."""
         transport = self._transport
         assert op is Op.SUM
         assert isinstance(transport, SumsInPlace)

@@ -86,7 +86,7 @@ class Requests:
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true, and look at nothing else; if that raises, tell ranks of giving up."""
+        """Wait until ``ready()`` is true, and look at nothing else; if that raises, tell other ranks of it."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
