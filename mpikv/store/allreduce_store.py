@@ -181,7 +181,7 @@ class AllReduce(RankedStore):
         return self._store._collective(verb, self._prepare, key, verb, form, on_gpus, filled, out is None, priority)
 
     def _can_sum_on_gpus(self, form: Form) -> bool:
-        """Return whether all are mutable GPU arrays and NCCL has not failed; ValueMismatch for a key without. Local."""
+        """Return whether all are mutable GPU arrays and NCCL has not failed; ValueMismatch if a key has none. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
