@@ -14,10 +14,9 @@ from support.commands import Done, python
 from support.launching import cleaned, mpi, why_no_mpi
 
 import mpikv
-from mpikv.cli.bench import main, oracle, report, rounds, worker
-from mpikv.cli.bench.cases import Group
+from mpikv.cli.bench import main, oracle, report
 from mpikv.cli.bench.keysets import KeySet, gradients
-from mpikv.cli.bench.rounds import Case, measure
+from mpikv.cli.bench.rounds import Case
 from mpikv.cli.bench.rules import SGD
 from mpikv.protocols import Array
 
@@ -80,14 +79,6 @@ def test_a_wrong_element_is_named(exact: bool, value: float) -> None:
     assert found[1].startswith(f"key 1 after 4 steps: element 2 is {np.float32(value)!s} and not ")
 
 
-def test_a_bit_is_wrong_only_where_bits_are_promised() -> None:
-    cases = cases_of(Plain(2), Plain(2, exact=False), Plain(2, exact=None))
-    for case in cases:
-        weight = next(iter(case.contender.results()))
-        weight[0] = np.nextafter(weight[0], np.float32(9))
-    assert list(oracle.mismatches(cases, FEW, 2, SGD)) == ["case 0"]
-
-
 @pytest.mark.parametrize("change", ["a step too few", "another rate", "a rank too few"])
 def test_a_wrong_way_is_beyond_rounding(change: str) -> None:
     contender = Plain(1 if change == "a rank too few" else 2, False, 0.011 if change == "another rate" else 0.01)
@@ -97,37 +88,6 @@ def test_a_wrong_way_is_beyond_rounding(change: str) -> None:
 
 
 # --- Rounds
-
-
-def test_short_cases_fill_a_turn_and_each_round_begins_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, log = [0.0], list[str]()
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def work(name: str, seconds: float) -> Any:
-        return SimpleNamespace(step=lambda: (log.append(name), now.__setitem__(0, now[0] + seconds)))
-
-    lengths = {"a": 1e-6, "b": 0.99 * rounds.SHORT, "c": 1.01 * rounds.SHORT, "d": 0.1}
-    cases = [Case(name, work(name, seconds)) for name, seconds in lengths.items()]
-    measure(ALONE, cases, 3)
-    for case, seconds in zip(cases, lengths.values(), strict=True):
-        assert (case.repeats == 1) == (case.name in "cd")
-        assert case.repeats == 1 or case.repeats * seconds >= rounds.TURN
-        assert case.seconds == pytest.approx([seconds] * 3)
-        assert case.steps == log.count(case.name)
-    turns = [name for name, before in zip(log, ["", *log], strict=False) if name != before]
-    assert "".join(turns).endswith("abcdbcdacdab")
-
-
-def test_a_group_too_large_for_the_host_is_left_out() -> None:
-    def never() -> Plain:
-        raise AssertionError("it was made")
-
-    group = Group("large", "a large set", FEW, None, 3, {"store": never}, needed_bytes=1 << 80)
-    found = worker.measure_group(ALONE, group)
-    assert "GB of memory are needed" in found["skipped"]["store"]
-    text = text_of(job(groups=[found]))
-    assert "a large set, 3 rounds\n  not measured" in text
-    assert f"store: {found['skipped']['store']}" in text
 
 
 # --- The command line, of the script, which is that of the command and more

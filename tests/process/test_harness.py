@@ -298,13 +298,6 @@ def test_the_summary_counts_by_number_of_ranks(session: Session) -> None:
     assert session.output.rstrip().splitlines()[-1].startswith("=")
 
 
-def test_the_first_failure_can_end_the_session(tmp_path: Path) -> None:
-    session = run(tmp_path, pytest_command("-x", "--ranks=2", "-k", "not here"), clean(os.environ))
-    assert session.outcomes["test_fails_on_rank_1[ranks=2]"] == "failure"
-    assert "test_dies[ranks=2]" not in session.outcomes
-    assert processes_in(tmp_path) == []
-
-
 def test_a_job_of_the_user_runs_its_number_of_ranks_in_place(tmp_path: Path) -> None:
     # A report file of each rank would overwrite those of the others.
     command, environ = launch(2, [sys.executable, "-m", "pytest", "-rA", "-k", "passes or ordinary"])
@@ -313,15 +306,6 @@ def test_a_job_of_the_user_runs_its_number_of_ranks_in_place(tmp_path: Path) -> 
     assert session.output.count("PASSED") == 3
     assert session.output.count("3 passed, 4 skipped") == 1
     assert "needs 3 ranks, this job has 2" in session.output
-
-
-def test_a_failing_rank_ends_the_job_of_the_user(tmp_path: Path) -> None:
-    command, environ = launch(2, [sys.executable, "-m", "pytest", "-k", "passes or fails"])
-    session = run(tmp_path, command, environ)
-    assert session.code != 0
-    assert session.seconds < 45  # the deadline of the test in which the other rank waits
-    assert "rank 1 of 2: test_cases.py::test_fails_on_rank_1[ranks=2]" in session.output
-    assert "a reason" in session.output
 
 
 def test_a_session_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:

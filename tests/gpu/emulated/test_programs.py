@@ -1,4 +1,4 @@
-"""What is timed on GPUs is right, and a planted mistake is found; and the script of a page, as a whole job."""
+"""What is timed on GPUs is right; and the script of a page, as a whole job."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ Job = Callable[..., Done]
 def job(tmp_path: Path) -> Iterator[Job]:
     """Return a function that runs a program on several ranks, and cleans up after it."""
 
-    def job(ranks: int, program: str, *arguments: str) -> Done:
+    def job(ranks: int, program: str) -> Done:
         script = tmp_path / "program.py"
         script.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n{program}\n")
-        return mpikv("run", "-n", ranks, script, *arguments, cwd=tmp_path, timeout=240, TMPDIR=str(tmp_path))
+        return mpikv("run", "-n", ranks, script, cwd=tmp_path, timeout=240, TMPDIR=str(tmp_path))
 
     with cleaned(tmp_path):
         yield job
@@ -39,38 +39,6 @@ def test_sets_are_timed_and_right(job: Job, size: int) -> None:
     assert [key for key in found if "64 B" in key] == [f"sum of 64 B: {one}" for one in timed]
     assert len(found) == (3 + 3) * len(timed)
     assert all(seconds > 0 for seconds in found.values())
-
-
-SILENT = """\
-from contextlib import contextmanager
-from gpu_steps import sets
-@contextmanager
-def silent(kv):
-    yield lambda source, target: None
-sets.all_reduce = silent
-"""
-UPDATED = """\
-from mpikv import KVStore
-right = KVStore.pushpull
-def wrong(self, key, value=None, out=None, priority=0):
-    right(self, key, value, out, priority)
-    if self.rank == 1 and len(out) == 20:
-        out[7][2:3] = 0.5
-KVStore.pushpull = wrong
-"""
-
-
-@pytest.mark.parametrize(
-    ("plant", "told"),
-    [
-        (SILENT, "NCCL's own sum"),
-        (UPDATED, "rank 1: {'20 keys of 4 KB, SGD-momentum': 'key 7 after 6 steps: element 2 is 0.5 and not "),
-    ],
-)
-def test_a_wrong_result_of_a_measurement_is_an_error(job: Job, plant: str, told: str) -> None:
-    done = job(2, plant + SETS)
-    assert done.returncode == 1, done.stderr
-    assert told in done.stderr
 
 
 @pytest.mark.parametrize("size", [1, 4])

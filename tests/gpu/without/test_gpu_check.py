@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -20,7 +18,6 @@ from typing import Any
 
 import pytest
 from support.commands import Done, python
-from support.launching import wait
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/gpu_check"
@@ -94,21 +91,6 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(main, tm
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--budget", "0"], "--budget 0 is no time"),
-        (["--budget", "nan"], "--budget nan is no time"),
-        (["--steps", "nothing"], "there is no step 'nothing'; the steps are versions, "),
-    ],
-)
-def test_options_without_sense_are_refused(main, capsys, options, said):
-    with pytest.raises(SystemExit) as caught:
-        main(*options)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_loses_one_step(check, main, monkeypatch, tmp_path, capsys, number):
     def take(name: str, *others: object) -> dict[str, Any]:
@@ -148,33 +130,6 @@ def test_what_an_outcome_means(check, status, output, expected):
     assert found == expected
 
 
-def test_a_step_that_hangs_is_ended(check, monkeypatch):
-    monkeypatch.setattr(check, "GRACE", 0.5)
-    begin = time.monotonic()
-    code = "import signal, time; signal.signal(15, lambda *_: print('{\"s\": 1}', flush=True)); time.sleep(60)"
-    assert check.run([sys.executable, "-c", code], dict(os.environ), 0.5)[0] is None
-    assert time.monotonic() - begin < 5
-
-
-def test_a_step_that_is_interrupted_leaves_no_process(check, tmp_path):
-    pid = tmp_path / "pid"
-    code = f"import os, time; os.symlink(str(os.getpid()), {str(pid)!r}); time.sleep(60)"
-    threading.Thread(target=lambda: wait(pid.is_symlink, 15) and os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        check.run([sys.executable, "-c", code], dict(os.environ), 18)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(os.readlink(pid)), 0)
-
-
-def test_a_step_that_the_budget_ends_is_left_for_the_next_command(check, monkeypatch):
-    monkeypatch.setattr(check, "run", lambda command, environ, seconds: (None, "", ""))
-    step = check.STEPS["kernels"]
-    cut = check.take("kernels", step, {}, step.seconds - 1)
-    assert cut["unreached"]
-    assert re.search("the budget was spent after .* s; it may take 60 s", cut["reason"])
-    assert check.take("kernels", step, {}, step.seconds)["reason"] == "did not end in 60 s"
-
-
 def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     step = replace(check.STEPS["kernels"], expected=6)
     found = check.take("kernels", step, {}, 3)
@@ -189,11 +144,6 @@ def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
 @pytest.fixture
 def book(check, tmp_path):
     return lambda code="12345678": check.Book(tmp_path, "NVIDIA H200", code)
-
-
-def test_an_emulated_gpu_has_no_record_among_those_of_gpus(check):
-    with pytest.raises(PermissionError, match="2 emulated GPU; pass another folder"):
-        check.Book(check.ROOT / "docs/gpu", "2 emulated GPU", "12345678")
 
 
 def test_the_page_and_the_numbers(check, book, tmp_path):
@@ -236,17 +186,6 @@ def test_which_steps_a_later_command_runs(book):
     assert book().records["kernels"]["numbers"] == {"ms": 1}
 
 
-def test_the_summary(check, book):
-    for name, status in (("versions", "ok"), ("kernels", "fail"), ("sums_2", "fail"), ("torch_cost", "skip")):
-        book().add(name, {"status": status, "seconds": 1.0, "reason": "?", "output": ""})
-    count = len(check.STEPS)
-    counted = f"{count} steps: 1 ok, 1 skipped, 2 failed, {count - 4} left"
-    failed = "failed: sums_2, kernels; scripts/gpu_check --steps sums_2  runs one again"
-    assert book().summary().splitlines()[:2] == [counted, failed]
-    assert counted in book().page.read_text()
-    assert book("of other code").summary().splitlines()[0] == f"{count} steps: 0 ok, 0 skipped, 0 failed, {count} left"
-
-
 @has_cupy
 def test_steps_fail_for_want_of_a_gpu_alone(tmp_path):
     names = ["versions", "sums_2", "large"]
@@ -275,33 +214,6 @@ def test_aims_that_are_met_missed_and_not_measured():
     broken = verdict(status="ok", numbers=numbers | {"one_copy_ms": math.nan})
     assert broken == ("not measured (large: one_copy_ms is nan)", "not measured")
     assert {aim.row({})[3] for aim in module("aims").AIMS} == {"not measured"}
-
-
-# --- The steps
-
-
-def test_bytes_that_must_move():
-    """A sum is read; a value and its state are read and written."""
-    for name, optimizer, dtype, moved in module("kernels").optimizers():
-        if optimizer.elementwise:
-            slots = sum(slot.itemsize for slot in optimizer.slots(dtype).values())
-            # Where there is a master, the value is only written.
-            value = dtype.itemsize if "master" in optimizer.slots(dtype) else 2 * dtype.itemsize
-            assert moved == 4 + value + 2 * slots, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "status"), [(None, 0), ("killed", 0), ("lost", None), ("raised", 0), ("unclosed", 1), ("unclosed", None)]
-)
-def test_a_job_that_ends_wrongly_fails_its_step(monkeypatch, wrong, status):
-    ends = module("ends")
-    right = {how: 0 if how == "unclosed" else 137 for how in ends.DEATHS}
-    monkeypatch.setattr(ends, "job", lambda how: (status if how == wrong else right[how], "", 0.0))
-    if wrong is None:
-        assert ends.deaths() == {f"{how}_status": number for how, number in right.items()}
-    else:
-        with pytest.raises(AssertionError, match=f"{wrong}: exit status {status}"):
-            ends.deaths()
 
 
 # --- Names of others
