@@ -5,6 +5,8 @@
     mpikv run -n 2 scripts/bench_calls.py halves       half precision beside float32: as many bytes, as many elements
     mpikv run -n 2 scripts/bench_calls.py codecs       codecs alone, and pushes with each beside pushes without
     mpikv run -n 1 scripts/bench_calls.py threads      one thread of a rank, beside as many as the rank has cores
+    mpikv run -n 2 scripts/bench_calls.py rows         0.1 % of a million rows, beside the whole array
+    mpikv run -n 2 scripts/bench_calls.py rows --assign --rows 200000 --shares 0.02,0.1,0.5,1
 
 A turn is one long call or many short ones; the slowest rank's time counts. Each table has medians over the rounds, and
 beside the first case the median of the differences and ratios within a round, with the middle half of the ratios.
@@ -15,6 +17,9 @@ on where their memory lies, so there are two stores of each kind, made in the or
 
 *codecs*: rank 0 packs and unpacks 1 MiB of float32 with error feedback while the others sleep. Pushes go through shared
 memory and MPI, which inside of a host is no network.
+
+*rows*: a push of rows begins with their numbers, in no order, and their gradients; that of the whole array with the
+array, so that filling it is left out. Each push has other rows than the one before.
 """
 
 import argparse
@@ -23,10 +28,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import mpikv
 from mpikv import codecs
@@ -41,9 +48,15 @@ PACKING = ("2bit", "1bit", "fp16", "bf16")
 Work = Callable[[], object]
 
 
-def compare(comm: Any, title: str, cases: list[tuple[str, Work]], rounds: int, nbytes: int = 0) -> None:
-    """Time the cases in turns, and print them beside the first. Times of cases of one name are put together."""
+def compare(
+    comm: Any, title: str, cases: list[tuple[str, Work]], rounds: int, nbytes: int = 0, warm: bool = False
+) -> None:
+    """Time the cases in turns, and print them beside the first. Times of cases of one name are put together. ``warm``:
+    each makes a call before its turn, which finds what another has left in the caches.
+    """
     made = [Case(name, SimpleNamespace(exact=None, step=work)) for name, work in cases]
+    for case in made if warm else ():
+        vars(case.contender).update(prepare=case.contender.step, results=tuple, close=tuple)
     for case in made:
         case.run_once()
     measure(comm, made, rounds)
@@ -161,8 +174,6 @@ def packing(gradient: Any, kernels: str) -> Iterator[tuple[str, Work]]:
 
 
 def compare_codecs(comm: Any, options: argparse.Namespace) -> None:
-    from mpi4py import MPI
-
     if comm.rank == 0:
         gradient = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
         for kernels in KERNELS:
@@ -205,14 +216,42 @@ def threads(comm: Any, options: argparse.Namespace) -> None:
             kv.close()
 
 
+# --- Rows
+
+
+def rows(comm: Any, options: argparse.Namespace) -> None:
+    shape, random = (options.rows, 64), np.random.default_rng(0)
+    with mpikv.create(transport=options.transport) as kv:
+        kv.init("rows", mpikv.RowSparse([], np.zeros((0, 64), np.float32), shape))
+        kv.init("whole", np.ones(shape, np.float32))
+        kv.set("rows", np.ones(shape, np.float32))  # memory that was never written to takes longer the first time
+        if not options.assign:
+            kv.set_optimizer("sgd", learning_rate=0.1)
+        for share in map(float, options.shares.split(",")):
+            count, whole = max(1, int(share * options.rows)), np.zeros(shape, np.float32)
+            some = [random.permutation(options.rows)[:count] for _ in range(3)]
+            given = cycle([(ids, random.standard_normal((count, 64), dtype=np.float32)) for ids in some])
+            whole[some[0]] = 1
+            pushes = {
+                "whole array": partial(kv.push, "whole", whole),
+                "rows": lambda given=given: kv.push("rows", mpikv.RowSparse(*next(given), shape)),
+            }
+            title = f"push, {share:.1%} of {options.rows:,} x 64"
+            compare(comm, title, list(pushes.items()), options.rounds, warm=True)
+
+
 SUITES = {"agreement": agreement, "checks": checks, "halves": halves, "codecs": compare_codecs, "threads": threads}
+SUITES["rows"] = rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--rounds", type=int, default=41, help="rounds of each case (default 41)")
-    parser.add_argument("--transport", default="auto", help="of agreement's stores (default auto)")
+    parser.add_argument("--transport", default="auto", help="of the stores of agreement and rows (default auto)")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="of a value (default 1000000)")
+    parser.add_argument("--shares", default="0.001", help="of the rows, in a push (default 0.001)")
+    parser.add_argument("--assign", action="store_true", help="rows without an optimizer: the sum replaces the value")
     parser.add_argument("--kernels", default="numpy", help="of the stores of halves and threads (default numpy)")
     parser.add_argument(
         "--mebibytes",
@@ -220,8 +259,6 @@ def main() -> None:
         help="MiB of float32 in halves (default 4), and of pushes in codecs (16) and threads (64)",
     )
     options = parser.parse_args()
-    from mpi4py import MPI  # not before, as scripts/gpu_steps uses this module where there may be no MPI library
-
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         library = " ".join(MPI.Get_library_version().split()[:3]).strip("\x00,")

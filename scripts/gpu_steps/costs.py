@@ -1,7 +1,6 @@
-"""What calls cost the host, and a step of a thousand small keys on both sides."""
+"""What a step of a thousand small keys costs on host and GPU, and how long large values take."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .kernels import find_torch
@@ -10,28 +9,6 @@ from .timing import device_seconds, gpu_seconds, host_seconds
 
 COUNT, EACH = 1000, 1024
 """Keys of a step, of 4 KB of float32."""
-
-
-def host_cost() -> Numbers:
-    """Time the host in calls of a store: with the comparison of calls over ranks, and without."""
-    import cupy
-    from bench_calls import made
-
-    found: Numbers = {}
-    for check in (True, False):
-        with made(check, name="nccl") as kv:
-            for count in (1, 160, 1000):
-                keys = [f"{count}/{number}" for number in range(count)]
-                arrays = [cupy.ones(256, "f4") for _ in keys]
-                kv.init(keys, arrays)
-                for name, call in (("push", lambda k, a: kv.push(k, a)), ("pull", lambda k, a: kv.pull(k, out=a))):
-                    call(keys, arrays)
-                    taken = host_seconds(partial(call, keys, arrays), 60)
-                    found[f"{name}_{count}{'' if check else '_unchecked'}_us"] = taken * 1e6
-    for count in (1, 160):
-        push = found[f"push_{count}_us"]
-        found[f"push_{count}_agreement_share"] = (push - found[f"push_{count}_unchecked_us"]) / push
-    return found
 
 
 def compiled_cost() -> Numbers:

@@ -1,10 +1,9 @@
 """The bandwidth of kernels: the bytes that they must move, by the time that the GPU takes."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from .step import MB, Numbers, Skip, store
+from .step import MB, Numbers, Skip
 from .timing import gpu_seconds
 
 LARGE = 256 * MB
@@ -71,54 +70,6 @@ def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
     state = {key: cupy.zeros(weight.size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
     update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
     return lambda: update(step)
-
-
-def rows() -> Numbers:
-    """Measure the bandwidth of taking, putting and adding a quarter of a table's rows, beside a copy."""
-    import cupy
-    import numpy as np
-
-    from mpikv.compute.cuda import rows as on_gpu
-
-    count, width = MB, 64
-    table = cupy.ones((count, width), "f4")
-    ids = cupy.asarray(np.random.default_rng(1).permutation(count)[: count // 4].astype(np.int64))
-    some = cupy.empty((ids.size, width), "f4")
-    row, other = 4 * width, cupy.empty_like(some)
-    found: Numbers = {"copy_GB_s": 2 * row * ids.size / gpu_seconds(lambda: cupy.copyto(other, some)) / 1e9}
-    for name, moved, run in (
-        ("take", 2 * row, lambda: on_gpu.take(table, ids, some)),
-        ("put", 2 * row, lambda: on_gpu.put(table, ids, some)),
-        ("add", 3 * row, lambda: on_gpu.add(table, ids, some)),
-    ):
-        found[f"{name}_GB_s"] = (moved + 8) * ids.size / gpu_seconds(run) / 1e9
-    return found
-
-
-def codes() -> Numbers:
-    """Measure the bandwidth of checking, packing and unpacking gradients, and time compressed pushes."""
-    import cupy
-
-    from mpikv import codecs
-    from mpikv.compute.cuda.codes import CudaCodec
-    from mpikv.compute.cuda.copies import flag_exceeding
-
-    size = 64 * MB
-    gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")
-    flags = cupy.zeros(1, "u1")
-    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: flag_exceeding([gradient], flags, 2.0**100)) / 1e9}
-    with store() as kv:
-        kv.init("w", gradient)
-        for name in ("2bit", "1bit", "fp16", "bf16"):
-            codec = CudaCodec(codecs.create(name))
-            payload = cupy.empty(codec.nbytes(size), "u1")
-            pack = gpu_seconds(partial(codec.encode, gradient, payload, residual))
-            found[f"{name}_pack_GB_s"] = (12 * size + payload.size) / pack / 1e9
-            unpack = gpu_seconds(partial(codec.decode_add, payload, total))
-            found[f"{name}_unpack_GB_s"] = (8 * size + payload.size) / unpack / 1e9
-            kv.set_gradient_compression(name)
-            found[f"{name}_push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
-    return found
 
 
 def find_torch() -> Any:

@@ -1,12 +1,9 @@
-"""What the machine has, and what passes between it and its GPU."""
+"""What the machine has."""
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from functools import partial
 
-from .step import MB, Numbers
+from .step import Numbers
 
 
 def command(*arguments: str, seconds: float = 20) -> str:
@@ -67,40 +64,3 @@ def versions() -> Numbers:
         "nccl_wheel": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
         "problems": found.problems,
     }
-
-
-def staging() -> Numbers:
-    """Measure the bandwidth of copies between host and GPU: the store's, CUDA's of pinned and of pageable memory, and
-    as a bound, the host's own from pageable to pinned memory.
-    """
-    import cupy
-    import numpy as np
-
-    from mpikv.cluster.environment import visible_gpus
-    from mpikv.compute.cuda.gpu import find_gpu
-
-    gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
-    there, runtime = gpu.upload(array), cupy.cuda.runtime
-    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(array.nbytes), array.dtype, array.size)
-
-    def move(target: int, source: int) -> None:
-        runtime.memcpyAsync(target, source, array.nbytes, runtime.memcpyDefault, gpu.current().handle)
-
-    address = gpu.address(there)
-    calls: dict[str, Callable[[], object]] = {}
-    calls["upload"] = lambda: gpu.upload(array, there)
-    calls["download"] = lambda: gpu.download(there, array)
-    for kind, host in (("pinned", pinned.ctypes.data), ("pageable", array.ctypes.data)):
-        calls[f"{kind}_upload"] = partial(move, address, host)
-        calls[f"{kind}_download"] = partial(move, host, address)
-    calls["host_copy"] = lambda: np.copyto(pinned, array)
-    found = {}
-    for name, call in calls.items():
-        call()
-        gpu.current().synchronize()
-        begin = time.perf_counter()
-        for _ in range(10):
-            call()
-        gpu.current().synchronize()
-        found[f"{name}_GB_s"] = 10 * array.nbytes / (time.perf_counter() - begin) / 1e9
-    return found

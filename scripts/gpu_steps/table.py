@@ -1,4 +1,4 @@
-"""All steps, by their names, in the order of their worth: right sums, the aims, the tests, ends, more figures."""
+"""All steps, by their names, in the order of their worth: right sums, the aims, the tests, ends, sets of keys."""
 
 from . import costs, ends, kernels, machine, programs, sets, stores
 from .step import Step
@@ -15,11 +15,6 @@ STEPS = {
     "tests_1": Step(programs.tests(1), 120, expected=50),
     "tests_2": Step(programs.tests(2), 240, expected=139, jobs=True),
     "deaths_2": Step(ends.deaths, 160, expected=45, jobs=True),
-    "host_cost": Step(costs.host_cost, 60, expected=2),
-    "host_cost_2": Step(costs.host_cost, 60, expected=10, ranks=2),
-    "rows": Step(kernels.rows, 40, expected=1),
-    "codes": Step(kernels.codes, 60, expected=2),
-    "staging": Step(machine.staging, 40, expected=1),
     "sets": Step(sets.sets, 90, expected=40),
     "sets_2": Step(sets.sets, 120, expected=60, ranks=2),
     "tests_4": Step(programs.tests(4), 60, expected=15, jobs=True),
