@@ -176,11 +176,11 @@ def train_on_gpu(kv: mpikv.KVStore, digits: Digits, settings: Settings, report: 
 
 
 def train_with_trainer(
-    kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callable[[Arrays], None], on_store: bool = True
+    kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callable[[Arrays], None]
 ) -> Arrays:
     """Train as `train` does, through a Trainer; return the weights, which are the same on each rank."""
     params = initial(settings.dtype, settings.seed)
-    trainer = mpikv.Trainer(params, settings.optimizer, OPTIMIZERS[settings.optimizer], kv, update_on_kvstore=on_store)
+    trainer = mpikv.Trainer(params, settings.optimizer, OPTIMIZERS[settings.optimizer], kv)
     trainer.start()  # every rank starts from the root's weights
     for rate, batches in epochs(len(digits.labels), settings):
         trainer.set_learning_rate(rate)

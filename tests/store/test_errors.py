@@ -1,6 +1,5 @@
 """Whatever one rank does wrong, every rank raises, says what to do, changes nothing, and goes on."""
 
-import os
 import re
 import sys
 import time
@@ -612,38 +611,6 @@ def test_calls_that_differ_are_told_with_their_lines(transport):
         with pytest.raises(RankMismatch, match=rf"; rank 0 {place}, rank {last} {place} \[rank") as raised:
             kv.barrier() if kv.rank == last else kv.pull("w")
         assert is_repeated(raised.value) == (kv.rank != (last if kv.size > 2 else 0))
-
-
-def said_in_a_child(call):
-    """Return what a call raises in a process that is forked from this rank."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        text = "nothing was raised"
-        try:
-            call()
-        except mpikv.MPIKVError as error:
-            text = f"{type(error).__name__} {error}"
-        finally:
-            os.write(writer, text.encode())
-            os._exit(0)
-    os.waitpid(child, 0)
-    return os.read(reader, 1000).decode()
-
-
-@pytest.mark.processes
-@pytest.mark.ranks(1, 2)
-def test_a_forked_child_makes_no_call_and_no_store_of_all_ranks(comm):
-    """It would take messages that are for the rank that it was forked from."""
-    with mpikv.create(timeout=10) as kv:
-        kv.init("w", np.ones(2))
-        if kv.rank == kv.size - 1:
-            text = said_in_a_child(lambda: kv.push("w", np.ones(2)))
-            assert re.match(r"Closed push: the store was made before a fork, .* use it in the parent", text), text
-            text = said_in_a_child(lambda: mpikv.create(timeout=2).close())
-            assert ("Unsupported " in text and "forked from a rank" in text) is (kv.size > 1)
-        kv.push("w", np.ones(2))
-    mpikv.create(timeout=10).close()
 
 
 @SEVERAL
