@@ -9,14 +9,16 @@ from support.commands import mpikv, python
 pytestmark = pytest.mark.deadline(120)
 
 CHILDREN = """
-import atexit, os, signal, sys
+import atexit, contextlib, os, signal, sys
 import numpy as np, mpikv
 
 kv = mpikv.create(timeout=10)
 kv.init("w", np.zeros(2))
 rank = os.getpid()
 atexit.register(lambda: os.getpid() == rank or os.write(writer, b"!"))
-for end, status in (("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("1 / 0", 1), ("pass", 0)):
+REFUSED = "with contextlib.suppress(mpikv.Unsupported): mpikv.create(timeout=2); sys.exit(1)"
+ends = {"sys.exit(0)": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1, "pass": 0, REFUSED: 0}
+for end, status in ends.items():
     reader, writer = os.pipe()
     if not (child := os.fork()):
         exec(end)
