@@ -2,8 +2,7 @@
 
 import ast
 
-import pytest
-from support.feature_page import PAGE, ROOT, Row, contract_tests, faults, marked, page, rows
+from support.feature_page import PAGE, ROOT, contract_tests, faults, marked, page, rows
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -15,21 +14,6 @@ def test_every_row_is_shown_and_every_marker_known() -> None:
 
 def test_the_page_is_not_stale() -> None:
     assert page(TEXT, marked(ROOT / "tests")) == TEXT, "run scripts/features"
-
-
-@pytest.mark.parametrize(
-    ("table", "found", "fault"),
-    [
-        ([Row("a", "", "done")], {}, "a is said to be done, and no test shows it"),
-        ([Row("a", "", "refused")], {}, "a is said to be refused, and no test shows it"),
-        ([Row("a", "", "doen")], {"a": ["test"]}, "a is said to be doen, and no test shows it"),
-        ([Row("a", "", "done", "`StoreContract.test_gone`")], {}, "a: the contract has no test_gone"),
-        ([Row("a", "", "done")], {"a": ["test"], "b": ["t"]}, "t names 'b', which is no feature"),
-        ([Row("a", "", "done")] * 2, {"a": ["test"]}, "a is there twice"),
-    ],
-)
-def test_faults_are_found(table: list[Row], found: dict[str, list[str]], fault: str) -> None:
-    assert fault in faults(table, found, {"test_there"})
 
 
 def test_contract_tests_are_run_by_a_class_of_every_placement() -> None:

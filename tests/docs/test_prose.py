@@ -61,44 +61,6 @@ def relatives(text: str) -> float:
     return 100 * sum(len(RELATIVES.findall(sentence)) for sentence in found) / max(len(found), 1)
 
 
-def test_sentences_are_counted_outside_of_code() -> None:
-    page = """\
-# What it is
-
-A rank pushes, e.g. a gradient [to a
-key](https://which.example). It
-says what it `which` does! See the 2.5 GB file, [all of it](what.md).
-
-```python
-what = which  # whose? whom.
-```
-
-- The first. The second
-  goes on
-- a third
-
-| What | `which` | |
-|---|---|---|
-| `a` | a cell. Of two | 3 |
-"""
-    assert sentences(page) == [
-        "A rank pushes, e.g. a gradient to a key.",
-        "It says what it CODE does!",
-        "See the 2.5 GB file, all of it.",
-        "The first.",
-        "The second goes on",
-        "a third",
-        "What",
-        "a cell.",
-        "Of two",
-    ]
-    assert relatives(page) == pytest.approx(100 * 2 / 9)
-
-
-def test_a_fence_of_one_kind_holds_another() -> None:
-    assert sentences("Before.\n\n````md\n```python\nwhat\n```\nwhich\n````\n\nAfter.\n") == ["Before.", "After."]
-
-
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
 

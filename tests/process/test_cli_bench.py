@@ -87,9 +87,6 @@ def test_a_wrong_way_is_beyond_rounding(change: str) -> None:
     assert oracle.mismatches([case], FEW, 2, SGD)
 
 
-# --- Rounds
-
-
 # --- The command line, of the script, which is that of the command and more
 
 
@@ -257,27 +254,6 @@ def wrong(self, key, value=None, out=None, priority=0):
 KVStore.pushpull = wrong
 sys.exit(main(sys.argv[1:]))
 """
-FAILING = """
-import sys
-from benchmark import sets as more
-from benchmark.program import main
-from mpikv import MPIKVError
-from mpikv.cli.bench import sets, stores
-from mpikv.cluster import environment
-
-def fail(*arguments):
-    raise MemoryError("no room")
-
-def step(self):
-    self._kv.pushpull(self._keys)
-    raise MPIKVError("no step")
-
-if environment.launch_of().rank == 1:
-    more.kernels_problem = lambda kernels: "no kernels"
-    sets.ReducePerKey = fail
-    stores.ZeroCopy.step = step
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
@@ -287,18 +263,3 @@ def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
     assert "mpikv bench: wrong result: many/sgd, store, rank 1: key 7 after " in done.stderr
     row = next(line for line in done.stdout.splitlines() if "SGD-momentum: private arrays / memcpy" in line)
     assert row.endswith("wrong")
-
-
-def test_what_one_rank_cannot_have_all_leave_out(bench: Run, tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    done, job = bench(("-m", "mpikv", "run", "-n", "2", "failing.py"), "--only many")
-    assert done.returncode == 0, done.stderr
-    (group,) = job["groups"]
-    assert {case["name"] for case in group["cases"]} - {"torch DDP"} == {"store", "memcpy"}
-    skipped = {name: text for name, text in group["skipped"].items() if name != "torch DDP"}
-    assert skipped.pop("store numba") in ("rank 1: no kernels", "numba is not installed")
-    assert skipped == {
-        "zero copy": "rank 1: no step",
-        "zero copy numba": group["skipped"]["store numba"],
-        "Reduce per key": "rank 1: no room",
-    }
