@@ -23,13 +23,13 @@ PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
     "lines of code in the core": 20_859,
-    "lines of code in tests, scripts and commands": 39_573,
+    "lines of code in tests, scripts and commands": 39_325,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
     "private names that tests read": 101,
-    "patches in tests": 103,
+    "patches in tests": 102,
 }
 """The most that each figure may be."""
 FEWEST_COMMENTS = 0.070

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Done, python
+from support.commands import python
 from support.launching import why_no_mpi
 
 from mpikv.cli.job import run_job
@@ -21,31 +20,23 @@ sys.path.insert(0, str(SCRIPTS))  # before what follows: chaos is in no package
 from chaos_faults import ALL, CONTROLS, FAULTS  # noqa: E402
 
 pytestmark = pytest.mark.deadline(600)
-SAVES = ["table", "--ranks", "2", "--transports", "shm", "--only"]
-KILLED, KILLED_ASIDE = "SIGKILL in a save", "SIGKILL in a save with wait=False"
-
-
-def chaos(*arguments: str) -> Done:
-    """Run the driver."""
-    if reason := why_no_mpi():
-        pytest.skip(reason)
-    return python(SCRIPTS / "chaos", *arguments, timeout=580)
 
 
 # --- The table
 
 
-def rows_of(*arguments: str) -> Mapping[str, Mapping[str, Any]]:
-    answer = chaos("table", "--json", *arguments)
+@pytest.fixture(scope="module")
+def real() -> Mapping[str, Mapping[str, Any]]:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    answer = python(
+        SCRIPTS / "chaos", "table", "--json", "--ranks", "3", "--alternate", "--jobs", "2", "--only", *ALL, timeout=580
+    )
     assert answer.returncode == 1, answer.stderr  # the controls fail
     return {row["fault"]: row for row in json.loads(answer.stdout)["rows"]}
 
 
-@pytest.fixture(scope="module")
-def real() -> Mapping[str, Mapping[str, Any]]:
-    return rows_of("--ranks", "3", "--alternate", "--jobs", "2", "--only", *ALL)
-
-
+@pytest.mark.feature("recovery")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_as_promised(real: Mapping[str, Mapping[str, Any]], fault: str) -> None:
     assert real[fault]["problems"] == []
@@ -57,19 +48,6 @@ def test_a_trial_can_fail(real: Mapping[str, Mapping[str, Any]]) -> None:
     assert "all values after control: another value" in problems["control: another value"]
     assert "does not name the culprit" in problems["control: another rank named"]
     assert "the job reports success; rank" in problems["control: nothing happens"]
-
-
-# --- Kills in saves
-
-
-@pytest.mark.one_library
-@pytest.mark.feature("recovery")
-@pytest.mark.parametrize("fault", [KILLED, KILLED_ASIDE])
-def test_a_killed_save_leaves_the_old_state_or_the_new(fault: str) -> None:
-    done = chaos(*SAVES, fault, "--seed", "1", "--repeat", "6")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 of 6 as promised" in done.stdout
-    assert re.search("(old|new) state", done.stdout)
 
 
 # --- What the launcher does about dead ranks and their files

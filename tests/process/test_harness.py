@@ -293,11 +293,6 @@ def test_a_report_tells_what_happened(session: Session, test: str, words: list[s
     assert [word for word in words if word not in text] == []
 
 
-def test_the_summary_counts_by_number_of_ranks(session: Session) -> None:
-    assert "ranks: 1×2 2×4 3×3 passed, 2×5 3×1 4×2 failed on" in session.output
-    assert session.output.rstrip().splitlines()[-1].startswith("=")
-
-
 def test_a_job_of_the_user_runs_its_number_of_ranks_in_place(tmp_path: Path) -> None:
     # A report file of each rank would overwrite those of the others.
     command, environ = launch(2, [sys.executable, "-m", "pytest", "-rA", "-k", "passes or ordinary"])

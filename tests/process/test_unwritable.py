@@ -135,12 +135,6 @@ def test_a_job_that_fails_says_so(tmp_path):
     assert "ended with status 3" in said
 
 
-@pytest.mark.one_library
-def test_a_command_without_a_standard_output(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert until_unread(lambda: 3) == 3
-
-
 def test_a_broken_pipe_of_another_kind_is_an_error():
     def command() -> int:
         raise BrokenPipeError

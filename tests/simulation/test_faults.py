@@ -313,9 +313,5 @@ def test_a_fault_that_does_not_strike_is_told(fault: Any) -> None:
     assert any("did not strike" in note for note in notes(failure.value))
 
 
-def test_a_fault_that_strikes_is_not_told() -> None:
-    assert cluster(2, faults=[Pause(1, 1, 5.0)]).run(lambda comm: comm.Barrier()) == [None, None]
-
-
 def test_explore_does_not_tell_of_drawn_faults_that_come_late() -> None:
     assert explore(lambda comm: None, range(20), faults=True) is None

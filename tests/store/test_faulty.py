@@ -9,7 +9,7 @@ from support import commands
 
 import mpikv
 from mpikv import Closed, Stalled, TransportError
-from mpikv.testing.faulty import Dying, Failing, store_over
+from mpikv.testing.faulty import Failing, store_over
 
 TIMEOUT = 0.3
 
@@ -89,14 +89,3 @@ def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> 
     assert died.exists(), ran.stderr
     assert time.time() - died.stat().st_mtime < 5
     assert ran.returncode != 0
-
-
-def test_plans_are_the_seeds():
-    from mpikv.transports.local import LocalTransport
-
-    def plans(seed):
-        wrapped = Dying(LocalTransport(4096), seed, most=1000)
-        return wrapped.victim, wrapped.planned
-
-    assert plans(5) == plans(5)
-    assert len({plans(seed) for seed in range(20)}) > 10

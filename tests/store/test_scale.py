@@ -113,23 +113,6 @@ def test_a_store_per_group_of_ranks(comm, transport):
 
 @pytest.mark.processes
 @ALL
-@pytest.mark.parametrize("verb", ["delete", "overwrite"])
-def test_keys_that_come_and_go_need_no_more_memory(transport, verb):
-    values = [np.ones(1 << 20, np.float32), np.ones(100), np.ones(())]
-    keys = ["large", "small", "scalar"]
-    with mpikv.create(transport=transport) as kv:
-
-        def use():
-            kv.init(keys, values, overwrite=verb == "overwrite")
-            kv.push(keys, values)
-            if verb == "delete":
-                kv.delete(keys)
-
-        assert lasting_growth(use, 10) < 8 << 20
-
-
-@pytest.mark.processes
-@ALL
 def test_optimizers_that_come_and_go_need_no_more_memory(transport):
     values = np.ones(1 << 20, np.float32)
     with mpikv.create(transport=transport) as kv:

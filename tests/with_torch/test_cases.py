@@ -639,18 +639,22 @@ def test_settings_that_are_objects(kv, update):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_buffers_after_a_join(kv, more):
+@pytest.mark.parametrize("kept", ["root", "each"])
+def test_buffers_after_a_join(kv, kept, more):
     """Also where ranks have equal numbers of batches, and of buffers that no state has."""
-    torch.manual_seed(10)
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    model = with_buffers()
     model.register_buffer("seen", torch.zeros(1), persistent=False)
     optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv)
+    attached = attach(model, optimizer, kv=kv, buffers=kept)
     with attached.join():
         for step in range(2 + more * kv.rank):
             model.seen.fill_(kv.rank + 1)
             train(model, optimizer, [step], kv)
-    assert_equal_over_ranks(kv, *model.buffers())
+    assert_equal_over_ranks(kv, *model.parameters())
+    if kept == "root":
+        assert_equal_over_ranks(kv, *model.buffers())
+    else:
+        assert (model.seen, model[1].num_batches_tracked) == (kv.rank + 1, 2 + more * kv.rank)
 
 
 @pytest.mark.usefixtures("overlapping")

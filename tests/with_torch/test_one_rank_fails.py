@@ -209,21 +209,6 @@ def test_a_rank_cannot_load_the_state_at_the_end_of_join(kv):
     kv.before_close.clear()
 
 
-@pytest.mark.parametrize("more", [0, 1])
-def test_buffers_of_each_rank_stay_its_own_after_a_join(kv, more):
-    torch.manual_seed(10)
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, buffers="each")
-    with attached.join():
-        for step in range(2 + more * kv.rank):
-            train(model, optimizer, [step], kv)
-            model[1].running_mean.fill_(kv.rank)
-    assert model[1].running_mean.tolist() == [kv.rank] * 5
-    assert model[1].num_batches_tracked == 2 + more * kv.rank
-    assert_equal_over_ranks(kv, *model.parameters())
-
-
 @pytest.mark.usefixtures("overlapping")
 def test_a_join_in_a_join(kv):
     """In the outer one gradients are exchanged without overlap all along."""

@@ -407,24 +407,6 @@ def test_a_call_in_a_capture_is_refused_everywhere(kv, cupy):
     assert kv.pull("w").get().tolist() == [kv.size] * 5
 
 
-@pytest.mark.ranks(1, 2)
-def test_a_call_in_a_capture_of_torch_is_refused(kv, cupy):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    device = torch.device("cuda", cupy.cuda.get_device_id())
-    kv.init("w", cupy.zeros(5, "f4"))
-    gradient, graph = torch.zeros(5, device=device), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        gradient.add_(1)
-        for wait in (True, False):
-            with pytest.raises(mpikv.Unsupported, match="the current stream is being captured"):
-                kv.push("w", gradient, wait=wait)
-    graph.replay()
-    kv.push("w", gradient)
-    assert kv.pull("w").get().tolist() == [kv.size] * 5
-
-
 def test_what_is_filled_has_its_elements_apart(kv, cupy):
     kv.init("w", cupy.zeros((4, 6), "f4"))
     with pytest.raises(TypeError, match="several elements at one address"):
