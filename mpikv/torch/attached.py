@@ -16,11 +16,10 @@ from ..errors import ConfigError, MPIKVError, Unsupported, a_kind
 from ..keep.state import ObjectState
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
+from .calls import mean_loss, raising_on_all
 from .checks import OWNER, check_model, check_options, check_parameter
-from .closures import mean_loss
 from .comparison import describe_tensors, settings_of
-from .failures import raising_on_all
-from .generators import RandomState
+from .loops import RandomState
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .tensors import tensors_of

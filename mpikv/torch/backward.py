@@ -24,8 +24,8 @@ import torch
 
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
-from .comparison import check_equal, settings_of, simplify
-from .failures import raising_on_all
+from .calls import check_equal, raising_on_all
+from .comparison import settings_of, simplify
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
 from .tensors import init_sums, row_of

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import RankMismatch
 from .tensors import tensors_of
-
-if TYPE_CHECKING:
-    from ..store.kvstore import KVStore
-
-
-def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
-    """Raise RankMismatch on all ranks, with advice before the difference, unless all give one text. Collective."""
-    try:
-        kv.check_equal(text, verb)
-    except RankMismatch as error:
-        error.args = (f"{verb}: {advice}: {str(error).removeprefix(f'{verb}: ')}",)
-        raise
 
 
 def describe_tensors(model: Any) -> list[str]:

@@ -9,7 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..creation import create
 from ..store.kvstore import KVStore
-from .failures import raising_on_all
+from .calls import raising_on_all
 from .tensors import tensors_of
 from .weights import fill_from_root
 

@@ -1,15 +1,34 @@
-"""Loops of steps in PyTorch's programs, for restarts after a death."""
+"""Loops of steps in PyTorch's programs, for restarts after a death, and the generators that they restore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..creation import create
 from ..errors import Unsupported
-from .generators import RandomState
+from ..keep.state import ObjectState
+
+
+class RandomState:
+    """The generators that PyTorch's programs draw from by default: PyTorch's on the host, numpy's and Python's."""
+
+    def object_state(self) -> ObjectState:
+        """Return how :meth:`mpikv.KVStore.keep` keeps them. Local."""
+        return ObjectState(self._state, self._take_state, draws=True)
+
+    def _state(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False), "python": random.getstate()}
+
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
 
 
 def steps(total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
@@ -40,11 +59,15 @@ def steps(total: int, *, path: Any = None, save_every: float = 600.0, **kept: An
         ...     model(torch.ones(1, 2)).sum().backward()
         ...     optimizer.step()
     """
-    kv, distributed = create(), torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() != kv.size:
-        raise Unsupported(
-            f"steps: torch.distributed has {distributed.get_world_size()} ranks, and MPI {kv.size}; start the program "
-            "by mpikv run"
-        )
-    kv.keep(random=RandomState(), **kept)
-    return kv.steps(total, path=path, save_every=save_every)
+    distributed = torch.distributed
+    with ExitStack() as failing:
+        kv = failing.enter_context(create())
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() != kv.size:
+            raise Unsupported(
+                f"steps: torch.distributed has {distributed.get_world_size()} ranks, and MPI {kv.size}; start the "
+                "program by mpikv run"
+            )
+        kv.keep(random=RandomState(), **kept)
+        loop = kv.steps(total, path=path, save_every=save_every)
+        failing.pop_all()  # the store stays open for the loop
+    return loop

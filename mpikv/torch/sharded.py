@@ -19,8 +19,7 @@ import torch
 from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
-from .closures import mean_loss
-from .failures import raising_on_all
+from .calls import mean_loss, raising_on_all
 from .tensors import init_sums, row_of, tensor_over
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

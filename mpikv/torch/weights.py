@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..store.kvstore import KVStore
-from .comparison import check_equal
+from .calls import check_equal
 
 _version_of = attrgetter("_version")
 

@@ -10,6 +10,7 @@ import pytest
 
 import mpikv
 from mpikv.keep.state import find_state
+from mpikv.store.kvstore import open_stores
 
 from .training import torch
 
@@ -90,3 +91,16 @@ def test_sums_of_gradients_are_in_no_checkpoint(kv: Any, folder: Path) -> None:
     with pytest.raises(mpikv.Unsupported, match="is a key of sums of gradients, whose owner"):
         kv.steps(3, path=folder / "run")
     attached.detach()
+
+
+def test_a_failed_call_leaves_no_store_open(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed, before = torch.distributed, [*open_stores()]
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 7)
+    with pytest.raises(mpikv.Unsupported, match="torch.distributed has 7 ranks, and MPI"):
+        mpikv.torch.steps(3)
+    assert open_stores() == before
+    monkeypatch.undo()
+    with pytest.raises(TypeError, match="keep: thing is an object"):
+        mpikv.torch.steps(3, thing=object())
+    assert open_stores() == before
