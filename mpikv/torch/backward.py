@@ -134,7 +134,7 @@ class BackwardSync:
         for gradient in self.gradients:
             if gradient.buffer is not None and gradient.parameter.grad is gradient.buffer:
                 gradient.parameter.grad = gradient.buffer.clone()
-            gradient.drop_memory()
+            gradient.array = gradient.memory = gradient.buffer = None
         self._made.clear()
         self._census = self._totals
         for bucket in self.buckets:
@@ -154,10 +154,7 @@ class BackwardSync:
         # Two sums of one gradient in a pass: the second would be added to a mean that is under way.
         if gradient in self._arrived:
             self.forbid(f"backward computed the gradient of {gradient.name!r} twice in one pass")
-        if gradient.buffer is None:
-            self._check(gradient)
-        else:
-            self._stage(gradient)
+        self._stage(gradient)
         grad = gradient.parameter.grad
         # The version shows at the end whether another hook has written to the gradient since.
         self._arrived[gradient] = grad, grad._version
@@ -191,7 +188,7 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Write a gradient, divided by the number of ranks, to its buffer; return whether there was one. Local.
+        """Write a gradient, divided by the number of ranks, to its buffer, if any; return if there was one. Local.
 
         A fault is raised on all.
         """
@@ -203,13 +200,6 @@ class BackwardSync:
             self.refuse(error)
         self._made.append(made)
         return staged
-
-    def _check(self, gradient: Gradient) -> None:
-        """Raise Unsupported on every rank if a gradient cannot be summed. Local otherwise."""
-        try:
-            gradient.check()
-        except MPIKVError as error:
-            self.refuse(error)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Raise an error on every rank in place of the pass's next call; count passes and steps anew. Collective."""

@@ -28,24 +28,17 @@ class Gradient:
         """The tensor for ``parameter.grad``, over the same memory; ``model.double()`` may give it other memory."""
         self.bucket: Bucket
 
-    def give_memory(self, array: Array) -> None:
-        """Let sums of the gradient arrive in an array of the store. ``parameter.grad`` is not set yet."""
-        self.array = array
-        self.memory = tensor_over(array, self.parameter)
-        self.buffer = self.memory.detach()
-
-    def drop_memory(self) -> None:
-        """Drop the references to the store's memory."""
-        self.array = self.memory = self.buffer = None
-
     def stage(self, scale: float) -> bool:
         """Scale ``parameter.grad`` into the buffer, which takes its place; zero it and return False if None. Local.
 
-        ``parameter.grad`` becomes the buffer, and the sum arrives there.
+        ``parameter.grad`` becomes the buffer, and the sum arrives there. Before there is a buffer, it is only checked.
 
         Raises:
             Unsupported: the gradient cannot be summed.
         """
+        if self.buffer is None:
+            self.check()
+            return True
         if self.memory.data_ptr() != self.array.ctypes.data:  # e.g. after model.share_memory()
             self.memory = tensor_over(self.array, self.parameter)
         grad, buffer = self.parameter.grad, self.buffer
@@ -97,8 +90,10 @@ class Bucket:
         self.gradients, self.missing = gradients, len(gradients)
         self.nbytes = sum(array.nbytes for array in arrays)
         for gradient, array in zip(gradients, arrays, strict=True):
-            gradient.bucket = self
-            gradient.give_memory(array)
+            # Sums arrive in the array from now on. ``parameter.grad`` is not set yet.
+            gradient.bucket, gradient.array = self, array
+            gradient.memory = tensor_over(array, gradient.parameter)
+            gradient.buffer = gradient.memory.detach()
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:

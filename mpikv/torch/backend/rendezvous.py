@@ -11,7 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ from ...collectives.communicator import Communicator
 from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
 from ...errors import ConfigError, RankMismatch, Stalled, TransportError, Unsupported, text_of
-from ...protocols import Group, Transport
+from ...protocols import Group
 from ...transports import open_transport
 from ...transports.cma import attach
 from ...transports.meeting import HostGroup
@@ -40,50 +40,51 @@ from .tensors import combine
 _PATIENCE = 0.25
 
 
-class Ends:
-    """Finds out why a call of a group will never complete. Local."""
+class Meeting:
+    """What the ranks of a group share."""
 
-    def __init__(self, group: Group, board: StatusBoard) -> None:
-        self._group, self._board, self._due = group, board, -math.inf
-        self.own = ""
-        """Why this rank itself waits no more."""
+    def __init__(self, group: Group, config: Config, problem: Exception | None) -> None:
+        """Compare settings, and open what is shared; raise on all ranks if one has a problem. Collective."""
+        if not group.threads:
+            problem = problem or Unsupported(
+                "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
+                "initialized without it; leave mpi4py.rc.thread_level as it is, or start the ranks by torchrun"
+            )
+        # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
+        wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
+        compare_requests(group, "init_process_group", wanted, problem)
+        self._group, self._board = group, StatusBoard(group, config.report)
+        self._own_end, self._due = "", -math.inf
+        self.deadline = Waiting(config.timeout, config.warn_after, self._board.warn)
+        waits = AbortableWaiting(self._find_end, self.deadline)
+        self._transport = open_transport(group, config, self._board.warn, waits=waits)
+        self.agreement = Agreement(self._transport.control, group, self._board)
+        rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
+        self.communicator = Communicator(Collectives(self._transport, combine=combine), self.agreement, group)
+        self.mailbox = Mailbox(group, self._board, self.communicator.end, rings)
 
-    def find(self) -> str:
+    def _find_end(self) -> str:
         """Return why a call will never complete: a rank gave up, or a process of this host ended; else "". Local."""
-        if why := self.own or self._group.find_end():
+        if why := self._own_end or self._group.find_end():
             return why
         if (now := present().now()) < self._due:
             return ""
         self._due = now + _PATIENCE  # a look at processes takes longer than all else here
         return "; ".join(self._board.describe(self._board.gone()))
 
-
-@dataclass
-class Meeting:
-    """What the ranks of a group share."""
-
-    group: Group
-    board: StatusBoard
-    transport: Transport
-    agreement: Agreement
-    communicator: Communicator
-    mailbox: Mailbox
-    deadline: Waiting
-    ends: Ends
-
     def close(self) -> None:
         """Free all. Collective; ranks have agreed on it."""
         self.mailbox.close()
-        self.transport.close()  # it may wait, and warn by the board
-        self.board.close()
-        self.group.close()
+        self._transport.close()  # it may wait, and warn by the board
+        self._board.close()
+        self._group.close()
 
     def abort(self, why: str) -> None:
         """End this rank's calls and messages, and tell the other ranks why. Local."""
-        self.ends.own = why
+        self._own_end = why
         self.mailbox.abort(why)
-        self.board.give_up()
-        self.group.announce_end(why)
+        self._board.give_up()
+        self._group.announce_end(why)
 
     def unseen(self) -> None:
         """Return no error: PyTorch's program has seen all. For the end of a program whose ranks closed not together."""
@@ -94,7 +95,7 @@ class Meeting:
         Returns:
             A function that lists the ranks that have not said the same yet, and the seconds they may take.
         """
-        return self.group.announce_shutdown(), self.deadline.timeout
+        return self._group.announce_shutdown(), self.deadline.timeout
 
 
 class StoreWords:
@@ -152,32 +153,12 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
         problem = error
     group = _join(StoreWords(store, rank, size, timeout, ranks), rank, size, config, name)
     try:
-        return _open_meeting(group, config, problem)
+        return Meeting(group, config, problem)
     except Stalled:  # of ranks that would not come to a close either
         raise
     except Exception:
         group.close()
         raise
-
-
-def _open_meeting(group: Group, config: Config, problem: Exception | None) -> Meeting:
-    """Compare settings, and open what a group's ranks share; raise on all ranks if one has a problem. Collective."""
-    if not group.threads:
-        problem = problem or Unsupported(
-            "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
-            "initialized without it; leave mpi4py.rc.thread_level as it is, or start the ranks by torchrun"
-        )
-    # The timeout is each rank's own in PyTorch, where set_timeout and each call may change it.
-    wanted = {key: repr(value) for key, value in asdict(config).items() if key not in (*OWN_AFFAIRS, "timeout")}
-    compare_requests(group, "init_process_group", wanted, problem)
-    board = StatusBoard(group, config.report)
-    deadline, ends = Waiting(config.timeout, config.warn_after, board.warn), Ends(group, board)
-    transport = open_transport(group, config, board.warn, waits=AbortableWaiting(ends.find, deadline))
-    agreement = Agreement(transport.control, group, board)
-    rings = Rings(group, attach(group) if config.single_copy else None) if group.one_host else None
-    communicator = Communicator(Collectives(transport, combine=combine), agreement, group)
-    mailbox = Mailbox(group, board, communicator.end, rings)
-    return Meeting(group, board, transport, agreement, communicator, mailbox, deadline, ends)
 
 
 def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
