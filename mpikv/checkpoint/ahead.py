@@ -13,10 +13,9 @@ Item = TypeVar("Item")
 class Ahead(Generic[Item]):
     """Runs an iterator in a thread of its own, and keeps its items until they are needed."""
 
-    def __init__(self) -> None:
-        self._changed = present().condition()
-        self.source: Iterator[Item] | None = None
-        """The iterator that :meth:`prepare` has given it."""
+    def __init__(self, source: Iterator[Item]) -> None:
+        """The thread is not started yet."""
+        self._changed, self._source = present().condition(), source
         self._items: list[Item] = []
         self._failure: BaseException | None = None
         self._process = present().process
@@ -24,25 +23,17 @@ class Ahead(Generic[Item]):
         self.ended = False
         """Whether no more items will come."""
 
-    def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Set the iterator for the thread, which is not started yet; return one over the items that it makes. Local.
-
-        It waits for each item, and raises the iterator's exception.
-        """
-        self.source = items
-        return self._take_items()
-
     def start(self) -> None:
         """Start the thread. Local. If the system has no thread left, the first use of an item raises RuntimeError."""
         thread = present().thread(self._serve, "mpikv-save")
-        # Set before the start: an interrupt may arrive inside start(), and stop() would not wait for the thread.
+        # Set before the start: an interrupt may arrive inside start(), and close() would not wait for the thread.
         self._runs = True
         try:
             thread.start()
         except RuntimeError as error:
             self._end(error)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Have the thread end after its current item, and wait for that; do nothing in a forked child. Local."""
         if not self._runs or present().process != self._process:
             return
@@ -51,7 +42,7 @@ class Ahead(Generic[Item]):
             self._stops = True
             self._changed.wait_for(lambda: self.ended)
 
-    def _take_items(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[Item]:
         """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if any. Local."""
         taken = 0
         while True:
@@ -66,11 +57,10 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
-        """Run the iterator in the thread to its end or :meth:`stop`; keep its exception for the taker. Local."""
-        assert self.source is not None
+        """Run the iterator in the thread to its end or :meth:`close`; keep its exception for the taker. Local."""
         failure = None
         try:
-            for item in self.source:
+            for item in self._source:
                 with self._changed:
                     self._items.append(item)
                     self._changed.notify_all()

@@ -7,6 +7,7 @@ updates has the same state on all ranks: rank 0 writes it, and all read it. Each
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -33,12 +34,12 @@ from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, 
 from ..optimizers import Optimizer
 from ..protocols import Array, Carries, Key, Updater
 from .ahead import Ahead
-from .chunks import Gather, Parts, Piece, Window, cut_array, read_arrays, write_arrays
+from .chunks import Gather, Parts, Piece, cut_array, read_arrays, write_arrays, write_windows
 from .compatibility import check_dumpable, describe_updater, find_states, find_values, slot_names, warn_of_other_mean
 from .extents import list_extents
 from .files import Draft, Reader, Source
 from .gathering import FEWEST, Gathering
-from .header import CHUNK, RESIDUALS, Header, Kind, check_writable, number_alike, parse_dtype
+from .header import CHUNK, RESIDUALS, Header, Kind, check_writable, parse_dtype
 from .program import Program, add_program, pack_state
 from .residuals import pack_residuals, plan_residuals
 from .saving import Copies, SaveWork, Span
@@ -87,26 +88,17 @@ class Checkpoints:
         """Return the call of a save, and the function that makes it; Unsupported if no file can hold it. Local."""
         path = os.fsdecode(path)
         self._exchange.check_slots()
-        header = Header(*self._describe_keys(), values, updater)
-        check_writable(header)
+        table = self._exchange.values.table
+        # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
+        counts, earlier = table.counts.tolist(), table.earlier.tolist()
+        facts = {
+            key: (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)
+            for key, one in self._entries().items()
+        }
+        header = _make_header(facts, self._exchange.updater, values, updater)
         others = [*["with residuals"] * residuals, *["wait=False"] * (not wait), *map("state of {!r}".format, packed)]
         call = _describe_call(verb, path, header, *others)
         return call, lambda: self._save(call, Draft(path), header, residuals, wait, packed)
-
-    def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
-        """Return the keys, their distinct descriptions, and the position of each key's description. Local."""
-        table, slots = self._exchange.values.table, self._exchange.updater.slots
-        # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
-        counts, earlier = table.counts.tolist(), table.earlier.tolist()
-        kinds, kind_of = number_alike(
-            (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)
-            for one in self._entries().values()
-        )
-        described = [
-            Kind(name_of(dtype), shape, updates, before, slot_names(slots(dtype)), row_sparse)
-            for dtype, shape, updates, before, row_sparse in kinds
-        ]
-        return tuple(self._entries()), tuple(described), kind_of
 
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
@@ -119,16 +111,16 @@ class Checkpoints:
         if packed:
             self._agreement.run_together(call, check_writable, header)
         pieces, gather = self._list_pieces(call, header, wait)
-        pieces, is_root, work = chain(pieces, program), self._transport.rank == self._root, None
+        windows = write_windows(draft, header, chain(pieces, program), gather)
+        is_root = self._transport.rank == self._root
         if wait:
-            self._run_parts(call, write_arrays(draft, header, pieces, is_root, gather=gather))
-        else:
-            ahead = Ahead[Window]()
-            parts = write_arrays(draft, header, pieces, is_root, ahead=ahead)
-            self._run_parts(call, parts, enough=lambda: ahead.source is not None)
-            work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
-        if work is not None:
-            work.start()  # last: the thread would slow down the agreement before on a busy host
+            self._run_parts(call, write_arrays(draft, header, windows, is_root))
+            return None
+        ahead = Ahead(windows)
+        parts = write_arrays(draft, header, ahead, is_root)
+        self._run_parts(call, parts, most=2)
+        work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
+        work.start()  # last: the thread would slow down the agreement before on a busy host
         return work
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
@@ -340,15 +332,16 @@ class Checkpoints:
 
     # --- Together with the other ranks
 
-    def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
-        """Run parts to the end or until ``enough``, agree on success after each, and join its checksums. Collective."""
+    def _run_parts(self, call: Call, parts: Parts, most: float = math.inf) -> None:
+        """Run parts to the end, or so many, agree on success after each, and join its checksums. Collective."""
         try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if callable(sums):
                     sums()
                 elif sums.size:  # replaced by the exclusive or of all ranks' sums
                     np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
-                if enough():
+                most -= 1
+                if not most:
                     return
         except BaseException:
             parts.close()  # left early by an error, the generator closes its file and removes the draft
@@ -373,6 +366,24 @@ class Checkpoints:
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer and so no state; call set_optimizer first")
         return updater
+
+
+def _make_header(
+    facts: Mapping[Key, tuple[Any, ...]], updater: Updater, values: bool, described: Mapping[str, Any]
+) -> Header:
+    """Return the header of a file with these keys, and ``described`` as its updater; Unsupported if none can be. Local.
+
+    ``facts`` are each key's dtype, shape, updates, earlier updates, and whether it is row-sparse.
+    """
+    numbers: dict[tuple[Any, ...], int] = {}
+    kind_of = tuple([numbers.setdefault(one, len(numbers)) for one in facts.values()])
+    kinds = tuple(
+        Kind(name_of(dtype), shape, updates, earlier, slot_names(updater.slots(dtype)), row_sparse)
+        for dtype, shape, updates, earlier, row_sparse in numbers
+    )
+    header = Header(tuple(facts), kinds, kind_of, values, described)
+    check_writable(header)
+    return header
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
@@ -429,16 +440,13 @@ def save_states(
         Unsupported: no reader would accept the file.
     """
     path = os.fsdecode(path)
-    kinds, kind_of = number_alike((value.dtype, value.shape, kept[key].count) for key, value in values.items())
-    described = [
-        Kind(name_of(each), shape, count, 0, slot_names(optimizer.slots(each))) for each, shape, count in kinds
-    ]
-    header = Header(tuple(values), tuple(described), kind_of, False, describe_updater(optimizer))
-    check_writable(header)
+    facts = {key: (value.dtype, value.shape, kept[key].count, 0, False) for key, value in values.items()}
+    header = _make_header(facts, optimizer, False, describe_updater(optimizer))
     text = f"{brief(repr(path), 300)}, {_describe(header)}"
     yield text
-    pieces = _cut_states(header, kept) if writes else ()
-    with closing(write_arrays(Draft(path), header, pieces, creates=writes, attaches=False)) as parts:
+    draft = Draft(path)
+    windows = write_windows(draft, header, _cut_states(header, kept) if writes else ())
+    with closing(write_arrays(draft, header, windows, creates=writes, attaches=False)) as parts:
         for _ in parts:  # the sums are those of one rank
             yield text
 

@@ -68,22 +68,14 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 
 
 def write_arrays(
-    draft: Draft,
-    header: Header,
-    pieces: Iterable[Piece],
-    creates: bool,
-    attaches: bool = True,
-    ahead: Ahead[Window] | None = None,
-    gather: Gather | None = None,
+    draft: Draft, header: Header, windows: Generator[Window] | Ahead[Window], creates: bool, attaches: bool = True
 ) -> Parts:
     """Yield checksums after each part of a save: create the file, write this rank's pieces, rename it. Collective.
 
-    The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. With
-    ``ahead``, its thread writes the windows, once started; without it each part writes a window, and ``gather`` adds
-    pieces to the window before.
+    The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. After
+    two parts the draft is open. Each other part takes one of the ``windows``, those of :func:`write_windows`.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
-    windows = _write_windows(draft, header, pieces, gather)
     try:
         if creates:
             draft.create(nonce)
@@ -91,8 +83,6 @@ def write_arrays(
         yield nonce.view(np.uint32)
         if attaches and not creates:
             draft.attach(nonce)
-        if ahead is not None:
-            windows = ahead.prepare(windows)
         yield NO_SUMS
         for chunks, mine in windows:
             if not callable(mine):
@@ -104,13 +94,18 @@ def write_arrays(
             draft.commit(header, sums)
         yield NO_SUMS
     finally:
-        if ahead is not None:
-            ahead.stop()  # before close: the system may give its descriptor to another file, and the thread write there
+        # First: the system may give the draft's descriptor to another file, and a thread write there.
+        windows.close()
         draft.close()
 
 
-def _write_windows(draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None) -> Iterator[Window]:
-    """Write and flush each window; yield its chunks and sums, before it a collective function if ``gather``. Local."""
+def write_windows(
+    draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None = None
+) -> Generator[Window]:
+    """Write and flush each window; yield its chunks and sums, before it a collective function if ``gather``. Local.
+
+    ``gather`` adds pieces to the window.
+    """
     for chunks, (mine,) in cut_windows(header.nbytes, pieces):
         if gather is not None:
             yield chunks, gather(chunks, mine)

@@ -13,20 +13,18 @@ import math
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from json.encoder import encode_basestring_ascii as _escape
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.arrays import bfloat16
 from ..errors import CheckpointError, Unsupported, brief
 from ..protocols import Array, Key
-
-T = TypeVar("T")
 
 CHUNK = 1 << 20
 """Bytes of the arrays per checksum."""
@@ -241,13 +239,6 @@ class Header:
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * _STORED[dtype][1] * (2 if dtype.startswith("complex") else 1)
-
-
-def number_alike(described: Iterable[T]) -> tuple[list[T], tuple[int, ...]]:
-    """Return the distinct items, and the position of each item among them."""
-    numbers: dict[T, int] = {}
-    number_of = tuple([numbers.setdefault(one, len(numbers)) for one in described])
-    return list(numbers), number_of
 
 
 def _dump(tree: Any) -> str:

@@ -6,7 +6,7 @@ The thread of ``ahead`` writes the file. It calls no other rank, since MPI may a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ class Copies:
         self._memory = memory
         self._room = np.empty(0, np.uint8)
 
-    def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
+    def make(self, spans: Iterable[Span]) -> list[Piece]:
         """Copy arrays to host memory at once, over the copies of the last save; return their pieces of the file. Local.
 
         The pieces are as long as possible.
@@ -57,7 +57,13 @@ class Copies:
         room = self.ensure_room(edges[-1])
         # Without gathering the caller waits for this copy alone: the thread writes it, and the store goes on.
         self._memory.copy([room[low:high] for low, high in pairwise(edges)], arrays)
-        return _cut_copies(room, [span.begin for span in ordered], edges)
+        pieces, copies = list[Piece](), zip(ordered, pairwise(edges), strict=True)
+        # Adjacent copies that are adjacent in the file as well have equal distances, and make one piece.
+        for distance, group in groupby(copies, key=lambda copy: copy[0].begin - copy[1][0]):
+            ends = [each for _, each in group]
+            low, high = ends[0][0], ends[-1][1]
+            pieces += cut_array(low + distance, room[low:high])
+        return pieces
 
     def ensure_room(self, nbytes: int) -> Array:
         """Return the kept memory if it has so many bytes, else new in its place; may raise MemoryError. Local."""
@@ -70,16 +76,6 @@ class Copies:
     def release(self) -> None:
         """Free the memory."""
         self._room = np.empty(0, np.uint8)
-
-
-def _cut_copies(room: Array, begins: Sequence[int], edges: Sequence[int]) -> Iterator[Piece]:
-    """Yield the pieces of copies. ``begins`` are offsets in the file; ``edges`` bound the copies in ``room``. Local."""
-    copies = zip(begins, pairwise(edges), strict=True)
-    # Adjacent copies that are adjacent in the file as well have equal distances, and make one piece.
-    for distance, group in groupby(copies, key=lambda copy: copy[0] - copy[1][0]):
-        ends = [each for _, each in group]
-        low, high = ends[0][0], ends[-1][1]
-        yield from cut_array(low + distance, room[low:high])
 
 
 class SaveWork:

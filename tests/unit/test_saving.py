@@ -24,7 +24,7 @@ def test_copies_are_those_of_the_call_in_the_order_of_the_file() -> None:
 def test_pieces_are_as_long_as_chunks_allow() -> None:
     """However many arrays there are: the thread that writes them is to hold Python's lock seldom."""
     arrays = [np.full(1000, number % 251, np.uint8) for number in range(3000)]
-    pieces = list(Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)]))
+    pieces = Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)])
     assert [(piece.offset, piece.end) for piece in pieces] == [(5, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 3_000_005)]
     assert b"".join(bytes(piece.memory) for piece in pieces) == b"".join(array.tobytes() for array in arrays)
 
@@ -33,7 +33,7 @@ def test_memory_is_used_again_and_as_much_as_is_needed() -> None:
     copies = Copies(HOST)
 
     def room(count: int) -> np.ndarray:
-        return np.frombuffer(next(copies.make([Span(0, np.ones(count))])).memory, np.uint8)
+        return np.frombuffer(copies.make([Span(0, np.ones(count))])[0].memory, np.uint8)
 
     first = room(1000)
     assert np.shares_memory(first, room(1000))
@@ -54,15 +54,12 @@ def test_items_are_made_before_they_are_asked_for() -> None:
             yield number
         last.set()
 
-    ahead = Ahead[int]()
-    assert ahead.source is None
-    taken = ahead.prepare(items())
-    assert ahead.source is not None
+    ahead = Ahead(items())
     assert made == []
     ahead.start()
     assert last.wait(10)
     assert threading.main_thread() not in made
-    assert list(taken) == [0, 1, 2, 3]
+    assert list(ahead) == [0, 1, 2, 3]
     assert ahead.ended
 
 
@@ -71,8 +68,8 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         yield 1
         raise SystemExit("full")
 
-    ahead = Ahead[int]()
-    taken = ahead.prepare(items())
+    ahead = Ahead(items())
+    taken = iter(ahead)
     ahead.start()
     assert next(taken) == 1
     with pytest.raises(SystemExit, match="full"):
@@ -89,13 +86,12 @@ def test_it_ends_with_the_item_that_is_being_made() -> None:
             made.append(number)
             yield number
 
-    ahead = Ahead[int]()
-    ahead.stop()  # what has not started needs no end
-    ahead.prepare(items())
+    ahead = Ahead(items())
+    ahead.close()  # what has not started needs no end
     ahead.start()
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
-    ahead.stop()
+    ahead.close()
     assert made == [0]
     assert ahead.ended
-    ahead.stop()
+    ahead.close()
