@@ -119,9 +119,9 @@ class Checkpoints:
         ahead = Ahead(windows)
         parts = write_arrays(draft, header, ahead, is_root)
         self._run_parts(call, parts, most=2)
-        work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
-        work.start()  # last: the thread would slow down the agreement before on a busy host
-        return work
+        self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
+        ahead.start()  # last: the thread would slow down the agreement before on a busy host
+        return self._saving
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
         """Return this rank's pieces of the file, copies unless ``wait``; and what gathers more, or None. Collective."""

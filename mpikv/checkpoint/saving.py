@@ -146,10 +146,6 @@ class SaveWork:
             self.error = error
             raise
 
-    def start(self) -> None:
-        """Start writing. Local; for the store."""
-        self._ahead.start()
-
     def give_up(self) -> None:
         """Stop writing, and remove the unfinished file. Local; for the end of the store."""
         self._parts.close()

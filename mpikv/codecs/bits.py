@@ -112,7 +112,12 @@ class TwoBit(_Codes):
             codes *= 3
             below *= 2
             codes |= below
-            words[:] = _pack_codes(whole)
+            # Four codes become the lowest byte of a word. The product is a sum of shifted numbers without common bits:
+            # the highest byte has the first code above the second, and so on.
+            packed = whole.view("<u4")
+            np.multiply(packed, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=packed)
+            packed >>= 24
+            words[:] = packed
 
 
 @dataclass(frozen=True)
@@ -160,13 +165,3 @@ class OneBit(_Codes):
             words = payload[low // 8 : (low + BLOCK) // 8]
             words[: packed.size] = packed
             words[packed.size :] = 0
-
-
-def _pack_codes(codes: Array) -> Array:
-    """Overwrite the two-bit codes of a block by words with four codes in the lowest byte, and return these words."""
-    words: Array = codes.view("<u4")
-    # The product is a sum of shifted numbers without common bits: the highest byte has the first code above the
-    # second, and so on.
-    np.multiply(words, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=words)
-    words >>= 24
-    return words

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NoReturn, TypeVar
@@ -109,18 +108,19 @@ def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
     return combined
 
 
-@dataclass
 class _Outline:
     """The structure of a tree; the ranks of a store compare it."""
 
-    prefix: str
-    """The beginning of the names of its leaves."""
-    names: list[str]
-    """The names of its leaves in the store."""
-    nodes: list[tuple[str, str]]
-    """The path and the kind of each node. A leaf has the kind "", since its shape and dtype may change."""
-    agreed: bool = False
-    """Whether all ranks have brought such a tree in one call."""
+    def __init__(self, tree: Any, prefix: str) -> None:
+        """Names of leaves begin with ``prefix``."""
+        self.prefix, self.agreed = prefix, False
+        """``agreed``: all ranks have brought such a tree in one call."""
+        self.nodes = list(_list_nodes(tree))
+        """The path and the kind of each node. A leaf has the kind "", since its shape and dtype may change."""
+        # The number makes names unique: a user's class may give two leaves the same path.
+        paths = [path for path, kind in self.nodes if not kind]
+        self.names = [f"{prefix}{place}{path}" for place, path in enumerate(paths)]
+        """The names of its leaves in the store."""
 
 
 def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
@@ -135,9 +135,11 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         if not isinstance(name, str):
             raise TypeError(f"name={name!r} is {a_kind(name)}, not a string")
         leaves, structure = jax.tree_util.tree_flatten(tree)
-        outline = _outline(kv, tree, structure, f"jax/{result}/{name}{'/' * bool(name)}")
-        known = np.ndarray, np.generic, jax.Array
-        leaves = [leaf if isinstance(leaf, known) else jnp.asarray(leaf) for leaf in leaves]
+        prefix, known = f"jax/{result}/{name}{'/' * bool(name)}", _outlines.setdefault(kv, {})
+        if (outline := known.get((prefix, structure))) is None:
+            outline = known[prefix, structure] = _Outline(tree, prefix)
+        arrays = np.ndarray, np.generic, jax.Array
+        leaves = [leaf if isinstance(leaf, arrays) else jnp.asarray(leaf) for leaf in leaves]
         if result == "mean":
             for place, leaf in enumerate(leaves):
                 if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -158,22 +160,6 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
         return structure.unflatten(_call_when_compiled(kv, verb, call, shapes)(leaves))
     jax.effects_barrier()
     return structure.unflatten(_place_like(leaves, call(leaves)))
-
-
-def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
-    """Return the names of a tree's leaves and the kinds of its nodes, cached for the store. Local.
-
-    ``structure`` is the tree's; names of leaves begin with ``prefix``.
-    """
-    known: dict[Any, _Outline] = _outlines.setdefault(kv, {})
-    outline = known.get((prefix, structure))
-    if outline is None:
-        nodes = list(_list_nodes(tree))
-        paths = [path for path, kind in nodes if not kind]
-        # The number makes names unique: a user's class may give two leaves the same path.
-        names = [f"{prefix}{place}{path}" for place, path in enumerate(paths)]
-        outline = known[prefix, structure] = _Outline(prefix, names, nodes)
-    return outline
 
 
 def _list_nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:

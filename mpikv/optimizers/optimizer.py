@@ -330,7 +330,7 @@ class Optimizer:
         precision = self._precision(dtype)
         # State of half-precision values is float32: averages of float16 squares would underflow below 6e-8.
         slots = dict.fromkeys(self.states, precision)
-        if self._has_master(dtype, precision):
+        if self.multi_precision and dtype != precision:
             slots["master"] = precision
         elif dtype != precision and not self._warned:
             self._warned = True
@@ -437,7 +437,7 @@ class Optimizer:
         Arrays of a GPU become one block: it has no cache to stay in.
         """
         precision = self._precision(value.dtype)
-        kept = self._has_master(value.dtype, precision)
+        kept = self.multi_precision and value.dtype != precision
         own = not kept and value.dtype == precision
         total, value = total.reshape(-1), value.reshape(-1)
         # One more than the rule's own: the widened weights of half precision.
@@ -478,9 +478,6 @@ class Optimizer:
             f"{type(self).__name__} cannot update values of {dtype.name} (known: float16, bfloat16, float32, float64); "
             "store the value in one of these, or use an updater function"
         )
-
-    def _has_master(self, dtype: np.dtype[Any], precision: np.dtype[Any]) -> bool:
-        return self.multi_precision and dtype != precision
 
     def __repr__(self) -> str:
         usual = {one.name: one.metadata.get("default", one.default) for one in fields(self) if one.init}

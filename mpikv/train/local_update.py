@@ -70,11 +70,6 @@ class LocalUpdate:
             # After the update: a rule that raised has made no step.
             kept.count += 1
 
-    def restart_master(self, name: str, parameter: Parameter) -> None:
-        """Copy a weight into the optimizer's float32 master, if there is one."""
-        if name in self.states:
-            _restart_master(self.states[name], parameter)
-
     def state_on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
         """Return a parameter's state and count, in numpy arrays: its own, or copies of a GPU's, waited for. Local."""
         # A parameter without state gets it at its first update, and not here: its weight may still be set, and the
@@ -95,7 +90,7 @@ class LocalUpdate:
             size, zeros_of = parameter.data.size, parameter.memory.zeros
             rows = {slot: zeros_of(size * dtype.itemsize).view(dtype) for slot, dtype in slots.items()}
             kept = KeptState({slot: row.reshape(parameter.data.shape) for slot, row in rows.items()})
-            _restart_master(kept, parameter)
+            restart_master(kept, parameter)
         elif slots.keys() != kept.state.keys():
             raise ConfigError(
                 f"the optimizer was changed to keep {sorted(slots)} per element and there is "
@@ -122,6 +117,7 @@ def place_state(kept: KeptState, parameter: Parameter) -> KeptState:
     return KeptState({slot: gpu.upload(array) for slot, array in kept.state.items()}, kept.count)
 
 
-def _restart_master(kept: KeptState, parameter: Parameter) -> None:
+def restart_master(kept: KeptState, parameter: Parameter) -> None:
+    """Copy a weight into the float32 master of its state, if there is one. Local."""
     if "master" in kept.state:
         parameter.memory.copy((kept.state["master"],), (parameter.data,))

@@ -129,7 +129,17 @@ class LossScaler:
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
         """Return whether a gradient holds an inf or nan, or would in the dtype of its weight; wait for GPUs. Local."""
-        return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
+        there = _by_gpu((p.gpu, (p.grad, p.data.dtype)) for p in parameters if p.grad is not None)
+        with np.errstate(all="ignore"):
+            if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
+                return True
+        for gpu, some in there.items():
+            # Integers and booleans are finite, whatever their rounding.
+            floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
+            found = gpu.squares_and_finite([array for array, _ in floats], [dtype for _, dtype in floats])
+            if not all(finite for _, finite in found):
+                return True
+        return False
 
     def record(self, overflow: bool) -> None:
         """Halve the factor after an overflow; double it after each ``window`` results without one. Local."""
@@ -138,18 +148,3 @@ class LossScaler:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST)
         elif self._without % self._window == 0:
             self.loss_scale = min(self.loss_scale * 2, _MOST)
-
-
-def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
-    """Return whether arrays hold no inf and no nan, each after rounding to its dtype. It waits for each GPU. Local."""
-    there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
-    with np.errstate(all="ignore"):
-        if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
-            return False
-    for gpu, some in there.items():
-        # Integers and booleans are finite, whatever their rounding.
-        floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
-        found = gpu.squares_and_finite([array for array, _ in floats], [dtype for _, dtype in floats])
-        if not all(finite for _, finite in found):
-            return False
-    return True

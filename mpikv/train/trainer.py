@@ -24,7 +24,7 @@ from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
 from .array_location import locate_target
-from .local_update import LocalUpdate, can_update, place_state
+from .local_update import LocalUpdate, can_update, place_state, restart_master
 from .loss_scaling import LossScaler
 from .parameter import Parameter, first_names, name_parameters
 
@@ -362,7 +362,8 @@ class Trainer:
         targets = {name: self._own[name] for name in given}
         self._kvstore.broadcast(list(given), list(given.values()), out=_weights(targets))
         for name, parameter in targets.items():
-            self._local.restart_master(name, parameter)
+            if name in self._local.states:
+                restart_master(self._local.states[name], parameter)
 
     def save_states(self, fname: Any) -> None:
         """Write the optimizer's state, update counts, and settings if a file can hold them, to a file. Collective.
@@ -591,7 +592,9 @@ class Trainer:
         optimizer = self.optimizer
         # Each time: the store's optimizer is another object after a load.
         optimizer.sums_over(self._kvstore.num_workers)
-        settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **self._factors(optimizer)))
+        scale = self.scale / check_number("batch_size", batch_size, "(0, inf)")
+        scale /= 1.0 if self._scaler is None else self._scaler.loss_scale
+        settings.enter_context(optimizer.having(rescale_grad=scale, **self._factors(optimizer)))
         fresh = self._fresh()
         # In all parameters, before any is used: a step changes all weights or none.
         stale = [name for name, one in self._own.items() if one.grad_req != "null" and name not in fresh]
@@ -643,10 +646,6 @@ class Trainer:
                 raise ValueMismatch(
                     f"parameters {other!r} and {name!r} share one array as their gradient; give one of them a copy"
                 )
-
-    def _scale(self, batch_size: Any) -> float:
-        scale = self.scale / check_number("batch_size", batch_size, "(0, inf)")
-        return scale if self._scaler is None else scale / self._scaler.loss_scale
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return options that let the parameters' own factors override the optimizer's. Local."""

@@ -590,7 +590,6 @@ class CupyStream:
         self.gpu = gpu
         self.handle = int(stream.ptr)
         self.beneath = stream
-        self._entered: _Entered | None = None
 
     # CUDA resolves the default stream, and makes an event, for the current GPU only.
 
@@ -617,25 +616,25 @@ class CupyStream:
 
     def __enter__(self) -> CupyStream:
         """Make the stream, and its GPU, the thread's current ones until the block ends; return it. Nests. Local."""
-        # Most stream objects are made for one call and never entered; so the state is made here.
-        self._entered = entered = self._entered or _Entered()
         present = self.gpu.present()
         present.__enter__()
         self.beneath.__enter__()
-        entered.others.append(present)
+        _entered.others.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        assert self._entered is not None
         self.beneath.__exit__(*failure)
-        self._entered.others.pop().__exit__(*failure)
+        _entered.others.pop().__exit__(*failure)
 
 
 class _Entered(threading.local):
-    """A thread's way back to its earlier GPUs, one for each stream entered."""
+    """A thread's way back to its earlier GPUs, one for each stream entered, the last one first."""
 
     def __init__(self) -> None:
         self.others: list[Any] = []
+
+
+_entered = _Entered()
 
 
 class CupyGraph:

@@ -9,34 +9,29 @@ from __future__ import annotations
 import logging
 from functools import cache
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...cluster.printing import log
 
 
-class Image(NamedTuple):
-    """A GPU's program, as machine code or PTX, and the name of the kernel in it."""
+def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> tuple[bytes, str]:
+    """Return a kernel's code for the current GPU, and its name there: from the cache on disk, or compiled anew. Local.
 
-    code: bytes
-    name: str
-
-
-def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: str) -> Image:
-    """Return a kernel's code for the current GPU, not loaded yet: from the cache on disk, or compiled and kept. Local.
+    The code is machine code or PTX, and not loaded yet. New code is kept in the cache.
 
     Raises: CuPy's exceptions if the kernel cannot be compiled.
     """
     file = _name_file(cupy, (*options, expression, text))
     if file and (content := _ask_cache(cupy, "load", file)):
         name, _, code = content.partition(b"\0")
-        return Image(code, name.decode())
+        return code, name.decode()
     # Not by cupy.RawModule: it always adds -ftz=true, and flushes subnormal numbers to zero.
     code, names = cupy.cuda.compiler.compile_using_nvrtc(
         text, options, name_expressions=(expression,), cache_in_memory=True
     )
     if file:
         _ask_cache(cupy, "save", file, names[expression].encode() + b"\0" + code, text)
-    return Image(code, names[expression])
+    return code, names[expression]
 
 
 def _name_file(cupy: Any, facts: tuple[str, ...]) -> str:

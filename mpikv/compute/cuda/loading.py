@@ -100,11 +100,11 @@ def load_kernel(name: str, expression: str, rule: Rule | None, ordinal: int) -> 
     """Return a kernel, compiled or loaded on the current GPU, number ``ordinal``, once per process; imports CuPy."""
     import cupy
 
-    image = compiled_image(cupy, source_of(name, rule), OPTIONS, expression)
+    code, inner = compiled_image(cupy, source_of(name, rule), OPTIONS, expression)
     module = cupy.cuda.function.Module()
-    module.load(image.code)
+    module.load(code)
     # A function keeps its module.
-    return _by_address(expression, module.get_function(image.name), cupy.cuda.function.CPointer)
+    return _by_address(expression, module.get_function(inner), cupy.cuda.function.CPointer)
 
 
 def _by_address(expression: str, function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:

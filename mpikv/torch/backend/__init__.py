@@ -1,7 +1,7 @@
 """PyTorch's process groups on mpikv: ``torch.distributed.init_process_group("mpikv")``.
 
-``group`` has the calls of a process group, ``work`` the handle of a call, and ``queue`` the thread that makes the calls
-for which nobody waits. ``tensors`` shows tensors as flat arrays. ``rendezvous`` finds the ranks of a group. The module
+``group`` has the calls of a process group, and ``queue`` the handle of a call, and the thread that makes the calls for
+which nobody waits. ``tensors`` shows tensors as flat arrays. ``rendezvous`` finds the ranks of a group. The module
 ``mpikv.torch_backend`` registers all this with PyTorch, and loads it at the first process group.
 """
 

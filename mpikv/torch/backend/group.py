@@ -28,10 +28,9 @@ from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, n
 from ...protocols import Array
 from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
-from .queue import Queue
+from .queue import Queue, Work
 from .rendezvous import open_group
 from .tensors import Reduction, check_kinds, check_movable, describe, in_place, join_parts, read, read_parts, split
-from .work import Work
 
 # Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
 _PATIENCE = 5.0
@@ -89,7 +88,7 @@ def _keep_dynamo_out() -> None:
 class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     """The group that ``init_process_group("mpikv")`` and ``new_group(backend="mpikv")`` return.
 
-    Its calls are collective: every rank makes them in the same order. They return a :class:`~.work.Work`.
+    Its calls are collective: every rank makes them in the same order. They return a :class:`~.queue.Work`.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -142,7 +141,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._communicator.call(call, run, *message)
             put_back()
 
-        work = Work(call.__str__, result, self._queue.check_progress, self._queue.saw)
+        work = Work(call.__str__, result, self._queue)
         return self._queue.add(work, make, waits=not getattr(options, "asyncOp", True))
 
     def _check_open(self, verb: str) -> None:
@@ -343,7 +342,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         def text() -> str:
             return f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
 
-        return Work(text, tensors, self._queue.check_progress, self._queue.saw)
+        return Work(text, tensors, self._queue)
 
     def _follow(self, work: Work, message: Message) -> Work:
         """Let a wait for a Work move its message; return the Work. Local."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpikv.compute.cuda import loading
-from mpikv.compute.cuda.images import Image, compiled_image
+from mpikv.compute.cuda.images import compiled_image
 
 
 def test_the_compiler_is_told_the_given_options_and_no_others():
@@ -19,7 +19,7 @@ def test_the_compiler_is_told_the_given_options_and_no_others():
 
     compiler = SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc)  # of which nothing is kept
     cupy = SimpleNamespace(cuda=SimpleNamespace(compiler=compiler))
-    assert compiled_image(cupy, "text", loading.OPTIONS, "scale") == Image(b"code", "_Z5scale")
+    assert compiled_image(cupy, "text", loading.OPTIONS, "scale") == (b"code", "_Z5scale")
     assert told == [(("text", loading.OPTIONS), {"name_expressions": ("scale",), "cache_in_memory": True})]
 
 
