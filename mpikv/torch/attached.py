@@ -19,7 +19,7 @@ from .backward import BackwardSync
 from .calls import mean_loss, raising_on_all
 from .checks import OWNER, check_model, check_options, check_parameter
 from .comparison import describe_tensors, settings_of
-from .loops import RandomState
+from .generators import RandomState
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .tensors import tensors_of

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..errors import RankMismatch, TransportError, is_settled
-from ..store.kvstore import KVStore
+
+if TYPE_CHECKING:
+    from ..store.kvstore import KVStore
 
 
 def mean_loss(kv: KVStore, loss: Any) -> Any:

@@ -1,34 +1,16 @@
-"""Loops of steps in PyTorch's programs, for restarts after a death, and the generators that they restore."""
+"""Loops of steps in PyTorch's programs, for restarts after a death."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..creation import create
 from ..errors import Unsupported
-from ..keep.state import ObjectState
-
-
-class RandomState:
-    """The generators that PyTorch's programs draw from by default: PyTorch's on the host, numpy's and Python's."""
-
-    def object_state(self) -> ObjectState:
-        """Return how :meth:`mpikv.KVStore.keep` keeps them. Local."""
-        return ObjectState(self._state, self._take_state, draws=True)
-
-    def _state(self) -> dict[str, Any]:
-        return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False), "python": random.getstate()}
-
-    def _take_state(self, state: Mapping[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
-        random.setstate(state["python"])
+from .generators import RandomState
 
 
 def steps(total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:

@@ -37,8 +37,7 @@ def test_memory_is_used_again_and_as_much_as_is_needed() -> None:
 
     first = room(1000)
     assert np.shares_memory(first, room(1000))
-    other = room(999)
-    assert not np.shares_memory(first, other)
+    assert not np.shares_memory(first, room(999))
     assert copies._room.nbytes == 999 * 8
     copies.release()
     assert copies._room.nbytes == 0
