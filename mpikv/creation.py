@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -76,25 +76,28 @@ _BUCKET_OF_THREAD, _BUCKETS_OF_HOST, _MOST_THREADS = 4 << 20, 16 << 20, 8
 _BUCKET_OF_SUMS = 16 << 20
 
 
-@dataclass
 class _Request:
     """This rank's request, as far as its options are valid. Even with a ``problem`` it meets the other ranks, by the
     defaults of the rest, to tell them.
     """
 
-    name: Any
-    root: Any
-    kind: StoreKind = _KINDS[0]
-    settings: Config = field(default_factory=Config)
-    sized: bool = False
-    """Whether the call, a variable or the kind of store says how long messages are."""
-    staleness: int | None = None
-    codec: Any = None
-    compression: str = "None"
-    """The codec's own description."""
-    tracer: Tracer | None = None
-    problem: Exception | None = None
-    """Why this rank cannot have the store."""
+    def __init__(self, name: Any, root: Any, options: Mapping[str, Any]) -> None:
+        self.name, self.root = name, root
+        self.kind, self.settings = _KINDS[0], Config()
+        self.sized = False
+        """Whether the call, a variable or the kind of store says how long messages are."""
+        self.staleness: int | None = None
+        self.codec: Any = None
+        self.compression = "None"
+        """The codec's own description."""
+        self.tracer: Tracer | None = None
+        self.problem: Exception | None = None
+        """Why this rank cannot have the store."""
+        try:
+            _read_options(self, options)
+        except Exception as error:
+            # Noted, not raised: the others are on their way to the meeting, and would wait for this rank.
+            self.problem = error
 
 
 @dataclass(frozen=True)
@@ -193,12 +196,7 @@ def create(
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     check_outside("create")
-    request = _Request(name, root)
-    try:
-        _read_options(request, options)
-    except Exception as error:
-        # Noted, not raised: the others are on their way to the meeting, and would wait for this rank.
-        request.problem = error
+    request = _Request(name, root, options)
     group = connect(comm, request.settings)
     if group.rank == 0:
         for text in unknown_variables():

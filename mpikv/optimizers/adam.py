@@ -16,7 +16,7 @@ from .parts import average, average_squares, descend
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Moments(Optimizer):
-    """The common part of Adam and its kin: averages of the gradient and of its square, and their options."""
+    """The common part of Adam and its kin: averages of the gradient and of its square, or its maximum; the options."""
 
     states = ("mean", "variance")
 
@@ -25,9 +25,9 @@ class Moments(Optimizer):
     beta1: float = number(0.9, "[0, 1)")
     """Share of the mean that is kept, in [0, 1), default 0.9."""
     beta2: float = number(0.999, "[0, 1)")
-    """Share of the variance that is kept, in [0, 1), default 0.999."""
+    """Share of the variance, or of the maximum, that is kept, in [0, 1), default 0.999."""
     epsilon: float = number(1e-8, "(0, inf)")
-    """Added to the corrected root against division by zero, in (0, inf), default 1e-8."""
+    """Added to the divisor, as the rule says, against division by zero, in (0, inf), default 1e-8."""
 
     def correction(self, count: int) -> tuple[float, ...]:
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
@@ -179,7 +179,7 @@ class Nadam(Moments):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Adamax(Optimizer):
+class Adamax(Moments):
     """Adam with the maximum in place of the root of squares.
 
     The rule, with ``mean`` as in :class:`Adam`::
@@ -205,12 +205,6 @@ class Adamax(Optimizer):
 
     learning_rate: float | None = rate(0.002)
     """In [0, inf), default 0.002."""
-    beta1: float = number(0.9, "[0, 1)")
-    """Share of the mean that is kept, in [0, 1), default 0.9."""
-    beta2: float = number(0.999, "[0, 1)")
-    """Share of the maximum that is kept, in [0, 1), default 0.999."""
-    epsilon: float = number(1e-8, "(0, inf)")
-    """Added to the gradient's magnitude against division by zero, in (0, inf), default 1e-8."""
 
     def correction(self, count: int) -> tuple[float, ...]:
         return (1.0 - self.beta1**count,)

@@ -24,15 +24,13 @@ UPDATING: set[int] = set()
 @contextmanager
 def _updating() -> Iterator[None]:
     """In a with block: mark this thread as one that runs an updater's function, for :func:`check_outside`."""
-    thread = get_ident()
-    if thread in UPDATING:  # this function pushes to a store of one rank; the outer call clears the mark
-        yield
-        return
-    UPDATING.add(thread)
+    # A function may push to a store of one rank: then the outer call clears the mark.
+    mine = {get_ident()} - UPDATING
+    UPDATING.update(mine)
     try:
         yield
     finally:
-        UPDATING.discard(thread)
+        UPDATING.difference_update(mine)
 
 
 def check_outside(what: str) -> None:

@@ -190,7 +190,7 @@ class Attached:
             ending.callback(one.register_step_post_hook(after).remove)
         self._sharded: list[ShardedStep] = []
         for one in optimizers if update == "store" else []:
-            sharded = ShardedStep(kv, prefix, one, self._sync.complete, self._check_before_shards, weights.accept)
+            sharded = ShardedStep(kv, prefix, one, self._sync, self._check_before_shards)
             ending.callback(sharded.release)
             self._sharded.append(sharded)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,14 +45,11 @@ def sampler(
         >>> list(mpikv.torch.sampler(range(3), shuffle=False))
         [0, 1, 2]
     """
-    if kv is None:
-        with create() as own:
-            return sampler(dataset, kv=own, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    with raising_on_all(kv, "sampler"):
-        share = DistributedSampler(dataset, kv.size, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    with create() if kv is None else nullcontext(kv) as store, raising_on_all(store, "sampler"):
+        share = DistributedSampler(dataset, store.size, store.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         options = f"shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
         # A difference would make unequal numbers of steps, and a hang, or train twice on some elements.
-        kv.check_equal(f"a dataset of {len(dataset)} elements, {options}", "sampler")
+        store.check_equal(f"a dataset of {len(dataset)} elements, {options}", "sampler")
         return share
 
 
@@ -78,10 +76,7 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
         >>> mpikv.torch.broadcast([torch.ones(2)])
         [tensor([1., 1.])]
     """
-    if kv is None:
-        with create() as own:
-            return broadcast(tensors, kv=own)
-    with raising_on_all(kv, "broadcast"):
+    with create() if kv is None else nullcontext(kv) as store, raising_on_all(store, "broadcast"):
         named = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
-        fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
+        fill_from_root(store, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
     return tensors

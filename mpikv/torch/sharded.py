@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ..protocols import Array
 from ..store.kvstore import KVStore
 from .calls import mean_loss, raising_on_all
 from .tensors import init_sums, row_of, tensor_over
+
+if TYPE_CHECKING:
+    from .backward import BackwardSync
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself; a rank can own any part of a parameter."""
@@ -77,19 +80,10 @@ class ShardedStep:
     """Replaces an optimizer's ``step``: it updates this rank's part and exchanges the weights. Collective."""
 
     def __init__(
-        self,
-        kv: KVStore,
-        prefix: str,
-        optimizer: Any,
-        settle: Callable[[], None],
-        check: Callable[[ShardedStep], None],
-        done: Callable[[], None],
+        self, kv: KVStore, prefix: str, optimizer: Any, sync: BackwardSync, check: Callable[..., None]
     ) -> None:
-        """``settle`` makes the remaining calls of a pass, before a call outside of a step. ``check`` checks before a
-        step that the optimizer's gradients were exchanged. ``done`` is called after a step.
-        """
-        self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
-        self._settle, self._check, self._done = settle, check, done
+        """``check`` checks before a step that the optimizer's gradients were exchanged, given this object."""
+        self._kv, self._prefix, self.optimizer, self._sync, self._check = kv, prefix, optimizer, sync, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
@@ -192,7 +186,7 @@ class ShardedStep:
             self._wrapped()
         if changed:
             self._exchange(changed)
-        self._done()
+        self._sync.weights.accept()
         return loss
 
     @contextmanager
@@ -262,7 +256,7 @@ class ShardedStep:
     def _gather_whole_state(self) -> Any:
         """Make the pass's remaining calls, then return the whole parameters' state on every rank. Collective."""
         kv, state = self._kv, self.optimizer.state
-        self._settle()
+        self._sync.complete()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
         kv.check_equal(f"state_dict of {type(self.optimizer).__name__}", "state_dict")
         # After check_equal, which has a deadline: MPI's allgather would wait for a missing rank for ever.

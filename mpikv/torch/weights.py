@@ -75,8 +75,8 @@ class Weights:
         self._tensors: dict[str, Any] = {}
         self._optimizers = list(optimizers)
         self._handles = [one.register_load_state_dict_post_hook(self._note_loaded_state) for one in self._optimizers]
-        self._states: dict[int, float] = {}
-        """For an optimizer's number, a sum over its loaded state."""
+        self._states: dict[Any, float] = {}
+        """For an optimizer a sum over its loaded state."""
         self._marks, self._is_loaded = 0, False
         self._pending, self._wait = False, 0
         """Whether a comparison is due, and after how many passes; the same on every rank."""
@@ -134,7 +134,7 @@ class Weights:
         kv, tensors = self._kv, self._tensors.values()
         if kv.size == 1 or not (self._tensors or self._optimizers):
             return
-        states = [self._states.get(number, 0.0) for number, _ in enumerate(self._optimizers)]
+        states = [self._states.get(optimizer, 0.0) for optimizer in self._optimizers]
         self._states.clear()
         # Exact in a float64, which carries it: a CRC-32 has 32 bits, a float64 53.
         sums = [crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors]
@@ -168,12 +168,11 @@ class Weights:
 
         This hook runs first, before a sharded step cuts the state.
         """
-        number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
         values = (value for state in optimizer.state.values() for value in state.values())
         tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
         # Plus one: a state of zeros must differ from no state.
         self._is_loaded = True
-        self._states[number] = 1.0 + sum(float(_finite(one.abs()).sum(dtype=torch.float64)) for one in tensors)
+        self._states[optimizer] = 1.0 + sum(float(_finite(one.abs()).sum(dtype=torch.float64)) for one in tensors)
 
     def _find_marks(self) -> int:
         """Return a sum of the tensors' versions and addresses, which most changes of one alter. Local."""

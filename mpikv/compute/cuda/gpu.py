@@ -133,14 +133,17 @@ def find_nccl() -> Any:
     return nccl
 
 
-class _Known(threading.local):
-    """GPUs of the arrays seen by a thread; one object per thread, so that no thread waits for another's copies."""
+class _Own(threading.local):
+    """What each thread has for itself."""
 
     def __init__(self) -> None:
         self.gpus: dict[int, CupyGpu] = {}
+        """The GPUs of the arrays that it has seen. No thread waits for another's copies."""
+        self.earlier: list[Any] = []
+        """Its way back to earlier GPUs, one for each stream entered, the last one first."""
 
 
-_known = _Known()
+_own = _Own()
 
 
 def gpu_of(value: Any) -> CupyGpu:
@@ -155,14 +158,14 @@ def gpu_of(value: Any) -> CupyGpu:
     kind, ordinal = map(int, value.__dlpack_device__())
     if kind not in (_DEVICE, _MANAGED):
         raise Unsupported(f"the array is on an unknown DLPack device ({kind}, {ordinal}); copy it to the host")
-    if ordinal not in _known.gpus:
+    if ordinal not in _own.gpus:
         cupy = find_cupy("arrays of GPUs")
         try:
-            _known.gpus[ordinal] = CupyGpu(cupy, ordinal)
+            _own.gpus[ordinal] = CupyGpu(cupy, ordinal)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             text = f"the array is on cuda:{ordinal}, which cannot be used here: {error}"
             raise TransportUnavailable(text) from error
-    return _known.gpus[ordinal]
+    return _own.gpus[ordinal]
 
 
 def has_cupy() -> bool:
@@ -619,22 +622,12 @@ class CupyStream:
         present = self.gpu.present()
         present.__enter__()
         self.beneath.__enter__()
-        _entered.others.append(present)
+        _own.earlier.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.beneath.__exit__(*failure)
-        _entered.others.pop().__exit__(*failure)
-
-
-class _Entered(threading.local):
-    """A thread's way back to its earlier GPUs, one for each stream entered, the last one first."""
-
-    def __init__(self) -> None:
-        self.others: list[Any] = []
-
-
-_entered = _Entered()
+        _own.earlier.pop().__exit__(*failure)
 
 
 class CupyGraph:
