@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -13,21 +12,18 @@ JOINED = (1 << 62) - 2
 """The token of a rank that has run out of work; no digest."""
 ANY = -1
 """The token of a call that its rank cannot describe: it meets any other; no digest."""
-TEXT_BYTES = 160
+NOTE_BYTES = 160
 """Bytes of a call's text on the board."""
-NOTE_BYTES = 8 + TEXT_BYTES
-"""Bytes of a note: the text, after its length."""
 
 
 def note(text: str) -> bytes:
-    """Return a text as a note for the board: its length, and its beginning."""
-    begin = text.encode()[:TEXT_BYTES]
-    return len(begin).to_bytes(8, sys.byteorder) + begin.ljust(TEXT_BYTES, b"\0")
+    """Return the beginning of a text as a note for the board."""
+    return text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
 
 def text_of_note(noted: bytes) -> str:
     """Return the text of a note."""
-    return noted[8:].rstrip(b"\0").decode(errors="replace")
+    return noted.rstrip(b"\0").decode(errors="replace")
 
 
 @dataclass(frozen=True, eq=False)

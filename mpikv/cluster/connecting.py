@@ -113,7 +113,7 @@ def set_rank_variables_of_mpiexec() -> None:
     if comm.rank == 0:
         text = f"{host},{free_port()}".encode()
         address[: len(text)] = text
-    wait_or_abandon(comm.Ibcast(address, 0), comm, range(comm.size), _TIMEOUT)
+    wait_or_abandon(comm.Ibcast(address, 0), comm, _TIMEOUT)
     set_rank_variables(launch, address.rstrip(b"\0").decode())
 
 

@@ -162,10 +162,7 @@ class ProcessGroup:
         """Fill an array, in place, with each rank's part; raise Stalled after the timeout. Collective."""
         nbytes = [count * buffer.itemsize for count in counts]
         parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
-        self._complete(self._control.Iallgatherv(self.mpi.IN_PLACE, parts))
-
-    def _complete(self, request: Any) -> None:
-        wait_or_abandon(request, self._control, range(self.size), self._timeout)
+        wait_or_abandon(self._control.Iallgatherv(self.mpi.IN_PLACE, parts), self._control, self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
         """Return a context that raises MPI's errors as TransportError; ``doing`` names the task."""
@@ -244,7 +241,8 @@ class ProcessGroup:
         with self.translated("closing"):
             with self._listening:  # a watchdog's thread may be receiving, and does so no more from here on
                 self._closing = True
-            self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM))
+            counted = self._control.Iallreduce(self.mpi.IN_PLACE, self._counts, self.mpi.SUM)
+            wait_or_abandon(counted, self._control, self._timeout)
             # MPI gives this communicator's number to the next one, and leftover messages would be received there.
             Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
             comm, self.comm = self.comm, None

@@ -80,10 +80,8 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
     return []
 
 
-def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
+def wait_or_abandon(request: Any, comm: Any, timeout: float) -> None:
     """Wait for an MPI request of all ranks of ``comm``; after the timeout abandon it and raise Stalled. Collective.
-
-    ``ranks`` are their numbers in the store.
 
     Raises:
         Stalled: some ranks do not come, or had given up when this one came.
@@ -93,8 +91,7 @@ def wait_or_abandon(request: Any, comm: Any, ranks: Sequence[int], timeout: floa
     except Stalled:
         _abandoned.append(request)
         # The other waiting ranks have the same deadline, so they announce themselves now; the rest are missing.
-        absent = await_shutdown([announce_shutdown(comm, _STALLED)], PATIENCE)
-        missing = [ranks[place] for place in absent]
+        missing = await_shutdown([announce_shutdown(comm, _STALLED)], PATIENCE)
         waited = f"waited {timeout:.1f} s for ranks {missing}"
         text = waited if missing else "the other ranks have given up waiting for this one"
         raise Stalled(text, missing) from None

@@ -149,7 +149,7 @@ class Exchange:
         stale = [entry for entry in table.entries() if table.stale[entry.index]]
         if stale:
             # ASSIGN has no state to check: the present updater may have been changed to need other state than there is.
-            self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
+            self.pipeline.publish(Plan(replace(self.values.planner, updater=Assign()), stale))
         # From here nothing can fail: all memory has been taken.
         self._revision = updater.revision
         self._use_planner(planner)

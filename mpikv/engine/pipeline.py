@@ -398,9 +398,9 @@ class Pipeline:
     def unpack(self, bucket: Bucket, outs: Arrays) -> None:
         """Copy a message's values to the callers' arrays: plain ones, or flat ones. Local."""
         if are_plain(outs):
-            given, bound = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.bound_parts
+            given, (parts, bound) = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.parts
             if bound is None or not bound.give(given):
-                self._copy(given, bucket.parts)
+                self._copy(given, parts)
             return
         for piece in bucket.pieces if outs else ():
             for array in outs[piece.item]:

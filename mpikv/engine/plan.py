@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, pairwise, product
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,6 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
 from ..cluster.calls import Call
-from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK, LANE_BLOCK, Optimizer
 from ..optimizers.recording import is_recordable
 from ..optimizers.updaters import check_state
@@ -91,107 +90,123 @@ class Update:
     """Which thread's it is. A bucket's updates are in the order of lanes; those of two lanes share no memory."""
 
 
-@dataclass(frozen=True, eq=False)
 class Bucket:
-    """One message."""
+    """One message. Once made it does not change."""
 
-    value: Array
-    shard: Shard
-    pieces: tuple[Range, ...]
-    """The elements of each key."""
-    runs: tuple[Range, ...]
-    """The same, joined where keys lie side by side."""
-    dense: bool
-    """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
-    total: Array
-    """Memory for the sum of this rank's elements, where the transport's library adds."""
-    joint_updates: tuple[Update, ...]
-    """This rank's updates for equal steps: keys side by side are updated together."""
-    cut_updates: Callable[[], Iterable[Update]]
-    """Makes :attr:`updates`."""
-    sends: tuple[Array, ...]
-    """The message in each of the transport's send_buffers."""
-    items: slice | None
-    """The positions of these keys in the call, if they are whole and follow one another."""
-    shapes: tuple[tuple[int, ...], ...]
-    """The shapes of the pieces: that of a whole key, flat for a part of one."""
-    direct: bool
-    """Whether it pays to send a caller's array from where it lies."""
-    buffer: Array | None
-    """This rank's message in the keys' buffers, if they have any."""
-    buffers: tuple[Array, ...]
-    """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
-    kernels: Kernels
-    """Those of the store. They may bind lists of arrays."""
+    def __init__(
+        self,
+        planner: Planner,
+        entries: Sequence[Entry],
+        block: Block,
+        start: int,
+        pieces: tuple[Range, ...],
+        number: int,
+    ) -> None:
+        """Find memory, owners and own updates of keys in one cell, the ``number``-th; may allocate sums. Local."""
+        stop, dtype, transport = block.grid.end_of(start + pieces[-1].high), block.values.dtype, planner.transport
+        where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
+        self.kernels = planner.kernels
+        """Those of the store. They may bind lists of arrays."""
+        self.value: Array = block.values[where]
+        self.shard = shard = block.grid.shard(planner.placement, start, stop)
+        self.pieces = pieces
+        """The elements of each key."""
+        self.runs = tuple(join_ranges(pieces, block.grid.line))
+        """The same, joined where keys lie side by side."""
+        self.dense = len(self.runs) == 1
+        """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
+        self.total = total = planner.find_total(block, start, shard, self.dense, number)
+        """Memory for the sum of this rank's elements, where the transport's library adds."""
+        self.joint_updates = tuple(planner.cut_updates(block, start, shard, self.runs, total))
+        """This rank's updates for equal steps: keys side by side are updated together."""
+        # On a GPU one launch takes a step for each key; elsewhere an update is cut at keys.
+        self._cut_updates: Callable[[], Iterable[Update]]
+        if (gpu := planner.gpu_kernels) is not None:
+            self._cut_updates = partial(planner.join_updates, gpu, self.joint_updates, shard, pieces)
+        else:
+            self._cut_updates = partial(planner.cut_updates, block, start, shard, pieces, total)
+        sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in transport.send_buffers)
+        if transport.size == 1 and not transport.memory.is_host and total.dtype == dtype:
+            sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
+        self.sends: tuple[Array, ...] = sends
+        """The message in each of the transport's send_buffers."""
+        self.items = _items_slice(pieces, entries)
+        """The positions of these keys in the call, if they are whole and follow one another."""
+        self.shapes = tuple(_shape_of(piece, entries[piece.item]) for piece in pieces)
+        """The shapes of the pieces: that of a whole key, flat for a part of one."""
+        may_be_direct = transport.sharing_size == 1 or (transport.shared and nbytes >= _DIRECT_BYTES)
+        self.direct = pieces[0].high == stop - start and sends[0] is not total and may_be_direct
+        """Whether it pays to send a caller's array from where it lies."""
+        rows = () if block.buffers is None else block.buffers
+        own = slice(start + shard.low, start + shard.high)
+        self.buffer: Array | None = None if block.buffers is None else rows[transport.sharing_rank][where]
+        """This rank's message in the keys' buffers, if they have any."""
+        self.buffers: tuple[Array, ...] = tuple(row[own] for row in rows) if transport.shared else ()
+        """Every rank's elements of this rank's shard in the buffers, where all ranks share memory."""
 
     # Lazy, as not every call needs them, and many keys make them slow.
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
         """This rank's updates for different steps: cut at keys, or with a step for each key of a joint one."""
-        return tuple(self.cut_updates())
+        return tuple(self._cut_updates())
 
     @lazy
-    def parts(self) -> tuple[Array, ...]:
-        """The pieces of the value, in their shapes."""
+    def parts(self) -> tuple[tuple[Array, ...], BoundList | None]:
+        """The pieces of the value, in their shapes; the same, bound to kernels that copy from them, or None."""
         return self._parts_of(self.value)
 
     @lazy
     def slots(self) -> tuple[tuple[tuple[Array, ...], BoundList | None], ...]:
         """The pieces of each of the sends, in their shapes; the same, bound to kernels that copy to them, or None."""
-        return tuple((parts, self.kernels.bind_list(parts)) for parts in map(self._parts_of, self.sends))
+        return tuple(map(self._parts_of, self.sends))
 
-    @lazy
-    def bound_parts(self) -> BoundList | None:
-        """The parts, bound to kernels that copy from them; None where none do."""
-        return self.kernels.bind_list(self.parts)
-
-    def _parts_of(self, message: Array) -> tuple[Array, ...]:
+    def _parts_of(self, message: Array) -> tuple[tuple[Array, ...], BoundList | None]:
         pairs = zip(self.pieces, self.shapes, strict=True)
-        return tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
+        parts = tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
+        return parts, self.kernels.bind_list(parts)
 
 
-@dataclass(eq=False)
 class Plan:
     """Everything that a call on a list of keys needs, except its arrays. Once prepared it does not change."""
 
-    keys: tuple[Key, ...]
-    entries: tuple[Entry, ...]
-    rows: Any
-    """The keys' rows in the table: a number, a slice or an array, as indexing by these is fast in this order."""
-    digest: int
-    label: str
-    raw: bool
-    """Whether arrays are pushed as they are: from the host, not compressed."""
-    planner: Planner
-    shapes: list[tuple[int, ...]]
-    dtypes: list[np.dtype[Any]]
-    present: tuple[NonzeroRows, ...]
-    """The nonzero rows of the row-sparse values."""
-    values: list[Array]
-    """This rank's memory of each value, in its shape."""
-    calls: dict[str, Call] = field(default_factory=dict)
-    """The calls that update nothing, by their verbs."""
-    update_calls: dict[tuple[str, Contribution], UpdateCall] = field(default_factory=dict)
-
     # Set by prepare() and not lazy, as every call asks: CPython 3.11 takes twice as long for a lazy attribute.
 
-    ready: bool = field(init=False, repr=False, default=False)
-    """Whether :meth:`prepare` has set the following."""
-    parted: bool = field(init=False, repr=False)
+    parted: bool
     """Whether a call moves several buckets."""
-    cut: bool = field(init=False, repr=False)
+    cut: bool
     """Whether a key is spread over several buckets."""
-    prefetches: Bucket | None = field(init=False, repr=False)
+    prefetches: Bucket | None
     """The first message, if it is packed before ranks agree, to work while others are late."""
-    single_copy: bool = field(init=False, repr=False)
+    single_copy: bool
     """Whether other ranks may read a caller's array where it lies, until the next fence."""
-    streams: bool = field(init=False, repr=False)
+    streams: bool
     """Whether a pushpull publishes each message at once when it is updated, while the host has it in the cache."""
-    schedule: tuple[tuple[Bucket | None, Bucket | None], ...] = field(init=False, repr=False)
+    schedule: tuple[tuple[Bucket | None, Bucket | None], ...]
     """As :func:`turns` returns it."""
-    bound_values: BoundList | None = field(init=False, repr=False)
+    bound_values: BoundList | None
     """The values, bound to kernels that compare arrays with them; None where none do."""
+
+    def __init__(self, planner: Planner, entries: Sequence[Entry]) -> None:
+        """Allocate nothing; the buckets are cut on first use. Local."""
+        self.planner, self.entries = planner, tuple(entries)
+        self.keys = tuple(entry.key for entry in entries)
+        self.shapes, self.dtypes = [entry.shape for entry in entries], [entry.dtype for entry in entries]
+        self.rows = _index_rows([entry.index for entry in entries])
+        """The keys' rows in the table: a number, a slice or an array, as indexing by these is fast in this order."""
+        self.digest = digest("\n".join(describe(self.keys, self.shapes, self.dtypes)))
+        self.label = label(self.keys)
+        self.raw = planner.transport.memory.is_host and not planner.compressed
+        """Whether arrays are pushed as they are: from the host, not compressed."""
+        self.present = tuple(entry.present for entry in entries if entry.present is not None)
+        """The nonzero rows of the row-sparse values."""
+        self.values = [entry.value for entry in entries]
+        """This rank's memory of each value, in its shape."""
+        self.calls = dict[str, Call]()
+        """The calls that update nothing, by their verbs."""
+        self.update_calls = dict[tuple[str, Contribution], UpdateCall]()
+        self.ready = False
+        """Whether :meth:`prepare` has set the attributes above."""
 
     def prepare(self) -> None:
         """Cut the keys into buckets, allocate sums of whole values, set attributes, once; before ranks agree. Local.
@@ -243,7 +258,12 @@ class Plan:
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
         """Updates all whole values that this rank owns, in few launches; None where each is updated by itself."""
-        return self.planner.bind_whole(self.entries, self.totals)
+        planner = self.planner
+        if not planner.whole or planner.updater.may_raise or not isinstance(planner.kernels, GpuKernels):
+            return None
+        pairs = zip(self.entries, self.totals, strict=True)
+        wholes = [Whole(total, entry.value, entry.state) for entry, total in pairs if total is not None]
+        return planner.kernels.bind_whole(planner.updater, wholes)
 
     @lazy
     def views(self) -> list[Array]:
@@ -385,24 +405,6 @@ class Planner:
     team: Team | None = None
     """Threads that copy, add and update; None for the caller's alone."""
 
-    def plan(self, entries: Sequence[Entry]) -> Plan:
-        """Return a new plan for some keys; nothing is allocated, and its buckets are cut on first use. Local."""
-        keys = tuple(entry.key for entry in entries)
-        shapes, dtypes = [entry.shape for entry in entries], [entry.dtype for entry in entries]
-        return Plan(
-            keys=keys,
-            entries=tuple(entries),
-            rows=_index_rows([entry.index for entry in entries]),
-            digest=digest("\n".join(describe(keys, shapes, dtypes))),
-            label=label(keys),
-            raw=self.transport.memory.is_host and not self.compressed,
-            planner=self,
-            shapes=shapes,
-            dtypes=dtypes,
-            present=tuple(entry.present for entry in entries if entry.present is not None),
-            values=[entry.value for entry in entries],
-        )
-
     @lazy
     def whole(self) -> bool:
         """Whether values are updated key by key instead of bucket by bucket."""
@@ -449,7 +451,7 @@ class Planner:
         return self.scratch.size // 2 // LINE_BYTES * LINE_BYTES
 
     @lazy
-    def _gpu_kernels(self) -> GpuKernels | None:
+    def gpu_kernels(self) -> GpuKernels | None:
         """The kernels that update several keys in one launch though their steps differ; None without such."""
         there = not self.transport.memory.is_host and is_recordable(self.updater)
         return self.kernels if there and isinstance(self.kernels, GpuKernels) else None
@@ -475,16 +477,6 @@ class Planner:
         total: Array = block.sums_of(low, low + entry.place.size).reshape(entry.shape)
         return total
 
-    def bind_whole(
-        self, entries: Sequence[Entry], totals: Sequence[Array | None]
-    ) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function of steps that updates whole values on GPUs in few launches; None without such. Local."""
-        if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
-            return None
-        pairs = zip(entries, totals, strict=True)
-        wholes = [Whole(total, entry.value, entry.state) for entry, total in pairs if total is not None]
-        return self.kernels.bind_whole(self.updater, wholes)
-
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
         """Yield the keys' messages, one per cell; may allocate sums; ConfigError if the updater lacks state. Local."""
         numbers = count()
@@ -492,49 +484,9 @@ class Planner:
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
             for start, pieces in _cells(block, items, entries):
-                yield self._make_bucket(entries, block, start, tuple(pieces), next(numbers))
+                yield Bucket(self, entries, block, start, tuple(pieces), next(numbers))
 
-    def _make_bucket(
-        self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...], number: int
-    ) -> Bucket:
-        """Return the bucket of keys in one cell: its memory, owners, and own updates; may allocate sums. Local."""
-        stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
-        where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
-        shard = block.grid.shard(self.placement, start, stop)
-        runs = tuple(join_ranges(pieces, block.grid.line))
-        dense = len(runs) == 1
-        total = self._find_total(block, start, shard, dense, number)
-        joint = tuple(self._cut_updates(block, start, shard, runs, total))
-        # On a GPU one launch takes a step for each key; elsewhere an update is cut at keys.
-        if (gpu := self._gpu_kernels) is not None:
-            cut_updates = partial(self._join_updates, gpu, joint, shard, pieces)
-        else:
-            cut_updates = partial(self._cut_updates, block, start, shard, pieces, total)
-        sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers)
-        if self.transport.size == 1 and not self.transport.memory.is_host and total.dtype == dtype:
-            sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
-        value, own = block.values[where], slice(start + shard.low, start + shard.high)
-        may_be_direct = self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
-        buffers = () if block.buffers is None else block.buffers
-        return Bucket(
-            value=value,
-            shard=shard,
-            pieces=pieces,
-            runs=runs,
-            dense=dense,
-            total=total,
-            joint_updates=joint,
-            cut_updates=cut_updates,
-            sends=sends,
-            items=_items_slice(pieces, entries),
-            shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
-            direct=pieces[0].high == stop - start and sends[0] is not total and may_be_direct,
-            buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
-            buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
-            kernels=self.kernels,
-        )
-
-    def _find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
+    def find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
         """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
@@ -550,7 +502,7 @@ class Planner:
         low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
         return self.scratch[low : low + nbytes].view(dtype)
 
-    def _cut_updates(
+    def cut_updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
         """Yield the updates of this rank's elements of the ranges, bound to kernels. Local."""
@@ -583,7 +535,7 @@ class Planner:
         # Two threads must not write to one line of the cache.
         return [*(rounded(size * lane // count, block.grid.line) for lane in range(count)), size]
 
-    def _join_updates(
+    def join_updates(
         self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
     ) -> Iterator[Update]:
         """Yield the updates ``joint``, each bound to one launch that takes a step for each of its keys. Local."""

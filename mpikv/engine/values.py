@@ -49,7 +49,7 @@ class Values:
         plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.lists.get(keys)
         if plan is None:
             self.table.check_kind(keys)
-            plan = self.planner.plan(self.table.find(keys))
+            plan = Plan(self.planner, self.table.find(keys))
             self.plans.add(plan, len(self.table))
         return plan
 

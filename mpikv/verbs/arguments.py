@@ -46,15 +46,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_i
     return arrays
 
 
-def checked_targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a pull fills, for a GPU's maybe ones copied there after it; raise if unfit. Local.
-
-    A value's own view is returned as it is: there is nothing to fill.
-    """
-    return [tuple(_target_of(entry, array) for array in group) for entry, group in zip(entries, groups, strict=True)]
-
-
-def _target_of(entry: Entry, out: Any) -> Array:
+def checked_out(entry: Entry, out: Any) -> Array:
     """Return a value's own view itself, which nothing has to be copied to; check any other array to fill. Local."""
     memory = entry.place.block.memory
     return out if out is entry.view else checked_target(out, entry.key, entry.shape, entry.dtype, memory)

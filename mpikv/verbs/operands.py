@@ -17,7 +17,7 @@ from ..errors import Unsupported, ValueMismatch, is_unwritable
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
-from .arguments import checked_sources, checked_target, checked_targets, new_arrays, outs_of, stand_in
+from .arguments import checked_out, checked_sources, checked_target, new_arrays, outs_of, stand_in
 from .renewed import Renewed, widened
 from .row_arguments import Brought, brings_rows, sum_given
 
@@ -224,8 +224,8 @@ class Operands:
 
     def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
         """Return the checked arrays to fill for each key, or stand-ins, and the call's final result. Local."""
-        pairs = zip(plan.entries, checked_targets(plan.entries, groups), strict=True)
-        outs = [tuple(self._exchange.values.fillable(array, entry) for array in group) for entry, group in pairs]
+        fillable, pairs = self._exchange.values.fillable, zip(plan.entries, groups, strict=True)
+        outs = [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
         return widened(plan.keys, plan.dtypes, outs, self._memory, result)
 
     def check_new_targets(

@@ -13,7 +13,7 @@ from mpikv.compute.kernels import NumpyKernels
 from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable
 from mpikv.engine.placement import Owners, Sharded
-from mpikv.engine.plan import Planner
+from mpikv.engine.plan import Plan, Planner
 from mpikv.memory.host import HostMemory
 from mpikv.transports.local import LocalTransport
 
@@ -81,7 +81,7 @@ class Layout:
         for block in arena.blocks:
             block.kept = planner.kept(block)
             block.ensure_state(STATES)
-        return arena, list(planner.plan(list(table.entries())).buckets)
+        return arena, list(Plan(planner, list(table.entries())).buckets)
 
     @property
     def blocks(self):

@@ -13,7 +13,7 @@ from mpikv.engine.arena import Arena, Block, Place
 from mpikv.engine.grid import Grid
 from mpikv.engine.keys import Entry, KeyTable
 from mpikv.engine.placement import Replicated, Sharded
-from mpikv.engine.plan import Planner, Plans, label
+from mpikv.engine.plan import Plan, Planner, Plans, label
 from mpikv.engine.spans import Spans
 from mpikv.memory.host import HOST
 from mpikv.transports.local import LocalTransport
@@ -58,7 +58,7 @@ class Quiet:
 def plan_of(chosen, seat=None, placement=Replicated, whole=False):
     seat = seat or Seat(0, 1)
     updater = Quiet(whole, chosen[0].place.block.state if chosen else {})
-    return Planner(seat, placement(seat), updater, NumpyKernels(), zeros(2 * LIMIT)).plan(chosen)
+    return Plan(Planner(seat, placement(seat), updater, NumpyKernels(), zeros(2 * LIMIT)), chosen)
 
 
 def test_neighbours_are_one_message():
