@@ -35,13 +35,7 @@ class Exchange:
     """Keeps a store's values and settings. Methods are collective unless marked *Local*."""
 
     def __init__(
-        self,
-        transport: Transport,
-        placement: str,
-        root: int,
-        kernels: Kernels,
-        deterministic: bool = False,
-        threads: int = 1,
+        self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool, threads: int
     ) -> None:
         self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
         self.in_pairs = deterministic

@@ -119,13 +119,7 @@ class Pipeline:
         return result
 
     def pushpull(
-        self,
-        plan: Plan,
-        sources: Arrays | None,
-        steps: Steps,
-        targets: Arrays,
-        confirm: Confirm | None,
-        result: Any = None,
+        self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None, result: Any
     ) -> Any:
         """Push as :meth:`push`, then pull into the targets; return ``result``, the caller's own object. Collective.
 

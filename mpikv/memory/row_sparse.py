@@ -237,10 +237,7 @@ def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def sum_rows(
-    addends: Sequence[tuple[Array, Array]],
-    dtype: np.dtype[Any],
-    in_pairs: bool = False,
-    tables: Workspace = HOST,
+    addends: Sequence[tuple[Array, Array]], dtype: np.dtype[Any], in_pairs: bool = False, tables: Workspace = HOST
 ) -> tuple[Array, Array]:
     """Add up row-sparse arrays by ``tables``, the workspace of their memory; return new numbers and rows. Local.
 

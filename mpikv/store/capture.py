@@ -14,11 +14,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.arrays import lies_elsewhere
-from ..cluster.agreement import Agreement
 from ..cluster.background import Work
 from ..cluster.calls import PreparedCall
 from ..engine.calls import Steps
-from ..engine.exchange import Exchange
 from ..engine.keys import leaves, parse
 from ..engine.pipeline import Arrays, groups_of
 from ..engine.plan import Plan
@@ -91,24 +89,13 @@ class CapturedStep:
     step, all raise ``RankMismatch``.
     """
 
-    def __init__(
-        self,
-        given: Fixed,
-        number: int,
-        verbs: Verbs,
-        exchange: Exchange,
-        agreement: Agreement,
-        door: Door,
-        collective: Callable[..., Any],
-        issue_unless: Callable[..., Any],
-    ) -> None:
+    def __init__(self, given: Fixed, number: int, verbs: Verbs, door: Door, issue_unless: Callable[..., Any]) -> None:
         """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks.
 
-        ``collective(verb, prepare, *arguments)`` makes a call of the store; ``issue_unless(wait, …)`` leaves it to the
-        store's thread unless the caller waits.
+        ``issue_unless(wait, verb, prepare, *arguments)`` makes a call of the store, or leaves it to the store's thread.
         """
-        self._given, self._number, self._collective, self._issue_unless = given, number, collective, issue_unless
-        self._door, self._verbs, self._exchange, self._agreement = door, verbs, exchange, agreement
+        self._given, self._number, self._issue_unless = given, number, issue_unless
+        self._door, self._verbs, self._exchange, self._agreement = door, verbs, verbs.exchange, verbs.agreement
         memory = self._exchange.transport.memory
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
@@ -130,8 +117,7 @@ class CapturedStep:
                 stream then goes on beside the call, until :meth:`mpikv.Work.wait`: so a forward pass waits for the
                 weights of a layer when it comes there, if each layer has a step of its own.
         """
-        call, given = ("pushpull", self._prepare, self._given.key, 0), self._given.result
-        made = self._collective(*call) if wait is True else self._issue_unless(wait, *call)
+        made, given = self._issue_unless(wait, "pushpull", self._prepare, self._given.key, 0), self._given.result
         if isinstance(made, Work):
             made.inner = lambda result: result if given is None else given
             return made
@@ -261,7 +247,7 @@ class CapturedStep:
         if known.table is not None:
             rows = known.table.rows
             steps = Steps([rows[0]] * len(rows) if known.uniform else rows, known.uniform)
-        self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None)
+        self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None, None)
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:

@@ -15,8 +15,6 @@ from ..arrays.arrays import run_quietly
 from ..cluster.agreement import Agreement
 from ..cluster.background import Pending
 from ..cluster.calls import JOINED, Call, CallReport, note
-from ..cluster.process_group import ProcessGroup
-from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
 from ..errors import Closed, Stalled, TransportError, Unsupported, brief, is_settled, text_of
@@ -43,17 +41,10 @@ class Door:
     """Lets the calls of one store in."""
 
     def __init__(
-        self,
-        agreement: Agreement,
-        memory: Memory,
-        board: StatusBoard,
-        group: ProcessGroup,
-        pending: Pending,
-        abandon: Callable[[str, bool], None],
+        self, agreement: Agreement, memory: Memory, alone: bool, pending: Pending, abandon: Callable[[str, bool], None]
     ) -> None:
         """``abandon`` makes the store unusable: it is told why, and whether to tell the others."""
-        self._agreement, self._memory, self._board = agreement, memory, board
-        self._is_alone = group.size == 1
+        self._agreement, self._memory, self._is_alone = agreement, memory, alone
         self._pending, self._abandon = pending, abandon
         self.state = State.OPEN
         self.why = ""
@@ -114,7 +105,7 @@ class Door:
         """Run a function that may wait for ranks, the store busy; return its result; some failures end the store."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
-        self._board.record.rewrite(note(verb))
+        self._agreement.record.rewrite(note(verb))
         try:
             return run_quietly(run)
         except BaseException as error:

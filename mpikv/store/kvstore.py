@@ -123,7 +123,7 @@ class KVStore(RankedStore):
         # Whether calls are made in the order of streams.
         self._has_stream = self._order.needed
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
-        self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
+        self._door = Door(self._agreement, self._memory, group.size == 1, self._pending, self.abandon)
         self._captured = 0
         self._kept: dict[str, ObjectState] = {}
         self.before_free: list[Callable[[], None]] = []
@@ -462,8 +462,7 @@ class KVStore(RankedStore):
 
         given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
-        parts = self._verbs, self._exchange, self._agreement, self._door
-        return CapturedStep(given, number, *parts, self._collective, self._issue_unless)
+        return CapturedStep(given, number, self._verbs, self._door, self._issue_unless)
 
     def _issue_unless(self, wait: bool, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Make a call now, or leave it to the thread of pending calls, as ``wait`` says. Collective."""

@@ -84,12 +84,7 @@ def open_transport(
 
 
 def open_gpu_transport(
-    group: ProcessGroup,
-    config: Config,
-    memory: DeviceMemory,
-    nccl: Any,
-    warn: Warn | None = None,
-    control: Transport | None = None,
+    group: ProcessGroup, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn, control: Transport | None = None
 ) -> Transport:
     """Open and return the transport for the GPUs of these ranks, one each. Collective over the group.
 
@@ -118,7 +113,4 @@ def open_gpu_transport(
         # Agreement sends a few bytes: large GPU messages must not make the host's staging memory as large.
         own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
         control = open_transport(group, own, warn, waits=AbortableWaiting(group.find_end, waiting))
-    gathers, native = config.deterministic, config.native_halves
-    return NcclTransport(
-        group, control, memory, nccl, config.bucket_bytes, waiting, gathers=gathers, native_halves=native
-    )
+    return NcclTransport(group, config, control, memory, nccl, waiting)

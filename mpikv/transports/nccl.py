@@ -27,6 +27,7 @@ from ..cluster.environment import order_launches
 from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
+from ..config import Config
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Memory, Transport
@@ -99,20 +100,11 @@ class NcclTransport(Unshared):
     name = "nccl"
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        control: Transport,
-        memory: DeviceMemory,
-        nccl: Any,
-        limit: int,
-        waiting: Waiting,
-        *,
-        gathers: bool = False,
-        native_halves: bool = False,
+        self, group: ProcessGroup, config: Config, control: Transport, memory: DeviceMemory, nccl: Any, waiting: Waiting
     ) -> None:
-        """Collective. ``limit`` is in bytes; ``control`` is closed with this transport.
+        """Collective. ``control`` is closed with this transport.
 
-        With ``gathers`` NCCL only carries: sums return every rank's elements, as those of
+        With ``deterministic`` settings NCCL only carries: sums return every rank's elements, as those of
         :class:`~mpikv.transports.mpi.MpiTransport`. With ``native_halves`` it sums half precision as it is, and rounds
         at each addition.
 
@@ -122,13 +114,13 @@ class NcclTransport(Unshared):
             Stalled: NCCL did not find the other ranks before the deadline.
             TransportError: NCCL failed.
         """
-        self.rank, self.size, self.limit = group.rank, group.size, limit
+        self.rank, self.size, self.limit = group.rank, group.size, config.bucket_bytes
         self.control = control
         self.memory: Memory = memory
         self._group, self._nccl, self._gpu = group, nccl, memory.gpu
         self._order, self._stream = memory.order, memory.order.stream
-        self._gathers = gathers
-        self._wires = ALL_WIRES if native_halves else WIRES
+        self._gathers = config.deterministic
+        self._wires = ALL_WIRES if config.native_halves else WIRES
         # A forked child must leave its parent's communicator alone.
         self._process = os.getpid()
         self._comm: Any = None
@@ -144,11 +136,11 @@ class NcclTransport(Unshared):
         order_launches()
         preflight(group, self._gpu, nccl.get_version())
         # A message is prepared while the one ahead of it is summed.
-        self.send_buffers: tuple[Array, ...] = self._for_messages(limit), self._for_messages(limit)
+        self.send_buffers: tuple[Array, ...] = self._for_messages(self.limit), self._for_messages(self.limit)
         self.slot = 0
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
-        self._gathered = self._for_messages(group.size * _aligned(2 * limit) if gathers else 0)
-        self._wide = self._for_messages(2 * limit), self._for_messages(2 * limit)
+        self._gathered = self._for_messages(group.size * _aligned(2 * self.limit) if self._gathers else 0)
+        self._wide = self._for_messages(2 * self.limit), self._for_messages(2 * self.limit)
         self._join(waiting)
 
     def _join(self, waiting: Waiting) -> None:

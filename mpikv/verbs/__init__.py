@@ -24,7 +24,7 @@ class Verbs:
     """The verbs of one store, by their families."""
 
     def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
-        self._exchange = exchange
+        self.exchange, self.agreement = exchange, agreement
         memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
         if isinstance(memory, DeviceMemory):
@@ -40,5 +40,5 @@ class Verbs:
     def give_up(self) -> None:
         """Drop a call that was prepared and will not run: its packed message and its stand-ins. Local."""
         # It lies in the send buffer, and the next push would send it.
-        self._exchange.pipeline.prefetched = None
-        self._exchange.transport.memory.order.cancel()
+        self.exchange.pipeline.prefetched = None
+        self.exchange.transport.memory.order.cancel()

@@ -41,14 +41,14 @@ class Join:
         if report.verb == "pull":
             return self._push_pull.pull_arrays(plan, nothing)
         if report.verb == "row_sparse_pull":
-            return self._rows.pull_rows(plan, nothing)
+            return self._rows.pull_rows(plan, nothing, None, 0)
         contribution = Contribution[report.contribution]
         if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
             none = self._rows.no_rows(plan)
             whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
             if report.verb == "push":
                 return self._rows.push(plan, none)
-            return self._rows.pushpull_rows(plan, none, whole, nothing)
+            return self._rows.pushpull_rows(plan, none, whole, nothing, None, 0)
         sources: Sequence[Any] | None = nothing
         # Without a codec, as those that pack buffers push them as arrays: a codec may decode zeros to other numbers.
         if contribution is Contribution.BUFFERS:

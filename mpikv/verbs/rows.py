@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from .comparison import Comparison
 from .operands import Operands
 from .renewed import answer
 from .row_arguments import Asked, check_fit, deliver, fill, pair_outs, requests_of, spare_bytes, sum_given, want_rows
+
+Requests: TypeAlias = "Sequence[Sequence[Asked]]"
+"""For each key, which rows of it a call asks for."""
 
 
 class RowVerbs:
@@ -95,21 +98,13 @@ class RowVerbs:
         call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
         return call, lambda: self._rows.push(plan, given, steps, confirm)
 
-    def pull_rows(
-        self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None, priority: Any = 0
-    ) -> PreparedCall:
+    def pull_rows(self, plan: Plan, asked: Requests, result: Any, priority: Any) -> PreparedCall:
         """Prepare a pull of rows for checked requests, and take memory for them now. Its run is collective."""
         call = self._comparison.plan_call("row_sparse_pull", plan, priority)
         return call, self._prepare_pull(plan, asked, result)
 
     def pushpull_rows(
-        self,
-        plan: Plan,
-        given: Sequence[RowSparse],
-        whole: Arrays | None,
-        asked: Sequence[Sequence[Asked]],
-        result: Any = None,
-        priority: Any = 0,
+        self, plan: Plan, given: Sequence[RowSparse], whole: Arrays | None, asked: Requests, result: Any, priority: Any
     ) -> PreparedCall:
         """Prepare a push of rows, then a pull of ``whole`` values and of rows; may allocate. Its run is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
@@ -136,7 +131,7 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         return sum_given(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
-    def _prepare_pull(self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None) -> Callable[[], Any]:
+    def _prepare_pull(self, plan: Plan, asked: Requests, result: Any = None) -> Callable[[], Any]:
         """Take memory for pulled rows, as a GPU may have too little; return a collective that pulls. Local."""
         every = [want_rows(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
         nbytes = 0 if self._memory.is_host else spare_bytes(plan.entries, every)

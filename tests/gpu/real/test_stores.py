@@ -124,7 +124,8 @@ class TestTransport(TransportContract):
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)
         gpu = find_gpu(group.local_rank, len(group.host_ranks), sharing=config.gpu_sharing, visible=visible_gpus())
-        return InOrder(open_gpu_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None))
+        nccl = find_nccl() if group.size > 1 else None
+        return InOrder(open_gpu_transport(group, config, DeviceMemory(gpu), nccl, lambda *_: None))
 
 
 @pytest.mark.ranks(2, 3)
