@@ -92,7 +92,7 @@ class Checkpoints:
         # As lists: numpy's numbers one by one take ten times as long, and JSON refuses them.
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
         facts = {
-            key: (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)
+            key: (one.dtype, one.shape, counts[one.index], earlier[one.index], one.row_sparse)
             for key, one in self._entries().items()
         }
         header = _make_header(facts, self._exchange.updater, values, updater)

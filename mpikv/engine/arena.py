@@ -19,7 +19,6 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, groupby, pairwise
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
 from ..memory.host import private_allocator
-from ..protocols import Array, Memory, Slots, Transport
+from ..protocols import Array, Slots, Transport
 from .grid import Grid, rounded
 from .spans import Spans
 
@@ -47,38 +46,38 @@ _LARGEST_GROWTH = 256 << 20
 _BYTES = ""
 
 
-@dataclass(eq=False)
 class Block:
     """A contiguous range of elements of one dtype."""
 
-    index: int
-    """No other block, and no segment, has this number."""
-    values: Array
-    grid: Grid
-    memory: Memory
-    """Where all its arrays lie."""
-    allocate: Callable[[int], Array]
-    """Returns zeroed memory for optimizer state, or raises MemoryError on every rank."""
-    kept: Spans
-    """The elements that have state, and sums of whole values, on this rank."""
-    state: dict[str, Array] = field(default_factory=dict)
-    """Optimizer state of the elements that are ``kept``, one behind the other. Only the owner of an element writes to
-    its state."""
-    by_rows: bool = False
-    """Whether optimizers address the state by rows of the value: then all elements are ``kept``."""
-    buffers: Array | None = None
-    """Buffers that users push from, if any asked for them: a row parallel to ``values`` for each rank that shares the
-    memory, equally many on every host, or for this rank alone."""
-    residuals: list[Array] = field(default_factory=list)
-    """The errors that this rank's compressed pushes have left so far: an array parallel to ``values`` for each position
-    in the lists that were pushed. Those of codecs of whole values lie on the host, even for a GPU's values."""
-    origin: tuple[int, int] = (0, 0)
-    """The segment of its memory, and the byte at which it begins there."""
-    old: bool = False
-    """Whether other values may have been in its memory; if not, it is zero where no value has been written."""
-    sums: Array | None = None
-    """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes pages
-    for it only where it is written. To give it back, set None: no plan may refer to it."""
+    def __init__(
+        self, index: int, values: Array, grid: Grid, transport: Transport, origin: tuple[int, int], old: bool
+    ) -> None:
+        """Allocate nothing. Local."""
+        self.index = index
+        """No other block, and no segment, has this number."""
+        self.values, self.grid, self.memory = values, grid, transport.memory
+        self.allocate = private_allocator(transport)
+        """Returns zeroed memory for optimizer state, or raises MemoryError on every rank."""
+        self.kept = Spans.join([(0, grid.size)])
+        """The elements that have state, and sums of whole values, on this rank."""
+        self.state = dict[str, Array]()
+        """Optimizer state of the elements that are ``kept``, one behind the other. Only the owner of an element writes
+        to its state."""
+        self.by_rows = False
+        """Whether optimizers address the state by rows of the value: then all elements are ``kept``."""
+        self.buffers: Array | None = None
+        """Buffers that users push from, if any asked for them: a row parallel to ``values`` for each rank that shares
+        the memory, equally many on every host, or for this rank alone."""
+        self.residuals = list[Array]()
+        """The errors that this rank's compressed pushes have left so far: an array parallel to ``values`` for each
+        position in the lists that were pushed. Those of codecs of whole values lie on the host, even for a GPU's."""
+        self.origin = origin
+        """The segment of its memory, and the byte at which it begins there."""
+        self.old = old
+        """Whether other values may have been in its memory; if not, it is zero where no value has been written."""
+        self.sums: Array | None = None
+        """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes
+        pages for it only where it is written. To give it back, set None: no plan may refer to it."""
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return memory for sums of ``[low, high)``, one range of the kept elements; may allocate it. Local."""
@@ -342,7 +341,7 @@ class Arena:
 
         ``coming``: bytes of segments that this request is still to take, for this block and those after it.
         """
-        size, transport = starts[-1], self._transport
+        size = starts[-1]
         nbytes = self._nbytes(dtype, size)
         number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._add_segment(nbytes, coming)
         cell, line = self._grid(dtype)
@@ -351,16 +350,8 @@ class Arena:
         # New segments are zeros, and need not be cleared.
         old = start < self._reached[number]
         self._reached[number] = max(self._reached[number], start + nbytes)
-        block = Block(
-            next(self._numbers),
-            values,
-            Grid(length, cell, self._divide(starts, length), line, length - size, self._cells),
-            transport.memory,
-            private_allocator(transport),
-            Spans.join([(0, length)]),
-            origin=(number, start),
-            old=old,
-        )
+        grid = Grid(length, cell, self._divide(starts, length), line, length - size, self._cells)
+        block = Block(next(self._numbers), values, grid, self._transport, (number, start), old)
         self._values[block] = 0
         self._cells += -(-length // cell)
         self._add_load(block, 1)

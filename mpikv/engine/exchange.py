@@ -59,9 +59,8 @@ class Exchange:
         self.placement: Placement = planner.placement
         self.values.planner = planner
         self.values.invalidate()
-        ahead = isinstance(self.transport, Transfers)
-        kind = (TransferPipeline if ahead else Pipeline) if self.transport.memory.is_host else GpuPipeline
-        self.pipeline = kind(self.values, self.compression)
+        kind = TransferPipeline if isinstance(self.transport, Transfers) else Pipeline
+        self.pipeline = (kind if self.transport.memory.is_host else GpuPipeline)(self.values, self.compression)
 
     def close(self) -> None:
         """Drop the values, plans and codec, and end the threads; the transport frees the memory. Local."""
@@ -152,8 +151,7 @@ class Exchange:
                 block.sums = None  # its memory for sums is of the elements kept before
             block.kept, block.state = kept, state
         for entry in table.entries():
-            if entry.present is not None:
-                entry.present.rows = None  # other ranks may own the rows from now on
+            entry.nonzero = None  # other ranks may own the rows from now on
         # The state starts at zero, and with it the count that a step depends on; versions go on.
         table.start_counts()
         self.values.copy_to_masters(tuple(table))

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays.arrays import is_array, is_immutable
 from ..errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch, a_kind
-from ..memory.row_sparse import NonzeroRows, RowSparse
+from ..memory.row_sparse import RowSparse
 from ..protocols import Array, Key
 from .arena import Place
 
@@ -35,8 +35,10 @@ class Entry:
     place: Place
     value: Array
     """This rank's memory of the value, in its shape."""
-    present: NonzeroRows | None = None
-    """The nonzero rows of a row-sparse value; None for a dense one."""
+    row_sparse: bool = False
+    nonzero: Array | None = None
+    """Numbers of the rows of a row-sparse value that may be nonzero on this rank: a push without an updater clears
+    these only. None: any row may be. They hold only while the store has no updater; whoever removes one sets None."""
     codec_state: dict[str, Array] = field(default_factory=dict)
     """The state of a codec of tensors between pushes."""
 
@@ -121,7 +123,7 @@ class KeyTable:
             raise KeyNotInitialized(self._unknown(error.args[0])) from None
 
     def add(
-        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: NonzeroRows | None = None
+        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, row_sparse: bool = False
     ) -> Entry:
         """Enter a new key with zero counts, in a removed key's row if there is one; return its entry. Local.
 
@@ -138,7 +140,7 @@ class KeyTable:
                 for name in ("counts", "earlier", "stale", "buffered"):
                     setattr(self, name, np.pad(getattr(self, name), (0, more)))
                 self.tally = self.counts.data
-        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
+        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), row_sparse)
         self._entries[key] = entry
         return entry
 

@@ -60,7 +60,7 @@ class Pipeline:
         self._copy = _copy if planner.team is None else partial(_copy_in_lanes, planner.team)
         self._add = add_in_pairs if planner.in_pairs else add
         self._compression = compression
-        self.streams: Transfers | None = None
+        self.streams: Transfers | None = transport if isinstance(transport, Transfers) else None
         """The streams of a GPU, or the transport between hosts, where transfers run beside updates; else None."""
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
@@ -205,8 +205,8 @@ class Pipeline:
 
     def count_push(self, plan: Plan, stale: bool) -> None:
         """Count a push of each key; mark all rows as nonzero, and values as ``stale`` or not. Local."""
-        for present in plan.present:
-            present.rows = None
+        for entry in plan.row_sparse:
+            entry.nonzero = None
         # A memoryview changes one number in a quarter of the time that an array takes.
         table, rows = self._values.table, plan.rows
         (table.tally if type(rows) is int else table.counts)[rows] += 1
@@ -368,8 +368,8 @@ class Pipeline:
 
     def republish(self, plan: Plan) -> None:
         """Give every rank the values of keys that their owners changed in place; all rows count nonzero. Collective."""
-        for present in plan.present:
-            present.rows = None
+        for entry in plan.row_sparse:
+            entry.nonzero = None
         if not self.current:
             self.publish(plan)
         self._transport.fence()
@@ -413,10 +413,6 @@ class Pipeline:
 
 class TransferPipeline(Pipeline):
     """The :class:`Pipeline` of a transport that carries messages while others are packed, updated and unpacked."""
-
-    def __init__(self, values: Values, compression: Compression | None) -> None:
-        super().__init__(values, compression)
-        self.streams = values.transport if isinstance(values.transport, Transfers) else None
 
     def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
         with self._apart(plan):

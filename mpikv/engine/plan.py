@@ -198,8 +198,7 @@ class Plan:
         self.label = label(self.keys)
         self.raw = planner.transport.memory.is_host and not planner.compressed
         """Whether arrays are pushed as they are: from the host, not compressed."""
-        self.present = tuple(entry.present for entry in entries if entry.present is not None)
-        """The nonzero rows of the row-sparse values."""
+        self.row_sparse = tuple(entry for entry in entries if entry.row_sparse)
         self.values = [entry.value for entry in entries]
         """This rank's memory of each value, in its shape."""
         self.calls = dict[str, Call]()

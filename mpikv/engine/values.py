@@ -11,7 +11,6 @@ import numpy as np
 
 from ..arrays.arrays import address_of
 from ..memory.device import DeviceMemory
-from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Gpu, Key, Transport
 from .alltoallv import gather
 from .arena import Arena, Block, Place
@@ -97,7 +96,7 @@ class Values:
         # Only now: until here a rank without memory could still undo all.
         self._remove(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
-            self.table.add(key, array.shape, array.dtype, where, NonzeroRows() if key in sparse else None)
+            self.table.add(key, array.shape, array.dtype, where, key in sparse)
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
@@ -113,8 +112,7 @@ class Values:
                     self.transport.broadcast(block.values[low:high], self._root)
         self.table.stale[[entry.index for entry in entries]] = False
         for entry in entries:
-            if entry.present is not None:
-                entry.present.rows = None
+            entry.nonzero = None
         self.transport.fence()
         self.copy_to_masters(keys)
 

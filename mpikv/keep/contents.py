@@ -67,7 +67,7 @@ class Contents:
         texts += [f"updater {kind}", f"compression {codec}"]
         for entry in self._list_kept():
             form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
-            sparse = " of rows" * (entry.present is not None)
+            sparse = " of rows" * entry.row_sparse
             where = f"at {place.start} of block {place.block.index}, row {entry.index}"
             texts.append(f"key {entry.key!r}: {form}{sparse}, {where}")
         for block in self._ends:

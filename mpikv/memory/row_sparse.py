@@ -185,14 +185,6 @@ class RowSparse:
         return cls(ids, rows, shape)
 
 
-class NonzeroRows:
-    """The rows of a value that may be nonzero: a push without an updater clears these rows only."""
-
-    rows: Array | None = None
-    """Numbers of the possibly nonzero rows of this rank; None: any row may be nonzero. They hold only while the store
-    has no updater; whoever removes an updater must set None."""
-
-
 def row_ids(given: Any, count: int) -> Array:
     """Return row numbers as flat int64; raise unless all are whole numbers from 0 to ``count`` - 1. Local.
 

@@ -85,9 +85,8 @@ class Rows:
                         entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
                 # Without an updater a push clears the possibly nonzero rows: record them from the start.
-                assert entry.present is not None
                 mine = self._owners(entry).split(ids, self._transport.size)[self._transport.rank]
-                entry.present.rows = ids[mine].copy()
+                entry.nonzero = ids[mine].copy()
         self._transport.fence()
         self._exchange.values.copy_to_masters(keys)
 
@@ -183,8 +182,7 @@ class Rows:
         wide = [Kind(prod(entry.shape[1:]), accumulator(entry.dtype)) for entry in entries]
         levels = 1 + self._transport.size.bit_length() if self._exchange.in_pairs else 1
         slots = max((len(self._exchange.updater.slots(entry.dtype)) for entry in entries), default=0)
-        before = (entry.present.rows for entry in entries if entry.present is not None)
-        cleared = sum(rows.nbytes for rows in before if rows is not None)
+        cleared = sum(entry.nonzero.nbytes for entry in entries if entry.nonzero is not None)
         pieces = 0 if all(entry.keeps_all for entry in entries) else 2
         # Copies of a row, none wider than a row of sums: sent or received; the sum at each level; its cast; the value
         # as it is read and written; each state. A piece may be as short as one element, hence two numbers per element.
@@ -233,8 +231,8 @@ class Rows:
         if updater.assigns:
             # Without an updater a push replaces the value, so rows outside of the sum become zero.
             self._clear(entry)
-            if entry.present is not None:
-                entry.present.rows = ids
+            if entry.row_sparse:
+                entry.nonzero = ids
         # Rows that lie over a boundary have two owners or more, and each updates its own elements.
         value = _table(entry, entry.value)
         whole, parts = self._owners(entry).own(self._transport.rank, ids)
@@ -277,12 +275,12 @@ class Rows:
     def _clear(self, entry: Entry) -> None:
         """Write zeros to this rank's possibly nonzero elements of a value. Local."""
         value, place = _table(entry, entry.value), entry.place
-        if entry.present is None or entry.present.rows is None:
+        if entry.nonzero is None:
             mine = self._exchange.values.planner.owned(place.block)
             for low, high in mine.within(place.start, place.start + place.size):
                 place.block.values[low:high] = 0
             return
-        ids = entry.present.rows
+        ids = entry.nonzero
         whole, parts = self._owners(entry).own(self._transport.rank, ids)
         self._tables.put_rows(value, ids[whole], None)
         for at, low, high in parts:

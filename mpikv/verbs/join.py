@@ -49,12 +49,11 @@ class Join:
             if report.verb == "push":
                 return self._rows.push(plan, none)
             return self._rows.pushpull_rows(plan, none, whole, nothing, None, 0)
-        sources: Sequence[Any] | None = nothing
+        if contribution is not Contribution.BUFFERS:
+            return self._push_pull.update(report.verb, plan, nothing, targets=nothing)
         # Without a codec, as those that pack buffers push them as arrays: a codec may decode zeros to other numbers.
-        if contribution is Contribution.BUFFERS:
-            until_done.enter_context(self._exchange.values.zeroed_buffers(plan))
-            sources = None
-        return self._push_pull.update(report.verb, plan, sources, targets=nothing, contribution=contribution)
+        until_done.enter_context(self._exchange.values.zeroed_buffers(plan))
+        return self._push_pull.update(report.verb, plan, None, targets=nothing)
 
     def _check_same(self, report: CallReport, mine: Sequence[str]) -> None:
         """Raise RankMismatch if a text of this rank's description of the call is not in the report. Local."""

@@ -23,6 +23,9 @@ from .row_arguments import Brought, asks_rows
 if TYPE_CHECKING:
     from .rows import RowVerbs
 
+# Looked up once: the class of an enum finds its members slowly.
+_WHOLE, _BUFFERS = Contribution.WHOLE, Contribution.BUFFERS
+
 
 class PushPull:
     """Prepares these calls of one store."""
@@ -114,18 +117,10 @@ class PushPull:
     # --- Call and run
 
     def update(
-        self,
-        verb: str,
-        plan: Plan,
-        sources: Arrays | None,
-        priority: Any = 0,
-        targets: Arrays = (),
-        result: Any = None,
-        contribution: Contribution = Contribution.WHOLE,
+        self, verb: str, plan: Plan, sources: Arrays | None, priority: Any = 0, targets: Arrays = (), result: Any = None
     ) -> PreparedCall:
         """Prepare a push or a pushpull of checked arrays, None for buffers. Local; its run is collective."""
-        if sources is None:
-            contribution = Contribution.BUFFERS
+        contribution = _WHOLE if sources is not None else _BUFFERS
         known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline
         if (
             known
