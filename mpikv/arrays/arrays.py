@@ -251,19 +251,14 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
         np.add(out, term, out, dtype=out.dtype)
 
 
-def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Write the sum of the terms' elements ``[low, high)`` to ``out``: the sum of both halves' sums, and so on."""
-    # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
-    np.copyto(out, _sum_tree([(term[low:high], False) for term in terms], out.dtype)[0])
+def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array, own: int | None = None) -> None:
+    """Write the sum of the terms' elements ``[low, high)`` to ``out``: the sum of both halves' sums, and so on.
 
-
-def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Write the sum of elements ``[low, high)`` to ``out``, added as a tree; overwrite all terms but number ``own``.
-
-    All terms have the dtype of ``out``.
+    With ``own``, all terms but that number are overwritten, and have the dtype of ``out``.
     """
-    total, _ = _sum_tree([(term[low:high], number != own) for number, term in enumerate(terms)], out.dtype)
-    np.copyto(out, total)
+    # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
+    parts = [(term[low:high], own is not None and number != own) for number, term in enumerate(terms)]
+    np.copyto(out, _sum_tree(parts, out.dtype)[0])
 
 
 def _sum_tree(terms: Sequence[tuple[Array, bool]], dtype: np.dtype[Any]) -> tuple[Array, bool]:

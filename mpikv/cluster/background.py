@@ -12,10 +12,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ..errors import Closed, TransportError, Unsupported, noted, text_of
+from ..protocols import Issue
 from .printing import log
 from .runtime import here, present
 from .tracebacks import hidden_from_pytest, hide_frames
@@ -41,17 +43,11 @@ class Work:
     """
 
     def __init__(
-        self,
-        pending: Pending,
-        urgent: int,
-        text: Callable[[], str],
-        run: Callable[[], Any],
-        rejoin: Callable[[], None] | None = None,
+        self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any], issue: Issue | None
     ) -> None:
-        """``rejoin`` runs in each thread that has waited for the call."""
-        self._pending, self._urgency, self._text = pending, urgent, text
-        self._run: Callable[[], Any] | None = run
-        self._rejoin = rejoin
+        """``issue`` is the call's note, if its arrays need an order."""
+        self._pending, self._urgency, self._text, self._issue = pending, urgent, text, issue
+        self._run: Callable[[], Any] | None = run if issue is None else partial(issue.run, run)
         # Of the rank's own system: in a simulation a wait for it lets other ranks run.
         self._completed = present().event()
         self._result: Any = None
@@ -98,10 +94,10 @@ class Work:
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
-        if self._rejoin is not None:
+        if self._issue is not None:
             # After a failure of the GPU no stream can wait for it, and the call's own error says more.
             with nullcontext() if error is None else suppress(TransportError):
-                self._rejoin()
+                self._issue.rejoin()
         if error is not None:
             self._pending.saw(self)
             raise error

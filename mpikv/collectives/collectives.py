@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import accumulator, add_in_pairs_over
+from ..arrays.arrays import accumulator, add_in_pairs
 from ..engine.alltoallv import Alltoallv
 from ..errors import ValueMismatch, settled
 from ..memory.host import private_allocator
@@ -256,7 +256,7 @@ class Collectives:
                 # The library's sum is in ``total``, unless it only carries.
                 terms = self._transport.allreduce(message, total)
                 if self._in_pairs:
-                    add_in_pairs_over(self._rank, terms, 0, message.size, total)
+                    add_in_pairs(terms, 0, message.size, total, self._rank)
                 self.memory.copy((out[low : low + step],), (total,))
 
     def _make_terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:

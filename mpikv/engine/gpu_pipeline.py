@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
+from ..arrays.arrays import add_in_pairs, local_sum, run_quietly
 from ..memory.device import DeviceMemory
 from ..protocols import Array
 from .calls import Confirm
@@ -32,7 +32,7 @@ class GpuPipeline(TransferPipeline):
         self._gpu, self._order, self._copy = self._memory.gpu, self._memory.order, self._memory.copy
         self.streams = self._order
         if self._in_pairs:
-            self._add = partial(add_in_pairs_over, self._transport.rank)
+            self._add = partial(add_in_pairs, own=self._transport.rank)
 
     # --- Before the ranks agree
 

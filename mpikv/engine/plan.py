@@ -94,28 +94,25 @@ class Bucket:
     """One message. Once made it does not change."""
 
     def __init__(
-        self,
-        planner: Planner,
-        entries: Sequence[Entry],
-        block: Block,
-        start: int,
-        pieces: tuple[Range, ...],
-        number: int,
+        self, planner: Planner, entries: Sequence[Entry], block: Block, start: int, pieces: Sequence[Range], half: int
     ) -> None:
-        """Find memory, owners and own updates of keys in one cell, the ``number``-th; may allocate sums. Local."""
+        """Find memory, owners and own updates of keys in one cell; may allocate sums. Local.
+
+        ``half``: which one of the scratch memory is this message's between GPUs.
+        """
         stop, dtype, transport = block.grid.end_of(start + pieces[-1].high), block.values.dtype, planner.transport
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
         self.kernels = planner.kernels
         """Those of the store. They may bind lists of arrays."""
         self.value: Array = block.values[where]
         self.shard = shard = block.grid.shard(planner.placement, start, stop)
-        self.pieces = pieces
+        self.pieces = tuple(pieces)
         """The elements of each key."""
         self.runs = tuple(join_ranges(pieces, block.grid.line))
         """The same, joined where keys lie side by side."""
         self.dense = len(self.runs) == 1
         """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
-        self.total = total = planner.find_total(block, start, shard, self.dense, number)
+        self.total = total = planner.find_total(block, start, shard, self.dense, half)
         """Memory for the sum of this rank's elements, where the transport's library adds."""
         self.joint_updates = tuple(planner.cut_updates(block, start, shard, self.runs, total))
         """This rank's updates for equal steps: keys side by side are updated together."""
@@ -483,9 +480,9 @@ class Planner:
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
             for start, pieces in _cells(block, items, entries):
-                yield Bucket(self, entries, block, start, tuple(pieces), next(numbers))
+                yield Bucket(self, entries, block, start, pieces, next(numbers) % 2)
 
-    def find_total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
+    def find_total(self, block: Block, start: int, shard: Shard, dense: bool, half: int) -> Array:
         """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
@@ -498,7 +495,7 @@ class Planner:
             return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
         # Between GPUs one message is summed while the one before is updated: they take turns in two halves.
-        low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
+        low = 0 if self.transport.memory.is_host or nbytes > self._half else half * self._half
         return self.scratch[low : low + nbytes].view(dtype)
 
     def cut_updates(

@@ -1309,12 +1309,11 @@ class KVStore(RankedStore):
             issue = self._order.issue()
         except Unsupported as error:
             self.raise_on_all_ranks(error, verb)
-        key, run, rejoin = arguments[0], partial(self._collective, verb, prepare, *arguments), None
         # Two worker threads would use NCCL in an order of their own on each rank.
         if issue is not None:
             drain_gpu_stores(self)
-            run, rejoin = partial(issue.run, run), issue.rejoin
-        work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, rejoin)
+        key, run = arguments[0], partial(self._collective, verb, prepare, *arguments)
+        work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, issue)
         return self._pending.add(work)
 
     @contextmanager

@@ -98,7 +98,7 @@ class Operands:
         if brings_rows(form.groups):
             check_updater(self._exchange)
             self._rows.load(plan.dtypes)
-            return plan, sum_given(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.values.apart)
+            return plan, sum_given(plan.entries, form.groups, self._exchange)
         arrays = checked_sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]

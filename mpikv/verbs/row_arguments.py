@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.arrays import accumulator, castable, is_array, run_quietly
-from ..engine.keys import Entry, parse
+from ..engine.keys import Entry, Form, parse
 from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, row_ids, sum_rows
 from ..protocols import Array, Key, Memory
 from .arguments import WIDER, checked_target
 from .renewed import check_integers, check_out
+
+if TYPE_CHECKING:
+    from ..engine.exchange import Exchange
 
 _NUMPYS = {np.ndarray}
 
@@ -49,22 +52,18 @@ def asks_rows(out: Any) -> bool:
     return set(map(type, out)) != _NUMPYS and any(map(asks_rows, out))
 
 
-def sum_given(
-    entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
-) -> Brought:
-    """Return this rank's rows for each key, checked and summed. ``apart`` copies those that may change. Local."""
-    return Brought([_sum_group(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
+def sum_given(entries: Sequence[Entry], groups: Sequence[Sequence[Any]], exchange: Exchange) -> Brought:
+    """Return this rank's rows for each key, checked and summed; copies those that may change. Local."""
+    return Brought([_sum_group(entry, group, exchange) for entry, group in zip(entries, groups, strict=True)])
 
 
-def rows_to_store(
-    keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory, apart: Callable[[Array], Array]
-) -> list[RowSparse]:
-    """For init: return each key's RowSparse, in ``memory`` and ``apart`` from values; ValueMismatch if several."""
-    for key, group in zip(keys, groups, strict=True):
+def rows_to_store(form: Form, exchange: Exchange) -> list[RowSparse]:
+    """For init: return each key's RowSparse, in the store's memory, apart from values; ValueMismatch if several."""
+    for key, group in zip(form.keys, form.groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:
             raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
-    return [_in_memory(group[0], memory, apart) for group in groups]
+    return [_in_memory(group[0], exchange) for group in form.groups]
 
 
 def requests_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
@@ -212,9 +211,9 @@ def _empty(entry: Entry) -> RowSparse:
     return RowSparse(np.empty(0, np.int64), none, entry.shape)
 
 
-def _in_memory(rows: RowSparse, memory: Memory, apart: Callable[[Array], Array]) -> RowSparse:
-    """Return rows with values in this memory, safe from changes: the given ones if theirs are. Local."""
-    values = apart(memory.source(rows.values))
+def _in_memory(rows: RowSparse, exchange: Exchange) -> RowSparse:
+    """Return rows with values in the store's memory, safe from changes: the given ones if theirs are. Local."""
+    values = exchange.values.apart(exchange.transport.memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
 
@@ -243,7 +242,7 @@ def _checked_out(entry: Entry, out: Any) -> Any:
     return out
 
 
-def _sum_group(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
+def _sum_group(entry: Entry, group: Sequence[Any], exchange: Exchange) -> RowSparse:
     """Return the sum of this rank's RowSparse of a key, cast, or the only one if it fits; raise if unfit. Local."""
     if not group:
         return _empty(entry)  # of a rank that has left join()
@@ -251,14 +250,14 @@ def _sum_group(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callab
     for each in group:
         check_fit(entry, "value", each)
     memory = entry.place.block.memory
-    (only, *others) = every = [_in_memory(each, memory, apart) for each in group]
+    (only, *others) = every = [_in_memory(each, exchange) for each in group]
     for each in every:
         check_integers(f"value of key {entry.key!r}", each.values, entry.dtype, memory, WIDER)
     # Summed before they travel: each row of this rank is then sent once.
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)
-        ids, rows = run_quietly(sum_rows, terms, wide, in_pairs, tables)
+        ids, rows = run_quietly(sum_rows, terms, wide, exchange.in_pairs, tables)
     else:
         ids, rows = only.indices, only.values
         # On a GPU the caller's rows may also be the out, and get other rows before the GPU has read these: copy them.

@@ -129,7 +129,7 @@ class RowVerbs:
     def no_rows(self, plan: Plan) -> Sequence[RowSparse]:
         """Return for each key a RowSparse without rows, to be pushed by a rank that has none. Local."""
         self._rows.load(plan.dtypes)
-        return sum_given(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
+        return sum_given(plan.entries, [()] * len(plan.keys), self._exchange).rows
 
     def _prepare_pull(self, plan: Plan, asked: Requests, result: Any = None) -> Callable[[], Any]:
         """Take memory for pulled rows, as a GPU may have too little; return a collective that pulls. Local."""

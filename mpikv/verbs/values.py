@@ -34,7 +34,7 @@ class ValueVerbs:
         # Compared as well: a key that only some ranks know would start anew on these alone.
         known = [name for name in keys if name in table]
         if brings_rows(groups):
-            rows = rows_to_store(keys, groups, self._memory, exchange.values.apart)
+            rows = rows_to_store(form, exchange)
             exchange.check_storable([each.values for each in rows])
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")

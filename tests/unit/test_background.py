@@ -11,7 +11,7 @@ def test_who_waits_is_patient_while_calls_complete():
     def program(comm):
         pending = Pending(int)
         for _ in range(5):
-            pending.add(Work(pending, 0, lambda: "a call", lambda: present().nap(10.0, present().now() + 10.0)))
+            pending.add(Work(pending, 0, lambda: "a call", lambda: present().nap(10.0, present().now() + 10.0), None))
         patient = pending.drain(15.0)
         pending.end()
         return patient
@@ -24,7 +24,7 @@ def test_no_call_begins_while_another_thread_is_in_one():
         begun = []
         free = present().now() + 10.0
         pending = Pending(int, busy=lambda: present().now() < free)
-        pending.add(Work(pending, 0, lambda: "a call", lambda: begun.append(present().now())))
+        pending.add(Work(pending, 0, lambda: "a call", lambda: begun.append(present().now()), None))
         pending.drain()
         pending.end()
         return begun[0] - free
