@@ -102,9 +102,7 @@ def open_gpu_transport(
     waiting = Waiting(config.timeout, config.warn_after, warn)
     if group.size == 1:
         # No NCCL and no agreement: the watchdog drops arrays of finished work, and logs work that failed.
-        order = memory.order
-        watchdog = Watchdog(waiting, memory.gpu.watch, order.check, order.fail, order.drop_done, rank=0)
-        order.wake = watchdog.wake
+        watchdog = Watchdog(waiting, memory, memory.order.check, memory.order.fail, rank=0)
         return LocalTransport(config.bucket_bytes, memory, watchdog)
     from .nccl import NcclTransport
     from .requests import AbortableWaiting

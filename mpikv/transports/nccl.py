@@ -128,11 +128,9 @@ class NcclTransport(Unshared):
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
         self._looks = itertools.count(1)
-        self._watchdog = Watchdog(
-            waiting, self._gpu.watch, self._check_flight, self._fail, self._order.drop_done, self.rank
-        )
+        self._watchdog = Watchdog(waiting, memory, self._check_flight, self._fail, self.rank)
         self._order.check, self._order.abandon = self._check, self.abandon
-        self._order.queue, self._order.wake = self._queue, self._watchdog.wake
+        self._order.queue = self._queue
         order_launches()
         preflight(group, self._gpu, nccl.get_version())
         # A message is prepared while the one ahead of it is summed.

@@ -6,10 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from ..cluster.printing import log
 from ..cluster.waiting import Waiting
+from ..memory.device import DeviceMemory
 from ..protocols import Event
+
+Fail: TypeAlias = Callable[[Exception, str], None]
+"""Ends the work in flight after an error; the text names the oldest call."""
 
 # Seconds between two looks. Successful work is done by then, and costs no look.
 _NAP = 0.01
@@ -39,20 +44,15 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        waiting: Waiting,
-        prepare: Callable[[], None],
-        check: Callable[[], None],
-        fail: Callable[[Exception, str], None],
-        drop: Callable[[], bool],
-        rank: int,
+        self, waiting: Waiting, memory: DeviceMemory, check: Callable[[], None], fail: Fail, rank: int
     ) -> None:
-        """The thread first calls ``prepare``; ``drop`` releases memory of finished work. Local; starts no thread.
+        """Have the thread release memory of finished work, too. Local; starts no thread.
 
-        ``drop`` returns whether that was all. ``rank`` is this one, for messages.
+        ``rank`` is this one, for messages.
         """
-        self._waiting = waiting.warning(self._warn)
-        self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
+        self._waiting, self._check, self._fail, self._rank = waiting.warning(self._warn), check, fail, rank
+        self._prepare, self._drop = memory.gpu.watch, memory.order.drop_done
+        memory.order.wake = self.wake
         self._works: deque[Work] = deque()
         self._alive = self._stopped = False
         self._claiming = threading.Lock()

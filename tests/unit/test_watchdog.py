@@ -4,7 +4,9 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,13 +29,10 @@ class Ending:
 def watched(events: Sequence[Any], timeout: float, warn_after: float | None = None) -> list[tuple[str, str]]:
     """Return the failures, and the calls they are about, of work that ends at the events, all queued at once."""
     failures: list[tuple[str, str]] = []
+    memory: Any = SimpleNamespace(gpu=Mock(), order=Mock())
+    waiting, check = Waiting(timeout, warn_after or timeout / 2), lambda: None
     watchdog = Watchdog(
-        Waiting(timeout, warn_after or timeout / 2),
-        lambda: None,
-        lambda: None,
-        lambda error, call: failures.append((type(error).__name__, call)),
-        lambda: True,
-        rank=3,
+        waiting, memory, check, lambda error, call: failures.append((type(error).__name__, call)), rank=3
     )
     for number, event in enumerate(events):
         work = Work(f"push {number}")
