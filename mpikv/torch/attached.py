@@ -181,7 +181,7 @@ class Attached:
         weights = Weights(kv, prefix, optimizers)
         ending.callback(weights.release)
         limit = None if kv.any_rank(not _has_spare_core(kv)) else bucket_bytes
-        self._sync = BackwardSync(kv, self._sums, prefix, limit, model_buffers, weights, optimizers)
+        self._sync = BackwardSync(kv, self._sums, prefix, limit, model_buffers, weights)
         ending.callback(self._sync.release)
         self._stepped = {id(one): 0 for one in optimizers}
         before, after = map(torch.compiler.disable, (self._before_step, lambda *_: weights.accept()))

@@ -73,14 +73,13 @@ class BackwardSync:
         bucket_bytes: int | None,
         model_buffers: ModelBuffers | None,
         weights: Weights,
-        optimizers: Sequence[Any],
     ) -> None:
         """``sums`` sums gradients, and ``kv`` makes all other calls; they differ only with compression. Without
         ``bucket_bytes`` one call at the end of a pass sends all gradients.
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
-        self._optimizers, self.weights = optimizers, weights
+        self.weights = weights
         self._overlaps = bucket_bytes is not None
         self.gradients: list[Gradient] = []
         self.watched: dict[Any, Gradient] = {}
@@ -398,7 +397,7 @@ class BackwardSync:
     def _describe(self, number: int) -> str:
         """Return this rank's pass, steps and settings as a text, a line each, for ranks to compare. Local."""
         place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
-        settings = settings_of(self._optimizers, {one.name: one.parameter for one in self.gradients})
+        settings = settings_of(self.weights.optimizers, {one.name: one.parameter for one in self.gradients})
         # The stamp is last: it can only say that settings differed in an earlier step.
         return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
 

@@ -73,8 +73,8 @@ class Weights:
     def __init__(self, kv: KVStore, prefix: str, optimizers: Iterable[Any]) -> None:
         self._kv, self._key = kv, f"{prefix}*weights"
         self._tensors: dict[str, Any] = {}
-        self._optimizers = list(optimizers)
-        self._handles = [one.register_load_state_dict_post_hook(self._note_loaded_state) for one in self._optimizers]
+        self.optimizers = list(optimizers)
+        self._handles = [one.register_load_state_dict_post_hook(self._note_loaded_state) for one in self.optimizers]
         self._states: dict[Any, float] = {}
         """For an optimizer a sum over its loaded state."""
         self._marks, self._is_loaded = 0, False
@@ -132,9 +132,9 @@ class Weights:
         The loaded states then count as compared.
         """
         kv, tensors = self._kv, self._tensors.values()
-        if kv.size == 1 or not (self._tensors or self._optimizers):
+        if kv.size == 1 or not (self._tensors or self.optimizers):
             return
-        states = [self._states.get(optimizer, 0.0) for optimizer in self._optimizers]
+        states = [self._states.get(optimizer, 0.0) for optimizer in self.optimizers]
         self._states.clear()
         # Exact in a float64, which carries it: a CRC-32 has 32 bits, a float64 53.
         sums = [crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors]
@@ -144,7 +144,7 @@ class Weights:
         kv.delete(self._key)
         differ = [
             f"the state that {type(optimizer).__name__} has loaded"
-            for optimizer, here, there in zip(self._optimizers, own, roots, strict=False)
+            for optimizer, here, there in zip(self.optimizers, own, roots, strict=False)
             if abs(here - there) > _ROUNDING * there
         ]
         if kv.any_rank(bool((own != roots).any())):

@@ -54,6 +54,7 @@ _PIECE, _PIECES = 4 << 20, 2
 # Threads may share it, since it has no state.
 _STAYS = nullcontext()
 
+_find_spec = cache(find_spec)
 _device_of, _address_of = attrgetter("data.device_id"), attrgetter("data.ptr")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -170,12 +171,7 @@ def gpu_of(value: Any) -> CupyGpu:
 
 def has_cupy() -> bool:
     """Return whether CuPy is installed, or another module of its name. Local; imports nothing."""
-    return sys.modules.get("cupy") is not None or _is_installed("cupy")
-
-
-@cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+    return sys.modules.get("cupy") is not None or _find_spec("cupy") is not None
 
 
 def find_cupy(what: str = "sums on GPUs") -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
 
 # If one of these is set, the user has chosen how ranks share a GPU.
 _CHOSEN = ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE")
@@ -39,17 +38,11 @@ def sharing(rank: int) -> dict[str, str]:
     }
 
 
-def share_gpus(rank: int, environ: MutableMapping[str, str] | None = None) -> None:
+def share_gpus(rank: int) -> None:
     """Set the variables of :func:`sharing`, but keep those already set; none if the user shares GPUs otherwise. Local.
 
     The user does so if NCCL_HOSTID or NCCL_MULTI_RANK_GPU_ENABLE is set.
-
-    >>> environ = {"NCCL_PROTO": "LL"}
-    >>> share_gpus(1, environ)
-    >>> environ["NCCL_PROTO"], environ["NCCL_HOSTID"]
-    ('LL', 'mpikv-1')
     """
-    environ = os.environ if environ is None else environ
-    if not any(name in environ for name in _CHOSEN):
+    if not any(name in os.environ for name in _CHOSEN):
         for name, value in sharing(rank).items():
-            environ.setdefault(name, value)
+            os.environ.setdefault(name, value)

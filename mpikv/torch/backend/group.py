@@ -316,7 +316,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
         """Begin to send a tensor to one rank, and return the handle. Local."""
         work = self._message("send", tensors, f"to {to}", tag)
-        return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.end))
+        return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         """Receive a tensor from any rank. Local."""
@@ -330,7 +330,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         def end(error: BaseException | None, source: int) -> None:
             if error is None:
                 put_back()
-            work.end(error, source)
+            work.finish(error, source)
 
         return self._follow(work, self._meeting.mailbox.receive(array, source, tag, end))
 

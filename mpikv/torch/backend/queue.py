@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch.futures import Future
@@ -58,8 +58,12 @@ class Work(dist.Work):  # type: ignore[misc]
         """The call, with its operands."""
         return self._describe()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Complete the call, well or with an error, and run the functions that were given to its future. Local."""
+    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
+        """Complete the call, well or with an error, and run the functions that were given to its future. Local.
+
+        ``source`` is the rank that sent what was received.
+        """
+        self.source = source
         if error is not None:
             hide_frames(error)
             self._trace = error.__traceback__
@@ -71,11 +75,6 @@ class Work(dist.Work):  # type: ignore[misc]
             completed.set()
         if begun is not None:
             begun.set_result(None)
-
-    def end(self, error: BaseException | None, source: int) -> None:
-        """Complete a message, from some rank if it was received."""
-        self.source = source
-        self.finish(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the call, so for other ranks; return True, or raise its error, then seen. Not collective.
@@ -153,16 +152,13 @@ class Work(dist.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
 
-_Call: TypeAlias = "tuple[Work, Callable[[], object]]"
-
-
 class Queue:
     """The pending calls of a process group. All methods are local."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[tuple[Work, Callable[[], object]]] = deque()
         self._busy = self._ended = False
         self._thread: threading.Thread | None = None
         self._place = ""
@@ -241,21 +237,17 @@ class Queue:
 
     def _serve(self) -> None:
         """Make the queued calls one after the other, in the thread of the queue, until its end."""
-        while call := self._take_next():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
+                if not self._calls:
+                    return
+                self._busy, call = True, self._calls.popleft()
             self._place = call[0].place
             self._make(*call)
             self._place = ""
             del call  # it holds the caller's tensors
             self._free()
-
-    def _take_next(self) -> _Call | None:
-        """Wait for a call to make, and take it from the queue, busy from then on; None at the end. Local."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
-            if not self._calls:
-                return None
-            self._busy = True
-            return self._calls.popleft()
 
     def _make(self, work: Work, run: Callable[[], object]) -> None:
         """Make a call and complete its handle; an error goes to the handle, noted as unseen, and is not raised."""
