@@ -222,7 +222,7 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
-    """Return the sum of this rank's arrays for a key, half precision in float32; a single array itself, uncast. Local.
+    """Return the sum of arrays in a new one of ``accumulator(dtype)``, or a single array itself, uncast. Local.
 
     It adds from left to right, or as :func:`add_in_pairs` does.
     """

@@ -161,7 +161,10 @@ class AsyncClient:
             self.take(ticket, version, slowest, error)
 
     def take(self, ticket: int, version: int, slowest: int, answer: Array | BaseException | None) -> None:
-        """Fill a request's array or keep its exception; note version and clock, and end it. From any one thread."""
+        """End a request: note version and clock; fill its array, or keep its error by key for raise_failures(). Local.
+
+        Two threads may call it at once, for different tickets.
+        """
         outstanding = self._outstanding[ticket]
         if isinstance(answer, BaseException):
             assert outstanding.key is not None

@@ -31,7 +31,7 @@ class SspClocks:
         self.begin()
 
     def begin(self) -> None:
-        """Start anew after a collective call: all clocks are 0, and all ranks active."""
+        """Forget waits, unanswered, after a collective call; clocks are 0, ranks active, ``widest`` stays. Local."""
         self._clocks: dict[int, int] = dict.fromkeys(range(self._size), 0)
         # The owners that have not told yet, by rank and number of its push.
         self._unapplied: dict[tuple[int, int], int] = {}

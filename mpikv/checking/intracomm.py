@@ -353,10 +353,7 @@ _CLASSES[_Comm] = CheckedComm
 
 
 def open_checks(comm: Any, made_by: str, timeout: float | None = None, warn_after: float | None = None) -> Any:
-    """Begin the checks of a communicator, and return it; they end at exit at the latest. Collective.
-
-    It is no result of a checked one.
-    """
+    """Begin the checks of a CheckedComm, and return that communicator; they end at exit at the latest. Collective."""
     # Sums on GPUs are as MPI's: in any order, and of half precision rounded at each addition.
     config = Config.read(timeout=timeout, warn_after=warn_after, deterministic=False, native_halves=True)
     group = connect(_Comm(comm), config)

@@ -124,7 +124,7 @@ class Checkpoints:
         return self._saving
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return this rank's pieces of the file, copies unless ``wait``; and what gathers more, or None. Collective."""
+        """Return this rank's pieces of the file, copies unless ``wait``; or none, and what gathers them. Collective."""
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):

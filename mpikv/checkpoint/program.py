@@ -36,7 +36,7 @@ def pack_state(state: Any) -> dict[str, Array]:
 
 
 def add_program(transport: Transport, header: Header, packed: Mapping[str, Array]) -> tuple[Header, list[Piece]]:
-    """Return the header extended by the state, and the pieces for this rank to write. Collective."""
+    """Return the header with the user's state, and this rank's pieces; rank 0 writes what is alike. Collective."""
     if not packed:
         return header, []
     sizes = [blob.nbytes for blob in packed.values()]

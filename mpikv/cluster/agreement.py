@@ -275,14 +275,14 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
     return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed", rank)
 
 
-def format_error(error: BaseException, place: str = "") -> str:
-    """Return an error's class and text for other ranks, and unless it is mpikv's the line that raised it.
+def format_error(error: BaseException, call_place: str = "") -> str:
+    """Return an error's class and text for other ranks; unless an MPIKVError or unraised, notes and line too. Local.
 
-    Its place is the line that raised it; ``place`` is that of the call.
+    The line is the caller's that raised it; without one ``call_place``, and without that the innermost.
     """
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"
-    where = ", ".join([*notes(error), (callers_place_of(error) or place or place_of(error)).strip()])
+    where = ", ".join([*notes(error), (callers_place_of(error) or call_place or place_of(error)).strip()])
     return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 

@@ -199,9 +199,9 @@ class Pending:
             claim()
 
     def take_failure(self) -> BaseException | None:
-        """Return the first error that nobody has seen, and mark all as seen; in the queue's thread only None. Local.
+        """Return the first unseen error or None, and mark all as seen; in the queue's thread None, marking none. Local.
 
-        In the queue's own thread it returns None, and marks none.
+        A note on the error names its call.
         """
         with self._changed:
             if not self._unseen or self.runs_here():

@@ -371,7 +371,7 @@ class Inquiry:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Return this host's late ranks and words on them, at most a second old and of this call. Local; may wait."""
+        """Return this host's late ranks, asked by signals, and words; kept for a second in a call. Local; may wait."""
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:

@@ -101,7 +101,7 @@ class TwoBit(_Codes):
         return f"2bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
+        """Write the codes of the gradient into the payload, zeros after them. The residual is not used."""
         threshold = np.float32(self.threshold)
         for low in range(0, gradient.size, BLOCK):
             part, words = gradient[low : low + BLOCK], payload[low // 4 : (low + BLOCK) // 4]
@@ -158,7 +158,7 @@ class OneBit(_Codes):
         return f"1bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the codes of the gradient into the payload. The residual is not used: ErrorFeedback does that."""
+        """Write the codes of the gradient into the payload, zeros after them. The residual is not used."""
         threshold = np.float32(self.threshold)
         for low in range(0, gradient.size, BLOCK):
             packed = np.packbits(gradient[low : low + BLOCK] > threshold)

@@ -45,7 +45,7 @@ class Float16(_Cast):
         return "fp16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the gradient into the payload in half precision; numbers beyond 65504 become 65504."""
+        """Write the gradient into the payload, clipped to ±65504 and rounded to float16. The residual is not used."""
         halves = payload.view(np.float16)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
@@ -74,7 +74,7 @@ class Bfloat16(_Cast):
         return "bf16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Write the upper halves of the gradient into the payload, rounded."""
+        """Write the gradient into the payload, rounded to bfloat16. The residual is not used."""
         halves = payload.view(np.uint16)
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)

@@ -21,7 +21,7 @@ _EVEN = 64
 
 
 def gather(transport: Transport, mine: Array) -> Array:
-    """Return a new table of all ranks' numbers, one row per rank; each rank brings equally many. Collective."""
+    """Return all ranks' numbers in a new host array, a row per rank; each rank brings equally many. Collective."""
     # One row per rank: an all-gather fills each rank's part in place.
     table = np.zeros((transport.size, mine.size), mine.dtype)
     table[transport.rank] = mine

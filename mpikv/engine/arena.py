@@ -247,7 +247,7 @@ class Arena:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """In a with block: at a MemoryError, which all ranks raise alike, restore segments, holes and blocks. Local."""
+        """At a MemoryError in a with block, alike on all ranks, restore segments, holes and blocks; raise it. Local."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:

@@ -162,7 +162,10 @@ class Values:
             entry.codec_state.clear()
 
     def gather_counts(self) -> None:
-        """Set all ranks' update counts to the owners'; mark values stale if counts were unequal. Collective."""
+        """Set all ranks' update counts to the owners'; mark values of unequal counts as stale. Collective.
+
+        None is marked where a push leaves every rank with the newest values.
+        """
         counts = self.table.counts
         of_ranks = gather(self.transport, counts)
         entries = list(self.table.entries())
@@ -248,9 +251,9 @@ class Values:
         return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays for :meth:`write`, a GPU's root with copies of those that are views of values. Local.
+        """Return arrays for a later :meth:`write`: on a GPU's root, copies of those in the memory of values. Local.
 
-        It copies now, as the GPU's memory may be short.
+        The host's root copies in :meth:`write`; a GPU's now, before the call, as its memory may be short.
         """
         if self._memory.is_host or not self.at_root or not any(map(self.is_view, arrays)):
             return arrays

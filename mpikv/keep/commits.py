@@ -148,7 +148,10 @@ class Commits:
 
     @contextmanager
     def _heed_sigterm(self) -> Iterator[None]:
-        """In a with block, let an unhandled SIGTERM end the loop at a meeting, if its state outlives the job. Local."""
+        """In a with block: at a SIGTERM end the loop at its next meeting, if its state outlives the job. Local.
+
+        Only in the main thread, and if the signal has its default action.
+        """
         heeds = self._stays and threading.current_thread() is threading.main_thread()
         if not (heeds and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
             yield

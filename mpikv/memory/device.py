@@ -43,7 +43,11 @@ def locate(value: Any) -> tuple[Array, Gpu | None]:
 
 
 def read_to_host(value: Any) -> Array:
-    """Return any array as one of numpy: itself, or a copy from a GPU after a wait. Raises as :func:`locate`. Local."""
+    """Return an array as numpy's; from a GPU a copy, after a wait; Unsupported without a store on that GPU. Local.
+
+    Raises:
+        TypeError, Unsupported: as :func:`locate`.
+    """
     array, gpu = locate(value)
     if gpu is None:
         return array

@@ -24,7 +24,7 @@ class Workspace(Protocol):
     def over(self, memory: Array) -> AbstractContextManager[None]:
         """Return a context: inside, new arrays and numbers come from this memory (uint8), as far as they fit.
 
-        On the host it takes none: memory is not scarce there.
+        Those of :meth:`sum_runs` never do. On the host none does: memory is not scarce there.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -72,9 +72,9 @@ class Packed:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask other ranks for rows ``wanted[r]``; return views of them; answer others by ``take(numbers)``. Collective.
+        """Ask ranks for rows ``wanted[r]``; return views of the answers; answer others by ``take``. Collective.
 
-        This rank's own entry is empty. ``reserve`` has no use here.
+        The result has no rows of this rank itself. ``reserve`` is not called: it has no use here.
         """
         asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
@@ -108,9 +108,9 @@ class Split:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask other ranks for rows ``wanted[r]``, return these on the GPU; answer others by ``take``. Collective.
+        """Ask ranks for rows ``wanted[r]``; return the answers on the GPU; answer others by ``take``. Collective.
 
-        It calls ``reserve`` between numbers and rows. This rank's own entry is empty.
+        It calls ``reserve`` between numbers and rows. The result has no rows of this rank itself.
         """
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         reserve(asked)

@@ -294,7 +294,7 @@ class Rows:
     # --- Pulls
 
     def _fetch_stale(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
-        """Fetch stale rows from their owners, and write them to the pulled rows. Collective."""
+        """Fetch rows of stale values from other owners into ``pulled``, which has own elements already. Collective."""
         owners, size = [self._owners(entry) for entry in entries], self._transport.size
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
         wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]

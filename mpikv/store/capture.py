@@ -72,7 +72,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recorded work is right for these steps, once their numbers are in its table. Local."""
+        """Return whether the recording fits these steps; their numbers are written later. Changes nothing. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -141,7 +141,10 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call: plain, queued, recorded, or launched; may allocate. Local; its run is collective."""
+        """Prepare the next call: plain, first, queued to be recorded next, recorded, or launched; may allocate. Local.
+
+        What is known of the step changes only in the call's run, which is collective.
+        """
         memory = self._memory
         # A rank that has left join cannot launch this graph: it has no arrays.
         if memory is None or self._door.state is State.JOINING:

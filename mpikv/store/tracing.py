@@ -57,7 +57,7 @@ class Tracer:
         self._launched = None if launch is None else (launch.rank, launch.size)
 
     def name_store(self, store: KVStore) -> str:
-        """Count a store, and return its name in the trace; the first call also writes the file's head. Local."""
+        """Count a store, return its name in traces; the first call writes the file's head. Raises nothing. Local."""
         if not self._stores:
             # A store may be of some ranks only, which count otherwise.
             rank, size = self._launched or (store.rank, store.size)

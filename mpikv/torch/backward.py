@@ -25,7 +25,7 @@ import torch
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
 from .calls import check_equal, raising_on_all
-from .comparison import settings_of, simplify
+from .comparison import comparable, settings_of
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
 from .tensors import init_sums, row_of
@@ -295,7 +295,7 @@ class BackwardSync:
     def note_step(self, optimizer: Any) -> None:
         """Count a step, and mix its optimizer's settings into the stamp that the next pass compares. Local."""
         groups = optimizer.param_groups
-        settings = [[simplify(value) for name, value in group.items() if name != "params"] for group in groups]
+        settings = [[comparable(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
         self.made += 1
 

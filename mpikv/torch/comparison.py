@@ -28,18 +28,18 @@ def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             of = f"{type(optimizer).__name__}, group {number}:"
-            lines += [f"{of} {name} {simplify(value)}" for name, value in group.items() if name != "params"]
+            lines += [f"{of} {name} {comparable(value)}" for name, value in group.items() if name != "params"]
             lines += [f"{of} {names.get(parameter, 'a frozen parameter')}" for parameter in group["params"]]
     return lines
 
 
-def simplify(value: Any) -> Any:
-    """Return a setting as numbers, texts and lists; of any other object the name of its type. Local.
+def comparable(value: Any) -> Any:
+    """Return a setting to compare: tensors, arrays, tuples as lists; a dict or object as its type's name. Local.
 
-    Ranks compare it, and an object's repr may hold an address.
+    A tensor or array without dimensions becomes a number. The repr of an object may hold an address.
     """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return list(map(simplify, value))
+        return list(map(comparable, value))
     return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

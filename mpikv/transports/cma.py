@@ -56,7 +56,7 @@ class Attached:
         self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
 
     def is_readable(self, array: Array) -> bool:
-        """Return whether other processes can read an array, as a trial on its ends shows: not a GPU's memory. Local."""
+        """Return whether other ranks can read an array, by a trial of this process on its ends; not a GPU's. Local."""
         # Tried on the first and the last byte, by this process on itself: the kernel takes the same path.
         first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))

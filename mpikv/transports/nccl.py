@@ -402,7 +402,10 @@ class NcclTransport(Unshared):
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
-        """Wait for the GPU; end the communicator, after a failure by abort, and ``control``. Collective, idempotent."""
+        """Wait for the GPU; destroy the communicator, or abort a failed one; close ``control``. Collective.
+
+        Later calls, and those of a forked child, do nothing.
+        """
         if self._process != os.getpid() or not self.send_buffers[0].size:
             return
         try:

@@ -247,7 +247,10 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Show other ranks an array's address, meet them, and return all addresses; None without one. Collective."""
+        """Meet, and return the address of each rank's array; None if one shows none, or, unmet, if small. Collective.
+
+        Unmet too where ranks cannot read each other. A rank shows its own if it ``offers`` it and others can read it.
+        """
         if self._attached is None or whole.size < self._large:
             return None
         address = whole.ctypes.data if offers and self._attached.is_readable(whole) else 0

@@ -62,7 +62,7 @@ class CudaCodec(SamePayloads):
             kernel("codes.cu", expression)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Queue the codec's encoding on the current stream: write the payload, change the residual in place. Local."""
+        """Queue the codec's encoding on the current stream: write the payload, with feedback the residual. Local."""
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = pointer(gradient)

@@ -475,7 +475,8 @@ class CupyGpu:
 class CupyWorkspace:
     """The :class:`~mpikv.protocols.Workspace` of CuPy, for one thread at a time.
 
-    It has memory reserved beforehand: no rank may run out of memory in the middle of a call.
+    It has memory reserved beforehand: no rank may run out of memory in the middle of a call. :meth:`sum_runs` alone
+    takes memory of the allocator: it makes row-sparse arrays, before a call moves data.
     """
 
     def __init__(self, gpu: CupyGpu) -> None:
@@ -485,7 +486,7 @@ class CupyWorkspace:
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
-        """In a with block: take this workspace's new arrays and numbers from ``memory``, as far as they fit. Local."""
+        """In a with block: take new arrays and numbers from ``memory`` where they fit, not those of sum_runs. Local."""
         outer = self._memory, self._used
         self._memory, self._used = memory, 0
         try:

@@ -30,7 +30,7 @@ from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
 from .queue import Queue, Work
 from .rendezvous import open_group
-from .tensors import Reduction, check_kinds, check_movable, describe, in_place, join_parts, read, read_parts, split
+from .tensors import Reduction, as_flat, check_kinds, check_movable, describe, join_parts, read, read_parts, split
 
 # Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
 _PATIENCE = 5.0
@@ -160,7 +160,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], Reduction(op, factor))
         check_kinds(op, tensors)
-        arrays, put_back = in_place(tensors, factor)
+        arrays, put_back = as_flat(tensors, factor)
         run = partial(self._collectives.all_reduce_each, [(array, array) for array in arrays], op)
         return _Plan((op.value, *map(describe, tensors)), run, tensors, arrays, put_back)
 
@@ -196,7 +196,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Issue a reduction of a tensor, in place at the root. Collective."""
         tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
         check_kinds(op, tensors)
-        (array,), put_back = in_place(tensors, factor)
+        (array,), put_back = as_flat(tensors, factor)
         run = partial(self._collectives.reduce, array, op, root)
         facts = op.value, f"to {root}", describe(tensors[0])
         return _Plan(facts, run, tensors, [array], put_back if self._rank == root else list)
@@ -213,7 +213,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         check_kinds(op, [*outs, *(tensor for one in ins for tensor in _listed(one))])
         kinds = [self._check_part(one, out) for one, out in zip(ins, outs, strict=True)]
         parts = [read_parts(one, self._size, factor) for one in ins]
-        arrays, put_back = in_place(outs)
+        arrays, put_back = as_flat(outs)
 
         def run(staged: bool) -> None:
             for array, sends in zip(arrays, parts, strict=True):
@@ -230,7 +230,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
         """Issue a copy of the root's tensor to every rank's. Collective."""
         tensors, root = _listed(tensors), self._root(options)
-        (array,), put_back = in_place(tensors)
+        (array,), put_back = as_flat(tensors)
         run = partial(self._collectives.broadcast, array, root)
         return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array], put_back)
 
@@ -268,14 +268,14 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Issue a copy of every rank's tensor to the root. Collective."""
         root, send = self._root(options), read(ins[0])
-        arrays, put_back = in_place(self._one_each(outs[0]) if self._rank == root else [])
+        arrays, put_back = as_flat(self._one_each(outs[0]) if self._rank == root else [])
         run = partial(self._collectives.gather, send, arrays or None, root)
         return _Plan((f"to {root}", _kind(ins[0])), lambda _: run(), outs, put_back=put_back)
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
         """Issue a copy of the root's r-th tensor to rank r. Collective."""
-        root, ((array,), put_back) = self._root(options), in_place(outs)
+        root, ((array,), put_back) = self._root(options), as_flat(outs)
         sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
         run = partial(self._collectives.scatter, sends, array, root)
         return _Plan((f"from {root}", _kind(outs[0])), lambda _: run(), outs, put_back=put_back)
@@ -294,7 +294,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _plan_all_to_all(self, outs: Sequence[Any], ins: Sequence[Any], result: Any) -> _Plan:
         """Plan an exchange of one tensor from each rank to each. Local; its run is collective."""
-        arrays, put_back = in_place(self._one_each(outs))
+        arrays, put_back = as_flat(self._one_each(outs))
         sends = [read(one) for one in self._one_each(ins)]
         run = partial(self._collectives.all_to_all, sends, arrays)
         return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
@@ -325,7 +325,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
         """Begin to receive a tensor from one rank, or for None from any, and return the handle. Local."""
         work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
-        (array,), put_back = in_place(tensors)
+        (array,), put_back = as_flat(tensors)
 
         def end(error: BaseException | None, source: int) -> None:
             if error is None:

@@ -51,7 +51,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, asked: Any) -> Reduction:
-        """Return the reduction that PyTorch's ``ReduceOp`` names. Local.
+        """Return the operation and any factor that PyTorch's ``ReduceOp`` names; KeyError for one unknown here. Local.
 
         >>> Reduction.of(dist.ReduceOp.AVG)
         Reduction(op=<Op.MEAN: 'mean'>, factor=None)
@@ -141,8 +141,14 @@ def read(tensor: Any, factor: Any = None) -> Array:
     return flat(_dense(tensor.detach(), factor))
 
 
-def in_place(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays of tensors times a factor, to fill, and a function to write copies back; or raise. Local."""
+def as_flat(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
+    """Return tensors as flat arrays to overwrite, copied if not dense or scaled, and put_back; or raise. Local.
+
+    ``put_back()`` writes the copies to their tensors.
+
+    Raises:
+        Unsupported: a tensor is not on the host, not strided, or expanded.
+    """
     _check_writable(tensors)
     own = [tensor.detach() for tensor in tensors]
     dense = [_dense(tensor, factor) for tensor in own]
@@ -178,7 +184,7 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
     It copies them to where they belong: to a list of tensors, or to one in equal parts.
     """
     if isinstance(operand, torch.Tensor):
-        (array,), put_back = in_place([operand])
+        (array,), put_back = as_flat([operand])
         return array, [array.size // size] * size, put_back
     _check_writable(operand)
     numbers = [tensor.numel() for tensor in operand]
