@@ -30,12 +30,14 @@ import mpikv
 
 SLOWER = 10
 LOOK_EVERY = 20
-ELEMENTS_OF_ANSWERS = 1024
+ELEMENTS, ELEMENTS_OF_ANSWERS = 64, 1024
+WORK = 0.01
+"""Seconds of sleep in a step of the rates."""
 
 
-def stream(seed: int, rank: int, pushes: int, keys: int) -> tuple[Any, Any]:
+def stream(rank: int, pushes: int, keys: int) -> tuple[Any, Any]:
     """Return the keys that a rank pushes and the numbers; every rank can make those of all."""
-    random = np.random.default_rng([seed, rank])
+    random = np.random.default_rng(rank)
     return random.integers(keys, size=pushes), random.integers(-1000, 1000, size=pushes)
 
 
@@ -44,18 +46,18 @@ def exact(options: argparse.Namespace) -> tuple[list[str], bool]:
     with mpikv.create("dist_async", staleness=options.staleness) as kv:
         count = options.pushes // kv.size
         names = [f"key {number}" for number in range(options.keys)]
-        kv.init(names, [np.zeros(options.elements)] * options.keys)
+        kv.init(names, [np.zeros(ELEMENTS)] * options.keys)
         kv.init("clocks", np.zeros(kv.size))
         kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
         mine = np.zeros(kv.size)
         mine[kv.rank] = 1
         slow, widest, late = kv.rank == kv.size - 1, 0.0, 0.0
-        keys, numbers = stream(options.seed, kv.rank, count, options.keys)
+        keys, numbers = stream(kv.rank, count, options.keys)
         kv.barrier()
         started = time.perf_counter()
         for step, (key, number) in enumerate(zip(keys.tolist(), numbers.tolist(), strict=True)):
             begun = time.perf_counter()
-            kv.push([names[key], "clocks"], [np.full(options.elements, float(number)), mine])
+            kv.push([names[key], "clocks"], [np.full(ELEMENTS, float(number)), mine])
             if step % LOOK_EVERY == 0:
                 clocks = kv.pull("clocks")
                 widest = max(widest, clocks.max() - clocks.min())
@@ -67,7 +69,7 @@ def exact(options: argparse.Namespace) -> tuple[list[str], bool]:
         right = all((value == value[0]).all() for value in kv.pull(names))
         expected = np.zeros(options.keys)
         for rank in range(kv.size):
-            np.add.at(expected, *stream(options.seed, rank, count, options.keys))
+            np.add.at(expected, *stream(rank, count, options.keys))
         right &= [value[0] for value in kv.pull(names)] == expected.tolist()
         right &= kv.version("clocks") == count * kv.size == kv.pull("clocks").sum()
         told = kv.group(range(kv.size))
@@ -113,10 +115,10 @@ def rates(options: argparse.Namespace) -> list[str]:
             for alone in (0, 1):
                 kv.barrier()
                 if kv.rank == fast:
-                    found[alone, turn] = steps(kv, options.work, options.rate_seconds / 2)
+                    found[alone, turn] = steps(kv, WORK, options.rate_seconds / 2)
                 elif not alone:
                     slow = kv.rank == kv.size - 1
-                    steps(kv, options.work * (SLOWER if slow else 1), options.rate_seconds / 2)
+                    steps(kv, WORK * (SLOWER if slow else 1), options.rate_seconds / 2)
                 else:
                     time.sleep(options.rate_seconds / 2)
         if kv.rank == fast:
@@ -125,7 +127,7 @@ def rates(options: argparse.Namespace) -> list[str]:
         together, alone_rate = kv.pull("rates").mean(axis=1)
         share = 100 * together / alone_rate
         text = f"{alone_rate:.1f} steps/s alone, {together:.1f} with all, {share:.1f} %"
-        return [f"rates   a fast rank, {1000 * options.work:.0f} ms of work per step, no bound: {text}"]
+        return [f"rates   a fast rank, {1000 * WORK:.0f} ms of work per step, no bound: {text}"]
 
 
 def run_python() -> None:
@@ -177,10 +179,7 @@ def main() -> int:
     add("--pushes", type=int, default=100_000, help="pushes of all ranks together; default: 100000")
     add("--staleness", type=int, default=8, help="the bound; default: 8")
     add("--keys", type=int, default=16)
-    add("--elements", type=int, default=64, help="elements of each key; default: 64")
-    add("--work", type=float, default=0.01, help="seconds of sleep in a step of the rates; default: 0.01")
     add("--rate-seconds", type=float, default=8.0, help="how long each rate is measured; default: 8")
-    add("--seed", type=int, default=0)
     add("--only", choices=("exact", "rates", "answers"), help="one part; default: all")
     options = parser.parse_args()
     lines, right = exact(options) if options.only in (None, "exact") else ([], True)

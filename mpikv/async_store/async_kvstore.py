@@ -229,8 +229,8 @@ class AsyncKVStore(KVStore):
         """Check a pull, ask the owners, wait until the arrays are filled, and raise failed pushes. Not collective."""
         plan, arrays, result = self._verbs.operands.find_pulled(key, out)
         priorities(priority, plan.keys)
-        ask, pairs = self._client.ask, zip(plan.entries, arrays, strict=True)
-        self._client.wait([ask(Kind.PULL, _owner_of(one), one, take=_make_fill(given)) for one, given in pairs])
+        ask, parts = self._client.ask, self._others_first(plan, arrays)
+        self._client.wait([ask(Kind.PULL, owner, one, take=_make_fill(given)) for owner, one, given in parts])
         self._client.raise_failures(plan.keys)
         return answer(result)
 
@@ -288,13 +288,19 @@ class AsyncKVStore(KVStore):
 
     def _ask_all(self, plan: Plan, arrays: Sequence[Any], filled: Sequence[Any] | None, ticks: dict[int, Tick]) -> None:
         """Send each value to its owner, and take from ``ticks`` what has been sent. Waits for no other rank. Local."""
-        for entry, group, given in zip(plan.entries, arrays, filled or [()] * len(arrays), strict=True):
-            payload, owner = local_sum(group, entry.dtype).astype(entry.dtype, copy=False), _owner_of(entry)
+        for owner, entry, group, given in self._others_first(plan, arrays, filled or [()] * len(arrays)):
+            payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
             # This rank's own answer comes at once, and may fill an array that a later key pushes.
             kind = Kind.PUSH if filled is None or owner == self.rank else Kind.PUSHPULL
             tick = ticks.get(entry.index)
             self._pushes[entry.key] = self._client.ask(kind, owner, entry, payload, _make_fill(given), tick=tick)
             ticks.pop(entry.index, None)
+
+    def _others_first(self, plan: Plan, *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return a tuple of owner, entry and items of the lists for each key: first those that others own. Local."""
+        # Other owners work while this rank does, and what one of them gets is not cut up by calls of this rank.
+        parts = [(_owner_of(entry), entry, *items) for entry, *items in zip(plan.entries, *lists, strict=True)]
+        return sorted(parts, key=lambda part: part[0] == self.rank)
 
     # --- The doors
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -110,6 +111,8 @@ class AsyncClient:
                 assert self._endpoint is not None
                 self._endpoint.request(owner, (kind, self._epoch, ticket, number, *(tick or ())), body)
             else:
+                if self._endpoint is not None:
+                    self._endpoint.flush()  # others work while this rank does
                 self._act(kind, ticket, number, body, tick)
         except BaseException:
             # Its answer has come, or will not. Where another rank has the request already, the store ends.
@@ -138,14 +141,15 @@ class AsyncClient:
         return not any(ticket in self._outstanding for ticket in tickets)
 
     def receive(self) -> None:
-        """Take the answers that have arrived, without waiting; TransportError if the endpoint or a reply failed."""
+        """Send collected requests, take arrived answers; TransportError if the endpoint or a reply failed. Local."""
         # A rank that owns all keys has no messages, only calls.
         if self._endpoint is None:
             return
         if (failure := self._endpoint.failure) is not None:
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
+        self._endpoint.flush()
         # All that have come, not one: answers of several owners come in any order.
-        while (reply := self._endpoint.reply()) is not None:
+        for reply in chain.from_iterable(iter(self._endpoint.take_replies, [])):
             ticket, version, slowest, outcome = reply.head[:4]
             outstanding = self._outstanding.get(ticket)
             # Never guess: a reply to another request would fill the wrong array.

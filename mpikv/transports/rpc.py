@@ -7,6 +7,9 @@ request for each ring that it has heard; the ring of any other request is not he
 messages only inside of its calls. A caller that leaves with unsent messages wakes the thread of its rank, and the
 thread looks until they are sent.
 
+Short requests to one rank, and short replies, are collected and travel as one message: a call for a hundred small keys
+sends a few. Whoever is about to wait, or to work for long, first sends what is collected.
+
 While messages are on their way, and on several hosts, the thread naps between looks: some microseconds after the last
 message, up to a few milliseconds after a long pause.
 
@@ -17,6 +20,7 @@ interval: 5 ms by default, several times for a request. While such a thread live
 from __future__ import annotations
 
 import logging
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +38,11 @@ from ..cluster.waiting import Waits
 from ..protocols import Array
 
 _REQUEST, _REPLY = 1, 2
-_HEAD = 64
+# The numbers before a body; the last is its bytes. The body is filled up to a multiple of their length.
+_NUMBERS = struct.Struct("8q")
+_HEAD = _NUMBERS.size
+# Bytes of a message of several requests or replies: MPI takes one so short at once. A longer one travels alone.
+_COLLECTED = 1 << 16
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-3
 # An owner in pure Python answers a request in 1.3 ms with it, in 1.8 ms with 0.1 ms.
 _SWITCH_INTERVAL = 2e-5
@@ -45,11 +53,11 @@ _MOST_KEPT = 2
 
 
 class Request(NamedTuple):
-    """A received message. Its body may be overwritten once the next message is taken."""
+    """A received request or reply. Its body may be overwritten once the next message is taken."""
 
     source: int
     head: Sequence[int]
-    """Eight numbers: the sent ones, then zeros."""
+    """Eight numbers: the sent ones, then zeros, last the bytes of the body."""
     body: Array
     """Bytes."""
 
@@ -85,7 +93,9 @@ class Endpoint:
         self._bells, self._waking, self._wakes = Bells(group) if group.one_host else None, present().lock(), 0
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
-        self._requests, self._answers = (_Outbox(self._comm, tag, group.mpi) for tag in (_REQUEST, _REPLY))
+        ring = self._bells.ring if self._bells else None
+        self._requests = _Outbox(self._comm, _REQUEST, group.mpi, ring)
+        self._answers = _Outbox(self._comm, _REPLY, group.mpi)
         # They live as long as the endpoint: MPI may be writing to their memory when the thread ends.
         self._asked, self._replies = _Inbox(self._comm, _REQUEST, group.mpi), _Inbox(self._comm, _REPLY, group.mpi)
         self.failure: BaseException | None = None
@@ -98,22 +108,25 @@ class Endpoint:
         self._thread.start()
 
     def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Send a copy of a request without waiting, and wake its receiver. Local."""
-        self._requests.send(rank, head, body)
-        if self._bells:
-            self._bells.ring(rank)
+        """Copy a request, to be sent by :meth:`flush` at the latest; ``head`` has seven numbers at most. Local."""
+        self._requests.add(rank, head, body)
 
     def answer(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Send a reply. Arguments as of :meth:`request`."""
-        self._answers.send(rank, head, body)
+        """Copy a reply, to be sent by :meth:`flush` at the latest. Arguments as of :meth:`request`. Local."""
+        self._answers.add(rank, head, body)
+
+    def flush(self) -> None:
+        """Send all collected requests and replies without waiting, and wake the receivers of requests. Local."""
+        self._requests.flush()
+        self._answers.flush()
 
     def hand_over(self) -> None:
-        """Leave the messages that are not sent yet to the thread."""
+        """Send what is collected, and leave messages that MPI has not taken yet to the thread. Local."""
         if self._requests.tidy() or self._answers.tidy():
             self._wake()
 
-    def reply(self) -> Request | None:
-        """Return the next reply, if it has arrived."""
+    def take_replies(self) -> list[Request]:
+        """Return the replies of the next message, if it has arrived, else none. Local."""
         return self._replies.take()
 
     def stop(self) -> None:
@@ -165,16 +178,17 @@ class Endpoint:
         here = present()
         last, due = here.now(), 0
         while not self._ending:
-            request = self._asked.take()
-            # One request, then all that are early once more: it may be the one they wait for.
-            if request is not None:
-                early = serve_ready([*early, request], self._serve)
-                if early and early[-1] is request:
-                    # The inbox's memory receives the next message; a request that waits needs its own.
-                    early[-1] = request._replace(body=request.body.copy())
+            requests = self._asked.take()
+            # With all that are early: what they wait for may have come.
+            try:
+                early = serve_ready([*early, *requests], self._serve)
+            finally:  # an error that ends the thread is answered, too
+                self.flush()
+            if requests:
+                # The inbox's memory receives the next message; a request that waits needs its own.
+                early = [request._replace(body=request.body.copy()) for request in early]
                 last, due = here.now(), due - 1
                 continue
-            early = serve_ready(early, self._serve)
             moving = [*self._requests.tidy(), *self._answers.tidy(), *self._asked.coming, *early]
             if self._bells and not moving and due <= self._wakes:
                 due += self._bells.listen()
@@ -228,10 +242,10 @@ class _Inbox:
         """The rank of the message that MPI is writing into the memory, if there is one."""
         return () if self._coming is None else (self._coming[1],)
 
-    def take(self) -> Request | None:
-        """Return a received message, or begin to receive one; None until it is complete. Does not wait.
+    def take(self) -> list[Request]:
+        """Return the parts of a received message, or begin to receive one; none until it is complete. Does not wait.
 
-        The next message overwrites its body.
+        The next message overwrites their bodies.
         """
         if self._coming is None:
             # Any source: owners do not know who will ask next.
@@ -240,7 +254,7 @@ class _Inbox:
             # first probe only makes progress; the second sees the message.
             sought = mpi.ANY_SOURCE, self._tag, status
             if (message := self._comm.Improbe(*sought) or self._comm.Improbe(*sought)) is None:
-                return None
+                return []
             nbytes = status.Get_count(mpi.BYTE)
             if nbytes > self._memory.size:
                 self._memory = zeros(nbytes)
@@ -248,46 +262,82 @@ class _Inbox:
         request, source, nbytes = self._coming
         # Never a blocking receive: a long message needs its sender, who may be gone.
         if not request.Test():
-            return None
+            return []
         self._coming = None
-        return Request(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
+        parts, begin = list[Request](), 0
+        while begin < nbytes:
+            head = _NUMBERS.unpack_from(self._memory.data, begin)
+            begin += _HEAD
+            parts.append(Request(source, head, self._memory[begin : begin + head[-1]]))
+            begin += head[-1] + -head[-1] % _HEAD
+        return parts
 
 
 class _Outbox:
-    """Sends messages of one tag from memory of its own, used again and again. Any thread may send."""
+    """Sends messages of one tag from memory of its own, used again and again. Any thread may call all methods."""
 
-    def __init__(self, comm: Any, tag: int, mpi: Any) -> None:
-        self._comm, self._tag, self._mpi = comm, tag, mpi
+    def __init__(self, comm: Any, tag: int, mpi: Any, sent: Callable[[int], None] | None = None) -> None:
+        """``sent`` is called with the receiver after each message."""
+        self._comm, self._tag, self._mpi, self._sent_to = comm, tag, mpi, sent
         self._lock = present().lock()
+        # For each rank the message that is collected, and its length so far.
+        self._collected: dict[int, tuple[Array, int]] = {}
         self._sent: list[tuple[Any, Array, int]] = []
         self._free: dict[int, list[Array]] = {}
 
-    def send(self, rank: int, head: Sequence[int], body: Array | None) -> None:
-        """Send a copy of a message without waiting for its receiver. Local; any thread."""
-        nbytes = _HEAD + (0 if body is None else body.nbytes)
-        if len(self._sent) >= _MOST_UNFINISHED:
-            self.tidy()
+    def add(self, rank: int, head: Sequence[int], body: Array | None) -> None:
+        """Copy a part of a message; send what is collected for its rank if that is long. Does not wait. Local."""
+        nbytes = 0 if body is None else body.nbytes
+        length = _HEAD + nbytes + -nbytes % _HEAD
         with self._lock:
-            # A training sends messages of few sizes, and new memory costs more than the copy.
-            free = self._free.get(nbytes)
-            memory = free.pop() if free else zeros(nbytes)
-            numbers = memory[:_HEAD].view(np.int64)
-            numbers[: len(head)] = head
-            numbers[len(head) :] = 0
+            memory, begin = self._collected.get(rank) or self._take_memory(length)
+            if begin + length > memory.size:
+                self._send(rank)
+                memory, begin = self._take_memory(length)
+            _NUMBERS.pack_into(memory.data, begin, *head, *(0,) * (7 - len(head)), nbytes)
             if body is not None:
-                np.copyto(memory[_HEAD:].view(body.dtype).reshape(body.shape), body)
-            request = self._comm.Isend([memory, nbytes, self._mpi.BYTE], rank, self._tag)
-            self._sent.append((request, memory, rank))
+                place = memory[begin + _HEAD : begin + _HEAD + nbytes]
+                np.copyto(place.view(body.dtype).reshape(body.shape), body)
+            self._collected[rank] = memory, begin + length
+            if begin + length >= _COLLECTED:
+                self._send(rank)
+
+    def flush(self) -> None:
+        """Send what is collected, without waiting. Local."""
+        if self._collected:
+            with self._lock:
+                for rank in list(self._collected):
+                    self._send(rank)
 
     def tidy(self) -> list[int]:
-        """Take back the memory of completed messages; return the ranks whose messages are still on their way."""
+        """Send what is collected; take back the memory of sent messages; return the ranks of unsent ones. Local."""
+        self.flush()
         if not self._sent:
             return []
         with self._lock:
-            # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
-            if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
-                for request, memory, _ in self._sent:
-                    if not request and len(free := self._free.setdefault(memory.size, [])) < _MOST_KEPT:
-                        free.append(memory)
-                self._sent = [message for message in self._sent if message[0]]
+            self._take_back()
             return [rank for _, _, rank in self._sent]
+
+    def _take_memory(self, length: int) -> tuple[Array, int]:
+        """Return memory for a message with a part of this length, and where to begin. Local; the lock is held."""
+        # A training sends messages of few sizes, and new memory costs more than the copy.
+        free = self._free.get(size := max(length, _COLLECTED))
+        return free.pop() if free else zeros(size), 0
+
+    def _send(self, rank: int) -> None:
+        """Send what is collected for a rank, without waiting. Local; the lock is held."""
+        if len(self._sent) >= _MOST_UNFINISHED:
+            self._take_back()
+        memory, length = self._collected.pop(rank)
+        self._sent.append((self._comm.Isend([memory, length, self._mpi.BYTE], rank, self._tag), memory, rank))
+        if self._sent_to:
+            self._sent_to(rank)
+
+    def _take_back(self) -> None:
+        """Take back the memory of messages that MPI has taken. Local; the lock is held."""
+        # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
+        if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
+            for request, memory, _ in self._sent:
+                if not request and len(free := self._free.setdefault(memory.size, [])) < _MOST_KEPT:
+                    free.append(memory)
+            self._sent = [message for message in self._sent if message[0]]

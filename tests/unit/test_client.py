@@ -51,8 +51,11 @@ class Endpoint:
     def request(self, rank, head, body=None):
         self.requests.append((rank, *head))
 
-    def reply(self):
-        return self.replies.pop(0) if self.replies else None
+    def flush(self):
+        pass
+
+    def take_replies(self):
+        return [self.replies.pop(0)] if self.replies else []
 
 
 def make_client(timeout=0.05, **options):
@@ -74,15 +77,15 @@ def test_a_question_that_is_answered_late_is_waited_for():
     warned = []
     endpoint, client = make_client(5.0, warn_after=0.01, warn=lambda waited, missing: warned.append(missing))
     looks = itertools.count()
-    reply = endpoint.reply
+    take_replies = endpoint.take_replies
     ticket = client.ask(Kind.LEAVE, 1)
 
     def answered():  # first the awaited answer, to the question for whom none in time
         if warned and next(looks) == 3:
             endpoint.replies.append(answer(1, ticket))
-        return reply()
+        return take_replies()
 
-    endpoint.reply = answered
+    endpoint.take_replies = answered
     client.wait([ticket])
     assert warned == [[1]]
     kinds = [(kind, ticket) for _, kind, _, ticket, *_ in endpoint.requests]
