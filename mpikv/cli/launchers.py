@@ -274,6 +274,8 @@ def plan(
         wanted |= _openmpi_variables(library.major, several=several, crowded=crowded, bound=bound, root=uid == 0)
         if tasks and shield:
             wanted["PRTE_MCA_prte_launch_agent"] = f"{_SHIELD} prted"
+    elif several and "UCX_TCP_TX_SEG_SIZE" not in environ:
+        wanted["UCX_TCP_RX_SEG_SIZE"] = "1m"  # see cluster/environment.py; here for scripts that start MPI themselves
     variables = {name: value for name, value in wanted.items() if name not in environ}
     line = [str(launcher.path), "-n", str(size)]
     if hosts:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, TransportError, TransportUnavailable
-from .environment import Launch, advise_start, demands_munge, forced_library, offered_protocols
+from .environment import Launch, advise_start, demands_munge, forced_library, lengthen_tcp_reads, offered_protocols
 from .runtime import system_function
 from .shared_memory import SHARED
 
@@ -86,6 +86,7 @@ def start_mpi(launch: Launch) -> Any:
     version = mpi.Get_library_version()
     if launch.size != 1 and (mismatch := _find_mismatch(version)):
         raise ConfigError(_describe_launcher(launch, version, mismatch))
+    lengthen_tcp_reads()
     # As mpi4py would start it at its import: a program may have set another level of threads.
     if rc.threads:
         mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))

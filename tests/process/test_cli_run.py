@@ -37,6 +37,7 @@ SAYS = {"Open MPI": "mpiexec (Open MPI) 5.0.11", "MPICH": "HYDRA build details:\
 
 ONE_HOST = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_mtl": "^ofi"}
 ALL = {"PYTHONFAULTHANDLER": "1"}
+READS = ALL | {"UCX_TCP_RX_SEG_SIZE": "1m"}
 QUIET = ALL | {"OMPI_MCA_osc": "^ucx"}
 UNBOUND = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
 CROWDED = UNBOUND | {
@@ -67,9 +68,9 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (MPICH, {}, "-n 4", threads(2) | ALL),
     (MPICH, {"size": 16, "uid": 0}, "-n 16", threads(1) | ALL),
     (MPICH, {"tag": True}, "-n 4 -prepend-rank", threads(2) | ALL),
-    (MPICH, {"hosts": {"a": 3, "b": 1}}, "-n 4 -hosts a:3,b:1", threads(2) | ALL),
+    (MPICH, {"hosts": {"a": 3, "b": 1}}, "-n 4 -hosts a:3,b:1", threads(2) | READS),
     (MPICH, {"environ": {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": ""}}, "-n 4", {}),
-    (MPICH, {"size": 6, "tasks": (4, 2)}, "-n 6", threads(2) | ALL),
+    (MPICH, {"size": 6, "tasks": (4, 2)}, "-n 6", threads(2) | READS),
     (OPENMPI, {}, "-n 4", threads(2) | FREE),
     (OPENMPI, {"size": 8}, "-n 8", threads(1) | LOCAL),
     (OPENMPI, {"tasks": (8,)}, "-n 4", threads(2) | FREE),
