@@ -3,10 +3,12 @@
     scripts/bench --hosts 2 --rate 1gbit
     scripts/bench --hosts 2 --rate 1gbit --delay 0.5 --ways mpikv "mpikv transport=mpi" allreduce
     scripts/bench --hosts 2 --rate 100mbit --ways sums "sums compression=2bit"
+    scripts/bench --hosts 2 --model resnet18
 
-The hosts are namespaces of this machine, as in the tests; this needs root. Each way sums and updates by SGD with
-momentum. ``mpikv`` and ``sums``, which leaves out the update, take options of ``mpikv.create``. Ways take turns, and
-the slowest rank's time counts. The floor is the time of the bytes alone: 2 (H-1)/H of all on each cable.
+The hosts are namespaces of this machine, as in the tests; this needs root. ``mpikv`` and ``gloo`` sum and update by SGD
+with momentum, ``sums`` and MPI's ``allreduce`` sum alone. ``mpikv`` and ``sums`` take options of ``mpikv.create``. Ways
+take turns, and the slowest rank's time counts. The floor is the time of the bytes alone: 2 (H-1)/H of all on each
+cable. With ``--model`` training steps of PyTorch are timed, as without hosts.
 """
 
 import argparse
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from mpikv.cli.bench.keysets import KeySet, gradients, key_set
+from mpikv.cli.bench.peers import Allreduce
 from mpikv.cli.bench.rounds import Case, Contender, measure
 from mpikv.cli.bench.rules import SGD
 from mpikv.cli.bench.stores import PrivateArrays
@@ -33,36 +36,7 @@ from .torch_peer import TorchBuckets, gloo_problem
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 
-RANK = (
-    f"import sys; sys.path.insert(1, {str(ROOT / 'scripts')!r}); from benchmark.hosts import work; work(sys.argv[1:])"
-)
-
-
-class FlatAllreduce:
-    """Gradients are copied to one array for ``Comm.Allreduce``; every rank updates all weights and copies them out."""
-
-    exact = False
-
-    def __init__(self, comm: Any, given: Sequence[Array], outs: Sequence[Array]) -> None:
-        elements = sum(gradient.size for gradient in given)
-        self._comm, self._given, self._outs, self._count = comm, given, outs, 0
-        self._send, self._total, self._momentum = (np.zeros(elements, np.float32) for _ in range(3))
-        self._weight = np.ones(elements, np.float32)
-        self._weights = np.split(self._weight, np.cumsum([gradient.size for gradient in given])[:-1])
-
-    def step(self) -> None:
-        self._count += 1
-        np.concatenate([gradient.reshape(-1) for gradient in self._given], out=self._send)
-        self._comm.Allreduce(self._send, self._total)
-        SGD.apply(self._count, self._total, self._weight, [self._momentum])
-        for out, weight in zip(self._outs, self._weights, strict=True):
-            np.copyto(out.reshape(-1), weight)
-
-    def results(self) -> Sequence[Array]:
-        return self._outs
-
-    def close(self) -> None:
-        pass
+RANK = f"import sys; sys.path.insert(1, {str(ROOT / 'scripts')!r}); from benchmark."
 
 
 def contender(comm: Any, way: str, keys: KeySet, given: Sequence[Array], outs: Sequence[Array]) -> Contender:
@@ -70,7 +44,7 @@ def contender(comm: Any, way: str, keys: KeySet, given: Sequence[Array], outs: S
     if name == "gloo":
         return TorchBuckets(comm, given, SGD)
     if name == "allreduce":
-        return FlatAllreduce(comm, given, outs)
+        return Allreduce(comm, np.concatenate([gradient.reshape(-1) for gradient in given]))
     settings = {key: _value(text) for key, _, text in (option.partition("=") for option in options)}
     return PrivateArrays(keys, None if name == "sums" else SGD, {"timeout": 300, **settings}, given, outs)
 
@@ -89,7 +63,7 @@ def work(arguments: Sequence[str]) -> None:
     comm, (size, rounds, *ways) = MPI.COMM_WORLD, arguments
     keys = key_set("resnet50", quick=size == "quick")
     given, outs = list(gradients(comm.rank, keys.shapes)), [np.empty(shape, np.float32) for shape in keys.shapes]
-    if "gloo" in ways and (why := gloo_problem(comm, several_hosts=True)):
+    if "gloo" in ways and (why := gloo_problem(comm)):
         ways.remove("gloo")
         print(f"gloo is left out: {why}", file=sys.stderr)
     cases = [Case(way, contender(comm, way, keys, given, outs)) for way in ways]
@@ -99,7 +73,7 @@ def work(arguments: Sequence[str]) -> None:
         # After one step all ways agree; so a way that leaves out the work cannot win.
         last = np.concatenate([array.reshape(-1) for array in case.contender.results()])
         if "compression" not in case.name:
-            wanted = expected.setdefault(case.name[:4] == "sums", last)
+            wanted = expected.setdefault(case.name[:4] in ("sums", "allr"), last)
             np.testing.assert_allclose(last, wanted, 1e-5, err_msg=case.name)
     measure(comm, cases, int(rounds))
     for case in cases:
@@ -121,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--delay", type=float, default=0.0, help="milliseconds from host to host (default 0)")
     add("--loss", type=float, default=0.0, help="per cent of the packets that are lost (default 0)")
     add("--ways", nargs="+", default=["mpikv", "gloo", "allreduce"], help="what is timed (default: %(default)s)")
+    add("--model", choices=("resnet18", "bert-small"), help="training steps of this model are timed instead")
     add("--rounds", type=int, default=7)
     add("--quick", action="store_true", help="an eighth of the channels, to check that it works")
     add("--limit", type=float, default=900, help="seconds for all of it (default 900)")
@@ -130,16 +105,23 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
-        script.write_text(RANK)
+        script.write_text(
+            RANK + ("program import main; main()" if chosen.model else "hosts import work; work(sys.argv[1:])")
+        )
         network = chosen.rate, chosen.delay / 1e3, chosen.loss / 100
         with virtual_hosts(Path(folder), chosen.hosts, *network) as hosts:
-            size = "quick" if chosen.quick else "whole"
-            job = hosts.start(chosen.ranks or chosen.hosts, [str(script), size, str(chosen.rounds), *chosen.ways])
+            given = ["quick" if chosen.quick else "whole", str(chosen.rounds), *chosen.ways]
+            if chosen.model:
+                given = ["--only", chosen.model, "--rounds", str(chosen.rounds)] + ["--quick"] * chosen.quick
+            job = hosts.start(chosen.ranks or chosen.hosts, [str(script), *given])
             try:
                 job.wait(chosen.limit)
             except subprocess.TimeoutExpired:
                 print(f"the job has not ended after {chosen.limit:g} s", file=sys.stderr)
             *before, last = ["", *hosts.output.read_text().splitlines()]
+            if chosen.model:
+                print("\n".join([*before, last]))
+                return job.returncode
     print("\n".join(filter(None, before)), file=sys.stderr)
     if not last.startswith("found "):
         print(last, file=sys.stderr)

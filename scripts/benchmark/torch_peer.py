@@ -20,12 +20,12 @@ from .rules import Rule
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
-def gloo_problem(comm: Any, *, several_hosts: bool = False) -> str:
+def gloo_problem(comm: Any) -> str:
     """Return why PyTorch's gloo cannot connect the ranks; empty if it can. Collective."""
     if not all(comm.allgather(find_spec("torch") is not None)):
         return "PyTorch is not installed"
-    if not several_hosts and len(set(comm.allgather(platform.node()))) > 1:
-        return "it is compared on one host only"
+    if len(set(comm.allgather(platform.node()))) > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
+        return "on several hosts GLOO_SOCKET_IFNAME must name their network"
     return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
 
 
