@@ -292,7 +292,10 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
-        _log_memory(request.name, device, lack, expected=group.rank == 0 and any(cupy for _, _, cupy, *_ in of_ranks))
+        expected = group.rank == 0 and any(cupy for _, _, cupy, *_ in of_ranks)
+        where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
+        level = logging.WARNING if expected and device is None else logging.INFO
+        log("store %r is on %s", request.name, where, level=level)
     settings = replace(settings, threads=min(threads for *_, threads, _ in of_ranks))
     if not any(sized for *_, sized in of_ranks):
         if device is not None:
@@ -366,13 +369,6 @@ def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
     gpus = [gpu for _, gpu, *_ in of_ranks]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     return next((lack for lack, *_ in of_ranks if lack), f"ranks {twice} see the same GPU" if twice else "")
-
-
-def _log_memory(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
-    """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
-    where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
-    level = logging.WARNING if expected and device is None else logging.INFO
-    log("store %r is on %s", name, where, level=level)
 
 
 # --- The store

@@ -262,7 +262,12 @@ class AsyncKVStore(KVStore):
         if self._bound and plan.entries and self._clock + 1 - self._bound > client.slowest:
             # Wait until this push is within the bound again.
             client.wait([client.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
-        ticks = self._count_push(plan) if self._bound else {}
+        ticks: dict[int, Tick] = {}
+        if self._bound and plan.entries:  # a push of no keys has no owner that could tell
+            # An owner applies the parts of a rank in order, so the last one, by the key's row, tells of all.
+            last = {_owner_of(entry): entry.index for entry in plan.entries}
+            self._clock += 1
+            ticks = dict.fromkeys(last.values(), (self._clock, len(last)))
         try:
             self._ask_all(plan, arrays, filled, ticks)
         except BaseException as error:
@@ -278,13 +283,6 @@ class AsyncKVStore(KVStore):
         if filled is not None:
             client.wait([self._pushes[key] for key in plan.keys])
         client.raise_failures(plan.keys)
-
-    def _count_push(self, plan: Plan) -> dict[int, Tick]:
-        """Advance this rank's clock; return what the last part for each owner tells of it, by the key's row. Local."""
-        # An owner applies the parts of a rank in order, so the last one tells of all.
-        last = {_owner_of(entry): entry.index for entry in plan.entries}
-        self._clock += 1 if last else 0  # a push of no keys has no owner that could tell
-        return dict.fromkeys(last.values(), (self._clock, len(last)))
 
     def _ask_all(self, plan: Plan, arrays: Sequence[Any], filled: Sequence[Any] | None, ticks: dict[int, Tick]) -> None:
         """Send each value to its owner, and take from ``ticks`` what has been sent. Waits for no other rank. Local."""

@@ -96,8 +96,12 @@ class Endpoint:
         ring = self._bells.ring if self._bells else None
         self._requests = _Outbox(self._comm, _REQUEST, group.mpi, ring)
         self._answers = _Outbox(self._comm, _REPLY, group.mpi)
+        self.request, self.answer = self._requests.add, self._answers.add
+        """Copy a request, or a reply, to be sent by :meth:`flush` at the latest; see :meth:`_Outbox.add`. Local."""
         # They live as long as the endpoint: MPI may be writing to their memory when the thread ends.
         self._asked, self._replies = _Inbox(self._comm, _REQUEST, group.mpi), _Inbox(self._comm, _REPLY, group.mpi)
+        self.take_replies = self._replies.take
+        """Return the replies of the next message, if it has arrived, else none. Local."""
         self.failure: BaseException | None = None
         """The exception that ended the thread; None if :meth:`stop` did."""
         self._ending = False
@@ -106,14 +110,6 @@ class Endpoint:
     def start(self) -> None:
         """Begin to answer."""
         self._thread.start()
-
-    def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Copy a request, to be sent by :meth:`flush` at the latest; ``head`` has seven numbers at most. Local."""
-        self._requests.add(rank, head, body)
-
-    def answer(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Copy a reply, to be sent by :meth:`flush` at the latest. Arguments as of :meth:`request`. Local."""
-        self._answers.add(rank, head, body)
 
     def flush(self) -> None:
         """Send all collected requests and replies without waiting, and wake the receivers of requests. Local."""
@@ -124,10 +120,6 @@ class Endpoint:
         """Send what is collected, and leave messages that MPI has not taken yet to the thread. Local."""
         if self._requests.tidy() or self._answers.tidy():
             self._wake()
-
-    def take_replies(self) -> list[Request]:
-        """Return the replies of the next message, if it has arrived, else none. Local."""
-        return self._replies.take()
 
     def stop(self) -> None:
         """Answer no more requests after the present one."""
@@ -285,15 +277,17 @@ class _Outbox:
         self._sent: list[tuple[Any, Array, int]] = []
         self._free: dict[int, list[Array]] = {}
 
-    def add(self, rank: int, head: Sequence[int], body: Array | None) -> None:
-        """Copy a part of a message; send what is collected for its rank if that is long. Does not wait. Local."""
+    def add(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
+        """Copy a part of a message; send what is collected for its rank if that is long. Does not wait. Local.
+
+        ``head`` has seven numbers at most.
+        """
         nbytes = 0 if body is None else body.nbytes
         length = _HEAD + nbytes + -nbytes % _HEAD
         with self._lock:
-            memory, begin = self._collected.get(rank) or self._take_memory(length)
-            if begin + length > memory.size:
+            if (held := self._collected.get(rank)) and held[1] + length > held[0].size:
                 self._send(rank)
-                memory, begin = self._take_memory(length)
+            memory, begin = self._collected.get(rank) or (self._take_memory(max(length, _COLLECTED)), 0)
             _NUMBERS.pack_into(memory.data, begin, *head, *(0,) * (7 - len(head)), nbytes)
             if body is not None:
                 place = memory[begin + _HEAD : begin + _HEAD + nbytes]
@@ -312,17 +306,14 @@ class _Outbox:
     def tidy(self) -> list[int]:
         """Send what is collected; take back the memory of sent messages; return the ranks of unsent ones. Local."""
         self.flush()
-        if not self._sent:
-            return []
         with self._lock:
             self._take_back()
             return [rank for _, _, rank in self._sent]
 
-    def _take_memory(self, length: int) -> tuple[Array, int]:
-        """Return memory for a message with a part of this length, and where to begin. Local; the lock is held."""
+    def _take_memory(self, size: int) -> Array:
+        """Return memory of a size for a message: new, or of one that MPI has taken. Local; the lock is held."""
         # A training sends messages of few sizes, and new memory costs more than the copy.
-        free = self._free.get(size := max(length, _COLLECTED))
-        return free.pop() if free else zeros(size), 0
+        return (self._free.get(size) or [zeros(size)]).pop()
 
     def _send(self, rank: int) -> None:
         """Send what is collected for a rank, without waiting. Local; the lock is held."""
