@@ -7,22 +7,20 @@ Toward Training Trillion Parameter Models, SC 2020, https://arxiv.org/abs/1910.0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
-from ..verbs.comparison import text_call
 from .calls import mean_loss, raising_on_all
-from .tensors import row_of
+from .tensors import init_sums, row_of, tensor_over
 
 if TYPE_CHECKING:
     from .backward import BackwardSync
@@ -63,10 +61,10 @@ class _Part:
     """``[low, high)`` are elements in memory order."""
     whole: bool
     """Whether ranks own whole parameters; then a nonempty part has the parameter's shape."""
-    strides: tuple[int, ...]
-    """The parameter's, when it was divided."""
     shard: Any = None
     """The optimizer's parameter during a step; None if the part is empty."""
+    buffer: Any = None
+    """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
         """Return a view of this rank's part of a tensor like the parameter; of a copy if strides differ. Local."""
@@ -76,17 +74,6 @@ class _Part:
             other, pattern = tensor.detach(), self.parameter
             tensor = torch.empty_strided(pattern.shape, pattern.stride(), dtype=other.dtype).copy_(other)
         return row_of(tensor)[self.low : self.high]
-
-
-class _Exchange(NamedTuple):
-    """Memory for weights on their way to all ranks."""
-
-    slots: Mapping[Any, Array]
-    """The bytes of each parameter."""
-    memory: Array
-    """The same, the parts of one rank after those of another."""
-    counts: Sequence[int]
-    """The bytes of each rank's parts."""
 
 
 class ShardedStep:
@@ -99,7 +86,6 @@ class ShardedStep:
         self._kv, self._prefix, self.optimizer, self._sync, self._check = kv, prefix, optimizer, sync, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
-        self._exchanges: list[_Exchange] = []
         self._wrapped = optimizer.step
         self._full_state: Any = None
         self._released = False
@@ -127,43 +113,43 @@ class ShardedStep:
             self.optimizer.state = self._gather_whole_state()
         finally:
             self._parts.clear()
-            self._exchanges.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Give each rank its part of these parameters; cut the state to it. Local, with the same result everywhere.
+        """Give each rank its part of these parameters, with buffers in the store; cut the state to it. Collective.
 
         All ranks must have the root's values already.
         """
-        if not (given := list(named)):
+        parts = [
+            _Part(f"{self._prefix}{name}*weight", parameter, low, high, self._is_whole)
+            for (name, parameter), (low, high) in self._bounds(list(named))
+        ]
+        if not parts:
             return
-        names, parameters = zip(*given, strict=True)
-        sizes = np.array([parameter.numel() for parameter in parameters])
-        lows, highs = self._bounds(sizes)
-        nbytes = np.array([parameter.element_size() for parameter in parameters])
-        mine = lows[self._kv.rank].tolist(), highs[self._kv.rank].tolist()
-        for name, parameter, low, high in zip(names, parameters, *mine, strict=True):
-            key, strides = f"{self._prefix}{name}*weight", parameter.stride()
-            part = self._parts[parameter] = _Part(key, parameter, low, high, self._is_whole, strides)
-            if high > low:
-                part.shard = torch.nn.Parameter(part.of(parameter))
-        counts = ((highs - lows) * nbytes).sum(axis=1).tolist()
-        memory = np.empty(sum(counts), np.uint8)
-        # By their first owners: so the parts of one rank are side by side.
-        order = (highs > lows).argmax(axis=0).argsort(kind="stable")
-        slots = np.split(memory, np.cumsum((sizes * nbytes)[order])[:-1])
-        of_parameters = {parameters[place]: slot for place, slot in zip(order, slots, strict=True)}
-        self._exchanges.append(_Exchange(of_parameters, memory, counts))
+        keys = [part.key for part in parts]
+        init_sums(self._kv, self._prefix, keys, [row_of(part.parameter) for part in parts])
+        # Zero but for this rank's part, always: so the sum over ranks joins the parts.
+        buffers: Sequence[Array] = self._kv.buffer(keys)
+        for part, array in zip(parts, buffers, strict=True):
+            part.buffer = tensor_over(array, part.parameter)
+            self._parts[part.parameter] = part
+            if part.high > part.low:
+                part.shard = torch.nn.Parameter(part.of(part.parameter))
         self._cut_state()
 
-    def _bounds(self, sizes: Array) -> tuple[Array, Array]:
-        """Return begins and ends, ranks x parameters, of the ranks' parts of parameters of these sizes. Local."""
-        ranks = np.arange(self._kv.size + 1)[:, None]
+    def _bounds(self, named: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[int, int]]]:
+        """Yield each parameter with the range of its elements that this rank owns. Local."""
+        sizes = [parameter.numel() for _, parameter in named]
         if self._is_whole:
-            highs = sizes * (np.array(_balance(sizes.tolist(), self._kv.size)) == ranks[:-1])
-            return np.zeros_like(highs), highs
+            owners = _balance([_cost_of_update(parameter) for _, parameter in named], self._kv.size)
+            for one, size, owner in zip(named, sizes, owners, strict=True):
+                yield one, (0, size if owner == self._kv.rank else 0)
+            return
+        total, begin = sum(sizes), 0
         # Equal shares of all elements, across parameters: a rank's share may begin and end inside of one.
-        edges = np.clip(sizes.sum() * ranks // self._kv.size - (np.cumsum(sizes) - sizes), 0, sizes)
-        return edges[:-1], edges[1:]
+        low, high = (total * rank // self._kv.size for rank in (self._kv.rank, self._kv.rank + 1))
+        for one, size in zip(named, sizes, strict=True):
+            yield one, (min(max(low - begin, 0), size), min(max(high - begin, 0), size))
+            begin += size
 
     def undivided(self) -> list[Any]:
         """Return the optimizer's parameters with a gradient and without a part. Local."""
@@ -173,10 +159,10 @@ class ShardedStep:
     def find_fault(self) -> Unsupported | None:
         """Return an Unsupported error if a parameter's strides have changed since attach, else None. Local."""
         for part in self._parts.values():
-            if part.parameter.stride() != part.strides:
+            if part.parameter.stride() != part.buffer.stride():
                 shape, strides = tuple(part.parameter.shape), part.parameter.stride()
                 return Unsupported(
-                    f"a parameter of shape {shape} has strides {strides}, and had {part.strides} when the "
+                    f"a parameter of shape {shape} has strides {strides}, and had {part.buffer.stride()} when the "
                     "model was attached (model.to(memory_format=...) changes them); call detach(), and attach the "
                     "model as it is now, with a new optimizer"
                 )
@@ -194,16 +180,12 @@ class ShardedStep:
         self._check(self)
         if closure is not None:
             loss = mean_loss(self._kv, loss)
-        changed = {one for group in self.optimizer.param_groups for one in _with_gradient(group)}
+        groups = self.optimizer.param_groups
+        changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
         with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # a user's hook may raise
             self._wrapped()
-        for number, exchange in enumerate(self._exchanges):
-            if not changed.isdisjoint(exchange.slots):
-                call = text_call("optimizer.step", f"{self._prefix} {number} {exchange.counts}", "weights of shards")
-                run = partial(self._exchange, exchange, changed)
-                self._kv._collective(call.verb, lambda *prepared: prepared, call, run)
-        for parameter in changed:  # as a step of torch's: backward through an older graph must refuse to run
-            torch.autograd.graph.increment_version(parameter)
+        if changed:
+            self._exchange(changed)
         self._sync.weights.accept()
         return loss
 
@@ -227,15 +209,14 @@ class ShardedStep:
                 if part.shard is not None:
                     part.shard.grad = None
 
-    def _exchange(self, exchange: _Exchange, changed: Set[Any]) -> None:
-        """Send this rank's parts to all ranks, and fill ``changed`` parameters with all parts. Collective."""
-        for parameter, slot in exchange.slots.items():
-            part, size = self._parts[parameter], parameter.element_size()
-            low, high = part.low * size, part.high * size
-            slot[low:high] = _bytes_of(parameter)[low:high]
-        self._kv._transport.all_gather(exchange.memory, exchange.counts)
-        for parameter in changed & exchange.slots.keys():
-            _bytes_of(parameter)[:] = exchange.slots[parameter]
+    def _exchange(self, parts: Sequence[_Part]) -> None:
+        """Fill all ranks' parameters with all parts, by a sum of each owner's part and zeros of others. Collective."""
+        for part in parts:
+            if part.shard is not None:
+                part.of(part.buffer).copy_(part.of(part.parameter))
+        self._kv.pushpull([part.key for part in parts], None, [row_of(part.parameter) for part in parts])
+        for part in parts:  # as a step of torch's: backward through an older graph must refuse to run
+            torch.autograd.graph.increment_version(part.parameter)
 
     # --- State
 
@@ -291,11 +272,6 @@ class ShardedStep:
         return whole
 
 
-def _bytes_of(parameter: Any) -> Array:
-    """Return a parameter's bytes, in place and in the order of memory. Local."""
-    return np.asarray(row_of(parameter).view(torch.uint8))
-
-
 def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
     """Return the parameters of an optimizer's group that have a gradient; only these change in a step."""
     return [one for one in group["params"] if one.grad is not None and one.numel()]
@@ -321,15 +297,26 @@ def _join_state(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str
     return joined
 
 
-def _balance(costs: Sequence[int], ranks: int) -> list[int]:
+def _cost_of_update(parameter: Any) -> float:
+    """Return about how many multiplications an update of a whole parameter takes, to balance ranks. Local.
+
+    A matrix costs the matrix products of Muon; any other parameter costs one per element.
+    """
+    if parameter.dim() != 2:
+        return float(parameter.numel())
+    short, long = sorted(parameter.shape)
+    return float(short * short * (2 * long + short) + short * long)
+
+
+def _balance(costs: Sequence[float], ranks: int) -> list[int]:
     """Return an owner for each cost: the largest goes first, to the rank with the least sum so far. Local.
 
     Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
 
-    >>> _balance([1, 5, 2, 3], 2)
+    >>> _balance([1.0, 5.0, 2.0, 3.0], 2)
     [0, 0, 1, 1]
     """
-    loads, owners = [0] * ranks, [0] * len(costs)
+    loads, owners = [0.0] * ranks, [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
         owners[place] = min(range(ranks), key=loads.__getitem__)
         loads[owners[place]] += costs[place]
