@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from ..cluster.waiting import Waiting, Waits
 from ..engine.keys import Entry
 from ..errors import PeerFailed, Stalled, TransportError, noted
 from ..protocols import Array, Key
-from ..transports.rpc import Endpoint
+from ..transports.rpc import Endpoint, Request
 
 NUMBERS = np.dtype(np.int64)
 """Dtype of an answer that lists ranks."""
@@ -77,6 +76,8 @@ class AsyncClient:
         self._tickets = self._epoch = 0
         self._outstanding: dict[int, _Outstanding] = {}
         self._failures: dict[Key, BaseException] = {}
+        self._arrived: list[Request] = []
+        """The replies of a message that are not taken yet, the first one last."""
         self.seen: dict[Key, int] = {}
         """The version of each key in the last answer about it."""
         self.slowest = 0
@@ -148,8 +149,11 @@ class AsyncClient:
         if (failure := self._endpoint.failure) is not None:
             raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
         self._endpoint.flush()
-        # All that have come, not one: answers of several owners come in any order.
-        for reply in chain.from_iterable(iter(self._endpoint.take_replies, [])):
+        # All that have come, not one: answers of several owners come in any order. They are kept: one that cannot be
+        # taken, as for an array that is read-only by now, raises and leaves those after it.
+        while self._arrived or (found := self._endpoint.take_replies()):
+            self._arrived = self._arrived or found[::-1]
+            reply = self._arrived.pop()
             ticket, version, slowest, outcome = reply.head[:4]
             outstanding = self._outstanding.get(ticket)
             # Never guess: a reply to another request would fill the wrong array.
