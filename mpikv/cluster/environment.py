@@ -165,6 +165,9 @@ def lengthen_tcp_reads(environ: MutableMapping[str, str] = os.environ) -> None:
     >>> lengthen_tcp_reads(environ := {})
     >>> environ
     {'UCX_TCP_RX_SEG_SIZE': '1m'}
+    >>> lengthen_tcp_reads(environ := {"UCX_TCP_TX_SEG_SIZE": "4m"})
+    >>> environ
+    {'UCX_TCP_TX_SEG_SIZE': '4m'}
     """
     # It takes 64 KiB by default. Beside a computing thread a rank comes to MPI a few hundred times a second. UCX does
     # not start where it may send more at once than it takes.

@@ -86,7 +86,8 @@ def start_mpi(launch: Launch) -> Any:
     version = mpi.Get_library_version()
     if launch.size != 1 and (mismatch := _find_mismatch(version)):
         raise ConfigError(_describe_launcher(launch, version, mismatch))
-    lengthen_tcp_reads()
+    if "MPICH" in version:
+        lengthen_tcp_reads()
     # As mpi4py would start it at its import: a program may have set another level of threads.
     if rc.threads:
         mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))

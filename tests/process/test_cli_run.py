@@ -69,6 +69,7 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (MPICH, {"size": 16, "uid": 0}, "-n 16", threads(1) | ALL),
     (MPICH, {"tag": True}, "-n 4 -prepend-rank", threads(2) | ALL),
     (MPICH, {"hosts": {"a": 3, "b": 1}}, "-n 4 -hosts a:3,b:1", threads(2) | READS),
+    (MPICH, {"tasks": (2, 2), "environ": {"UCX_TCP_TX_SEG_SIZE": "4m"}}, "-n 4", threads(4) | ALL),
     (MPICH, {"environ": {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": ""}}, "-n 4", {}),
     (MPICH, {"size": 6, "tasks": (4, 2)}, "-n 6", threads(2) | READS),
     (OPENMPI, {}, "-n 4", threads(2) | FREE),
