@@ -140,7 +140,7 @@ class ShardedStep:
         """Yield each parameter with the range of its elements that this rank owns. Local."""
         sizes = [parameter.numel() for _, parameter in named]
         if self._is_whole:
-            owners = _balance([_cost_of_update(parameter) for _, parameter in named], self._kv.size)
+            owners = _balance(sizes, self._kv.size)
             for one, size, owner in zip(named, sizes, owners, strict=True):
                 yield one, (0, size if owner == self._kv.rank else 0)
             return
@@ -297,26 +297,15 @@ def _join_state(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str
     return joined
 
 
-def _cost_of_update(parameter: Any) -> float:
-    """Return about how many multiplications an update of a whole parameter takes, to balance ranks. Local.
-
-    A matrix costs the matrix products of Muon; any other parameter costs one per element.
-    """
-    if parameter.dim() != 2:
-        return float(parameter.numel())
-    short, long = sorted(parameter.shape)
-    return float(short * short * (2 * long + short) + short * long)
-
-
-def _balance(costs: Sequence[float], ranks: int) -> list[int]:
+def _balance(costs: Sequence[int], ranks: int) -> list[int]:
     """Return an owner for each cost: the largest goes first, to the rank with the least sum so far. Local.
 
     Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
 
-    >>> _balance([1.0, 5.0, 2.0, 3.0], 2)
+    >>> _balance([1, 5, 2, 3], 2)
     [0, 0, 1, 1]
     """
-    loads, owners = [0.0] * ranks, [0] * len(costs)
+    loads, owners = [0] * ranks, [0] * len(costs)
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
         owners[place] = min(range(ranks), key=loads.__getitem__)
         loads[owners[place]] += costs[place]
