@@ -16,8 +16,9 @@ kv = mpikv.create(timeout=10)
 kv.init("w", np.zeros(2))
 rank = os.getpid()
 atexit.register(lambda: os.getpid() == rank or os.write(writer, b"!"))
+CLOSED = "with contextlib.suppress(mpikv.Closed): kv.push('w', np.ones(2)); sys.exit(1)"
 REFUSED = "with contextlib.suppress(mpikv.Unsupported): mpikv.create(timeout=2); sys.exit(1)"
-ends = {"sys.exit(0)": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1, "pass": 0, REFUSED: 0}
+ends = {"sys.exit(0)": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1, "pass": 0, CLOSED: 0, REFUSED: 0}
 for end, status in ends.items():
     reader, writer = os.pipe()
     if not (child := os.fork()):
