@@ -110,7 +110,7 @@ class Endpoint:
         """Return the replies of the next message, if it has arrived, else none. Local."""
         self.failure: BaseException | None = None
         """The exception that ended the thread; None if :meth:`stop` did."""
-        self._ending = False
+        self._ending, self._flushed = False, 0.0
         self._thread = present().thread(self._work, "mpikv rpc")
 
     def start(self) -> None:
