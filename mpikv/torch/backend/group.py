@@ -85,7 +85,7 @@ def _keep_dynamo_out() -> None:
         _kept_out = True
 
 
-class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     """The group that ``init_process_group("mpikv")`` and ``new_group(backend="mpikv")`` return.
 
     Its calls are collective: every rank makes them in the same order. They return a :class:`~.queue.Work`.

@@ -30,7 +30,7 @@ from ...cluster.tracebacks import hide_frames, place_here
 from ...errors import Closed, Unsupported, noted
 
 
-class Work(dist.Work):  # type: ignore[misc]
+class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch, so of no known type
     """A call, and its result. All methods are local."""
 
     def __init__(self, describe: Callable[[], str], result: Any, queue: Queue) -> None:
