@@ -508,6 +508,8 @@ class Here:
     def __init__(self) -> None:
         self.jobs: dict[tuple[int, bool], Job] = {}
         self.broken: dict[tuple[int, bool], str] = {}
+        self.left: dict[tuple[int, bool], list[pytest.Item]] = {}
+        """What jobs of this kind have still to run, in order."""
         self.counts: dict[int, list[int]] = {}
         self.shared_before = shared_memory()
 
@@ -530,12 +532,12 @@ class Here:
         """Start the jobs of simulated ranks, which need no launcher: they run beside everything else."""
         if session.config.option.collectonly or session.testsfailed:
             return
-        rests: dict[int, list[pytest.Item]] = {}
         for item in session.items:
-            if is_simulated(item) and not is_skipped(item):
-                rests.setdefault(ranks_of(item), []).append(item)
-        for size, rest in rests.items():
-            self.jobs[size, True] = SimulatedJob(session.config, size, rest)
+            if ranks_of(item) > 1 and not is_skipped(item):
+                self.left.setdefault((ranks_of(item), is_simulated(item)), []).append(item)
+        for kind, items in self.left.items():
+            if kind[1]:
+                self.jobs[kind] = SimulatedJob(session.config, kind[0], items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -551,24 +553,19 @@ class Here:
         size, simulated = kind = ranks_of(item), is_simulated(item)
         if kind in self.broken:
             return failure(item, self.broken[kind])
-        items = item.session.items
-        rest = [
-            other
-            for other in items[items.index(item) :]
-            if (ranks_of(other), is_simulated(other)) == kind and not is_skipped(other)
-        ]
         if not simulated and why_no_mpi():
             self.broken[kind] = why_no_mpi()
             return failure(item, why_no_mpi())
         if kind not in self.jobs:
-            self.jobs[kind] = (SimulatedJob if simulated else Job)(item.config, size, rest)
+            self.jobs[kind] = (SimulatedJob if simulated else Job)(item.config, size, self.left[kind])
         job = self.jobs[kind]
         reports = job.follow(item)
+        self.left[kind].pop(0)
         if not job.begun:
             self.broken[kind] = f"not run: a job of {size} ranks does not start"
         if any(report.failed for report in reports):
             del self.jobs[kind]
-        elif len(rest) == 1:
+        elif not self.left[kind]:
             problem = self.jobs.pop(kind).finish()
             if problem:
                 reports[-1] = failure(item, problem, "teardown")[0]
