@@ -20,7 +20,7 @@ from .errors import ConfigError, brief, known_names, text_of
 
 
 def number(default: Any, interval: str) -> Any:
-    """Return a dataclass field that takes a number in an interval, such as ``"[0, 1)"``; None only as its default."""
+    """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``, or None if the default."""
 
     def check(where: str, value: Any) -> float | None:
         if value is None and default is None:
@@ -31,17 +31,17 @@ def number(default: Any, interval: str) -> Any:
 
 
 def flag(default: bool) -> Any:
-    """Return the field of a truth value."""
+    """Return a dataclass field, checked later, for a truth value."""
     return field(default=default, metadata={"check": check_switch})
 
 
 def count(default: Any = MISSING, low: int = 0) -> Any:
-    """Return the field of a whole number that is not below ``low``."""
+    """Return a dataclass field, checked later, for a whole number that is not below ``low``."""
     return field(default=default, metadata={"check": partial(check_whole, low=low)})
 
 
 def choice(default: str, known: Sequence[str]) -> Any:
-    """Return the field of one of the known words."""
+    """Return a dataclass field, checked later, for one of the known words."""
     return field(default=default, metadata={"check": lambda where, value: check_choice(where, value, known)})
 
 

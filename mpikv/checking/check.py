@@ -262,7 +262,7 @@ class Check(Standing):
         self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))
 
     def await_end(self) -> None:
-        """Compare calls not compared yet, the end of the program last, without a deadline. Collective.
+        """Compare calls not compared yet, last the end that :meth:`announce_end` has posted; no deadline. Collective.
 
         Raises:
             RankMismatch: a rank makes another call.

@@ -125,9 +125,9 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run ``step`` with a GPU transport, after the current stream, and wait; an error ends the checks. Collective.
+        """Run a step that ranks agreed on by a GPU transport, and wait; an error not settled ends checks. Collective.
 
-        Ranks have agreed on it. The first one connects the GPUs.
+        It runs after the work on the current stream. The first one connects the GPUs.
         """
         try:
             self.mover = self.mover or self._check.join_gpus(self._memory, self._nccl)

@@ -310,7 +310,7 @@ def _identity(file: int) -> tuple[int, ...]:
 
 
 def _read_header(file: int) -> bytes:
-    """Return the text of a file's header; CheckpointError if the file is none, or is truncated. Local."""
+    """Return a file's header, as bytes; CheckpointError if it is no regular file, or of an impossible length. Local."""
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError("it is not a file")

@@ -66,7 +66,7 @@ def is_tensor(tree: Any) -> bool:
 
 
 def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> Any:
-    """Return a state from JSON's types; ``take`` returns its next array, of a dtype and shape. Local.
+    """Return a state from JSON's types and its arrays: ``take`` returns these one by one, of a dtype and shape. Local.
 
     A forged one may raise any error.
     """

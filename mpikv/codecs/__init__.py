@@ -60,7 +60,7 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
-from .options import as_codec
+from .options import check_codec
 from .topk import TopK
 
 __all__ = [
@@ -116,7 +116,7 @@ def create(compression: Any) -> Codec | None:
     if isinstance(compression, str):
         compression = {"type": compression}
     if not isinstance(compression, Mapping):
-        return as_codec(compression, _WANTED)
+        return check_codec(compression, _WANTED)
     if "type" not in compression:
         raise ConfigError(f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted(_KINDS))})")
     return _create_named(**compression)
@@ -132,6 +132,6 @@ def _create_named(type: object, error_feedback: object = True, **options: Any) -
     check_switch("error_feedback", error_feedback)
     known = [*inspect.signature(kind).parameters, "error_feedback"]
     check_names(f"option of compression {type!r}", options, known)
-    codec = as_codec(kind(**options), _WANTED)
+    codec = check_codec(kind(**options), _WANTED)
     # A registered codec may bring feedback of its own; two would subtract the error twice.
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

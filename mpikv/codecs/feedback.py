@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
-from .options import SamePayloads, Scratch, as_codec
+from .options import SamePayloads, Scratch, check_codec
 
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
@@ -36,7 +36,8 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
         >>> total, residual.round(1)
         (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
     """
-    as_codec(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
+    advice = "; mpikv.codecs.create() makes one of a name"
+    check_codec(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", advice)
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
     return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)

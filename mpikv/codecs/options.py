@@ -44,12 +44,12 @@ class SamePayloads:
         return repr(self.codec)
 
 
-def as_codec(codec: Any, wanted: str, advice: str = "") -> Codec:
+def check_codec(codec: Any, wanted: str, advice: str = "") -> Codec:
     """Return the object itself; TypeError if it lacks an attribute or a method of a codec.
 
     ``wanted`` begins the error: the accepted values.
 
-    >>> as_codec("2bit", "ErrorFeedback takes a codec")
+    >>> check_codec("2bit", "ErrorFeedback takes a codec")
     Traceback (most recent call last):
     TypeError: ErrorFeedback takes a codec, not '2bit'
     """

@@ -38,7 +38,7 @@ _FUNCTIONS = {op: function.reduce for op, function in _UFUNCS.items()}
 _BLOCK = 1 << 15
 
 
-def check(op: Op, dtype: np.dtype[Any]) -> None:
+def check_reduction(op: Op, dtype: np.dtype[Any]) -> None:
     """Raise Unsupported if numbers of this dtype have no such reduction. Local."""
     exact, name = dtype.kind in "biu", name_of(dtype)
     if op is Op.MEAN and exact:

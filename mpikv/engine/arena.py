@@ -227,11 +227,11 @@ class Arena:
         """
         self.release(leaving)
         groups = self._plan_new_blocks(requests, alone)
-        coming = sum(self._nbytes(group.dtype, group.starts[-1]) for group in groups)
+        bytes_to_come = sum(self._nbytes(group.dtype, group.starts[-1]) for group in groups)
         listed: dict[int, Place] = {}
         for dtype, numbers, starts in groups:
-            block = self._add_block(dtype, coming, starts)
-            coming -= self._nbytes(dtype, starts[-1])
+            block = self._add_block(dtype, bytes_to_come, starts)
+            bytes_to_come -= self._nbytes(dtype, starts[-1])
             for number, start in zip(numbers, starts, strict=False):
                 listed[number] = Place(block, start, requests[number][1])
         places: list[Place] = []
@@ -246,8 +246,8 @@ class Arena:
         return places
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """At a MemoryError in a with block, alike on all ranks, restore segments, holes and blocks; raise it. Local."""
+    def restored_on_memory_error(self) -> Iterator[None]:
+        """In a with block: a MemoryError, which all ranks have, puts back segments, holes and blocks. Local."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -260,7 +260,7 @@ class Arena:
     def release(self, places: Sequence[Place]) -> None:
         """Free places for later values, contents unchanged; a block without values left ends. Local.
 
-        The caller zeroes the state and residuals of places in shared blocks: these blocks live on for other values.
+        The caller zeroes the state and residuals of places in blocks that values share: these live on for other values.
         """
         # Before the new places are taken: a value that starts anew may get its old one.
         for block, start, size in ((place.block, place.start, place.size) for place in places):
@@ -336,14 +336,15 @@ class Arena:
         self._pools[block.index] = block
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
-    def _add_block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
-        """Add and return a block for values that begin at ``starts``; the last of these is where they end. Collective.
+    def _add_block(self, dtype: np.dtype[Any], bytes_to_come: int, starts: Sequence[int]) -> Block:
+        """Add and return a block without values, in a hole (old bytes) or a new segment. Collective if that is new.
 
-        ``coming``: bytes of segments that this request is still to take, for this block and those after it.
+        Its values will begin at ``starts``; the last of these is where they end. ``bytes_to_come``: those of segments
+        that this request is still to take, for this block and those after it.
         """
         size = starts[-1]
         nbytes = self._nbytes(dtype, size)
-        number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._add_segment(nbytes, coming)
+        number, start, *_ = self._holes.take(_BYTES, nbytes, 1) or self._add_segment(nbytes, bytes_to_come)
         cell, line = self._grid(dtype)
         length = self._padded(dtype, size)
         values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)
@@ -392,13 +393,13 @@ class Arena:
         """Return the bytes that a block for so many elements takes of a segment."""
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
-    def _add_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
+    def _add_segment(self, nbytes: int, bytes_to_come: int) -> tuple[int, int]:
         """Add a segment of at least both sizes, free beyond ``nbytes``; return its number, and byte 0. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())
         # At once for all that is still to come in this request: each allocation is a collective of its own.
-        wanted = max(nbytes, coming)
+        wanted = max(nbytes, bytes_to_come)
         wanted += wanted // 16 if self._ended else 0
         segment = self._transport.allocate(max(wanted, min(total // 8, _LARGEST_GROWTH), _SMALLEST_SEGMENT))
         number = next(self._numbers)

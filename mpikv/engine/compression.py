@@ -68,13 +68,13 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
 
 
 def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
-    """Raise unless this rank's arrays can be compressed; allocate missing residuals and sums. Local; waits for GPUs.
+    """Raise Unsupported, ValueMismatch or NotFinite for arrays to compress; else allocate residuals and sums. Local.
 
     Raises:
         MemoryError: there is no room.
         Unsupported: a value is not of half or single precision.
         ValueMismatch: the keys bring lists of different lengths.
-        NotFinite: an element is NaN, infinite or too large.
+        NotFinite: an element is NaN, infinite or too large. For this it waits for a GPU.
     """
     for entry in plan.entries:
         if entry.dtype.name not in _DTYPES:
@@ -195,17 +195,23 @@ class RangeCompression:
             messages = {bucket: self._cut_messages(bucket) for bucket in plan.buckets}
             self._messages_of[plan] = messages
         # To read flags in a message the host would wait for the GPU, so there ranks exchange list lengths beforehand.
-        lengths = None
+        list_lengths = None
         if not self._memory.is_host:
-            lengths = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
-        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, lengths)
+            list_lengths = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
+        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, list_lengths)
 
     def _sum(
-        self, plan: Plan, bucket: Bucket, messages: Sequence[_Message], layers: Layers, lengths: Sequence[int] | None
+        self,
+        plan: Plan,
+        bucket: Bucket,
+        messages: Sequence[_Message],
+        layers: Layers,
+        list_lengths: Sequence[int] | None,
     ) -> Array:
         """Return this rank's sum of a bucket, in scratch memory; exchange packed arrays; change residuals. Collective.
 
-        ``lengths`` has the length of each rank's lists, where messages do not state it.
+        ``messages`` are layouts, equal on all ranks. ``list_lengths`` has how many arrays each rank's lists have, where
+        messages do not state it.
         """
         share = bucket.shard
         total = self._total[: share.high - share.low]
@@ -224,7 +230,7 @@ class RangeCompression:
                 send = self._transport.send_buffers[self._transport.slot][: message.nbytes]
                 # In rank order, so that sums do not depend on who is first.
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
-                    flags = part[0] if lengths is None else _flags(position, lengths[rank])
+                    flags = part[0] if list_lengths is None else _flags(position, list_lengths[rank])
                     more |= bool(flags & _MORE)
                     if flags & _PRESENT:
                         for each in message.own:

@@ -83,7 +83,7 @@ class Values:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
         known = [key for key in keys if key in self.table]
-        with self._arena.undone():
+        with self._arena.restored_on_memory_error():
             requests = [(array.dtype, array.size) for array in arrays]
             # Rows are addressed in the state, too: it must be there for all elements of such a block.
             by_rows = {number for number, key in enumerate(keys) if key in sparse}
@@ -125,12 +125,12 @@ class Values:
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Remove keys and free their places; zero their state in shared blocks. Collective."""
+        """Remove keys, free their places; zero state and residuals in blocks that values share. Collective."""
         self._arena.release(self._remove(keys))
         self._arena.shrink()
 
     def _remove(self, keys: Sequence[Key]) -> list[Place]:
-        """Remove keys, drop all plans, and zero their state in shared blocks; return their places. Local."""
+        """Remove keys, drop plans, zero state and residuals in blocks that values share; return the places. Local."""
         if not keys:
             return []
         self._zero_state([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
@@ -264,10 +264,10 @@ class Values:
         """Return ``out``, or the read-only view if it is the value's memory; TypeError if in other values. Local."""
         if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
-        self.check_own(out)
+        self.check_apart(out)
         return out
 
-    def check_own(self, out: Array) -> None:
+    def check_apart(self, out: Array) -> None:
         """Raise TypeError if a host array to fill lies in the memory of values: it would overwrite one. Local."""
         if self._memory.is_host and self.is_view(out):
             raise TypeError(

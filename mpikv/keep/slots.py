@@ -124,7 +124,13 @@ class Slots:
         return begins
 
     def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
-        """Overwrite the commit before the newest by a new one, and flush it if commits shall outlive the host."""
+        """Write a commit over that of ``epoch`` - 2, flushed if it shall outlive the host; MemoryError without room.
+
+        It may enlarge the files.
+
+        Raises:
+            MemoryError: there is too little room; the files keep their commits.
+        """
         # The text may have grown: room is taken before the commit there is voided.
         begins, file = self.reserve(text, arrays), self._files[epoch % 2]
         _void(file)

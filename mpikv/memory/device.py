@@ -155,14 +155,14 @@ class DeviceMemory:
         self.order.check()  # as in to_host
         return found
 
-    def _warn_of_copies(self, array: Array) -> None:
-        """Warn, once per store, that host arrays are copied in every call. Local."""
+    def _warn_of_copies(self, host_array: Array) -> None:
+        """At a store's first host array, log that every call copies such arrays; later do nothing. Local."""
         if not self._warned:
             self._warned = True
             log(
                 "a host array (%s%s) is used with a store on %s, and every call copies such arrays; keep arrays on "
                 "the GPU",
-                array.dtype,
-                list(array.shape),
+                host_array.dtype,
+                list(host_array.shape),
                 self.gpu.name,
             )

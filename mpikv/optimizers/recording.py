@@ -134,7 +134,7 @@ class _Recorder:
         """
         self._lines, self._used = list[str](), set[str]()
         try:
-            trial, step, block = self._start(answers)
+            trial, step, block = self._make_stand_ins(answers)
             for part in self._parts:
                 getattr(trial, part)(step, block)
         except _Question as asked:
@@ -153,7 +153,7 @@ class _Recorder:
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
         """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Begin with no answers."""
-        trial, step, _ = self._start(answers)
+        trial, step, _ = self._make_stand_ins(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
         except _Question as asked:
@@ -166,11 +166,8 @@ class _Recorder:
         code = re.sub(numbers, lambda found: self.operand(_Number(self, found[0])), code)
         return (code,), f"(0, {', '.join(self.numbers)})"
 
-    def _start(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
-        """Return stand-ins of the optimizer, a step and a block that report here all that is done to them.
-
-        Earlier ones are forgotten.
-        """
+    def _make_stand_ins(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
+        """Return new stand-ins for optimizer, step and block, which report here all that is done to them. Local."""
         if len(answers) > _QUESTIONS:
             raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
         self._answers, options = answers, vars(self._optimizer)

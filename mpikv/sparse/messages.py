@@ -119,10 +119,10 @@ class Split:
         return _read_answers(answers, wanted, kinds, self._rank)
 
     def _send_numbers(self, numbers: Lists, kinds: Sequence[Kind], label: Hashable) -> tuple[list[list[Array]], Array]:
-        """Send row numbers to each other rank; return those received, and a table of the rows' bytes. Collective.
+        """Send row numbers to other ranks by host; return views of those received, and the rows' bytes. Collective.
 
-        Without a part for each rank, the numbers are for all. The table has one line per sender, and one column per
-        receiver, or one for all.
+        Without a part for each rank, the numbers are for all. The bytes are a table of one line per sender, and one
+        column per receiver, or one for all.
         """
         parts = self._drop_own(numbers)
         sizes = [sum(ids.size * kind.nbytes for ids, kind in zip(part, kinds, strict=False)) for part in parts]

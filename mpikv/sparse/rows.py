@@ -226,7 +226,7 @@ class Rows:
     # --- Updates
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
-        """Update this rank's elements of some rows by their sum; without an updater, zero those of others. Local."""
+        """Update this rank's elements of some rows by their sum; ASSIGN zeroes all others, sets ``nonzero``. Local."""
         updater = self._exchange.updater
         if updater.assigns:
             # Without an updater a push replaces the value, so rows outside of the sum become zero.

@@ -384,7 +384,7 @@ class NcclTransport(Unshared):
     # --- Agreement and ends
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether every rank passed the same token; not through the GPU. Raises earlier failures. Collective."""
+        """Return whether all ranks passed the same token, by hosts; raise earlier failures; one ends it. Collective."""
         self._check()
         try:
             agreed = self.control.agree(token)

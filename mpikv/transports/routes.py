@@ -35,7 +35,7 @@ class Routes(NamedTuple):
 
 
 def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
-    """Return the messages between hosts with a rank as a carrier of its host, and those with it as an owner. Local.
+    """Return the messages between hosts that a rank sends as a carrier, and those that it receives as an owner. Local.
 
     Every rank computes the same division.
 

@@ -58,7 +58,11 @@ class ControlVerbs:
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int]) -> PreparedCall:
-        """Prepare to make a communicator of some ranks; raise for bad ranks. Local; its run is collective."""
+        """Prepare to make a communicator of some ranks; its collective run returns ranks and communicator. Local.
+
+        Raises:
+            ConfigError: something is no rank, is there twice, or nothing is there.
+        """
         members, size = tuple(ranks), self._group.size
         if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
             raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {size - 1}")

@@ -237,7 +237,7 @@ class Operands:
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
         ]
         for array in (array for group in outs for array in group):
-            self._exchange.values.check_own(array)
+            self._exchange.values.check_apart(array)
         return widened(keys, [dtype for _, dtype in stored], outs, self._memory, result)
 
 

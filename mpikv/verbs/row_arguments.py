@@ -189,7 +189,7 @@ def _is_one(wanted: Any) -> bool:
 
 
 def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return checked requests for rows of a value: one per out, or new outs; one ``wanted`` serves all. Local."""
+    """Return a checked request for each out, or each ``wanted`` with a new out; a single ``wanted`` is for all outs."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     # Sorted and once each, so that two requests can be joined, and a row travels once.

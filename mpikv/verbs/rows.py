@@ -70,7 +70,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Prepare a push of rows, and a pull of these, or of all, into ``result``. Local; its run is collective."""
+        """Prepare a push of checked rows, and a pull of these, or of all, into ``result``. Its run is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -89,7 +89,7 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         asked, result = requests_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
-            self._exchange.values.check_own(each.out)
+            self._exchange.values.check_apart(each.out)
         return self.pull_rows(plan, asked, result, priority)
 
     # --- Call and run
@@ -106,7 +106,7 @@ class RowVerbs:
     def pushpull_rows(
         self, plan: Plan, given: Sequence[RowSparse], whole: Arrays | None, asked: Requests, result: Any, priority: Any
     ) -> PreparedCall:
-        """Prepare a push of rows, then a pull of ``whole`` values and of rows; may allocate. Its run is collective."""
+        """Prepare to push checked rows, then to pull ``whole`` values and rows; allocates. Its run is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
         # Before ranks agree: it takes the memory for the rows.

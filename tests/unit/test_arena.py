@@ -96,7 +96,7 @@ def test_what_lacks_memory_changes_nothing(arena, transport):
     places = arena.place([(FLOAT, 10), (FLOAT, 1 << 18), (INT, 7)])
     before, loads = spans(places), list(arena._load)
     transport.left = 0
-    with pytest.raises(MemoryError), arena.undone():
+    with pytest.raises(MemoryError), arena.restored_on_memory_error():
         arena.place([(FLOAT, 9), (FLOAT, 1 << 18), (FLOAT, 1 << 24)], leaving=places)
     transport.left = 1 << 40
     assert arena._load == loads

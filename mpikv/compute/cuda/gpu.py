@@ -424,7 +424,7 @@ class CupyGpu:
     @_translated()
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
         """Return each array's sum of squares and if it is finite, once rounded to a dtype; wait for the GPU. Local."""
-        sums, counts = norms.sum_squares([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         there = np.empty(sums.shape, sums.dtype)
         self.download(sums, there)
         squares, bad = norms.join_pieces(there).T.tolist()

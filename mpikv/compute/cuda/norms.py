@@ -20,8 +20,8 @@ CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
-def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
-    """Queue sums of squares and counts of bad numbers; return their GPU memory, and each array's number of cells.
+def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
+    """Queue sums of squares and counts of not finite numbers; return their GPU memory, and each array's cell count.
 
     Numbers are rounded to a dtype first, and bad if they are not finite then. One launch for up to 160 arrays of a
     dtype fills the memory, on the current stream.
@@ -55,7 +55,10 @@ def sum_squares(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tup
 
 
 def join_pieces(sums: Array) -> Array:
-    """Return two sums for each cell, from a host's copy of the sums of :func:`sum_squares`: numpy's last two halvings.
+    """Return each cell's sum of squares and count of not finite numbers, from a host's copy of its pieces' sums.
+
+    The pieces' sums are those of :func:`measure`; they are added as in numpy's last two halvings.
+
 
     >>> join_pieces(np.arange(16.0)).tolist()
     [[12.0, 16.0], [44.0, 48.0]]
@@ -69,7 +72,7 @@ def join_pieces(sums: Array) -> Array:
 def scale(arrays: Sequence[Array], factor: float) -> None:
     """Queue a multiplication of arrays in place, in float64, rounded once. Local.
 
-    On the current stream, with one launch for up to 160 arrays of a dtype. Arrays and errors as in :func:`sum_squares`.
+    On the current stream, with one launch for up to 160 arrays of a dtype. Arrays and errors as in :func:`measure`.
     """
     kinds: defaultdict[str, list[Array]] = defaultdict(list)
     for array in arrays:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ...arrays.arrays import bfloat16, name_of
 from ...collectives import operations
-from ...collectives.operations import Op, check
+from ...collectives.operations import Op, check_reduction
 from ...errors import Unsupported
 from ...protocols import Array
 
@@ -70,7 +70,7 @@ def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
 def _check_kind(op: Op, kind: Any) -> None:
     """Raise Unsupported unless tensors of a dtype have such a reduction. Cached. Local."""
     if kind in _OF_NUMPY or kind == torch.bfloat16:
-        check(op, flat(torch.empty(0, dtype=kind)).dtype)
+        check_reduction(op, flat(torch.empty(0, dtype=kind)).dtype)
     elif not (kind.is_complex and op.adds):
         raise Unsupported(f"there is no {op.value} of {kind} here; convert the tensor first")
 

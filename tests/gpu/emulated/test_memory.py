@@ -170,7 +170,7 @@ def test_rows_move_16_bytes_at_once() -> None:
 @pytest.mark.parametrize("rule", LAYERWISE)
 def test_norms_and_layers_move_16_bytes_at_once(rule: str) -> None:
     value = placed(65536, np.float32)
-    aligned(one(lambda: norms.sum_squares([value], [value.dtype])), {"value": value})
+    aligned(one(lambda: norms.measure([value], [value.dtype])), {"value": value})
     aligned(one(lambda: norms.scale([value], 2.0)), {"value": value})
     (first, _, descent), arrays = update(LAYERWISE[rule], value)
     for launch in (first, descent):
@@ -279,7 +279,7 @@ def test_rows_are_moved_and_added(width: int) -> None:
 def test_norms_and_scaling(dtype: str) -> None:
     for size, offset in LARGE:
         array, found = placed(size, FLOATS[dtype], offset), list[Any]()
-        launch = one(lambda array=array, found=found: found.append(norms.sum_squares([array], [array.dtype])[0]))
+        launch = one(lambda array=array, found=found: found.append(norms.measure([array], [array.dtype])[0]))
         check(launch, {"array": array, "sums": found[0]}, array=(1, 0), sums=(0, 1))
         check(one(lambda array=array: norms.scale([array], 2.0)), {"array": array}, array=(1, 1))
 
@@ -344,7 +344,7 @@ def test_launches_of_copies() -> None:
     kinds = [(np.float32, np.float32), (np.int64, np.int64), (np.float32, np.float64), (np.bool_, np.float64)] * 2
     pairs = [(placed(5, wanted), placed(5, dtype)) for dtype, wanted in kinds]
     assert len(run(lambda: copies.copy(*zip(*pairs, strict=True)))) == 3
-    assert len(run(lambda: norms.sum_squares([pairs[0][0]] * 400, [np.dtype(np.float32)] * 400))) == 3
+    assert len(run(lambda: norms.measure([pairs[0][0]] * 400, [np.dtype(np.float32)] * 400))) == 3
 
 
 @pytest.mark.parametrize(("count", "different", "launched"), [(44, 1, 3), (45, 1, 6), (40, 40, 9), (0, 1, 0)])
@@ -442,7 +442,7 @@ def test_rows_of_a_vast_table() -> None:
 def test_norms_and_scaling_of_a_vast_array() -> None:
     array, found = vast(np.float16), list[Any]()
     array[TAIL] = 2
-    run(lambda: found.extend(norms.sum_squares([array], [array.dtype])), norms.PIECES)
+    run(lambda: found.extend(norms.measure([array], [array.dtype])), norms.PIECES)
     assert found[1] == [65537]
     # The last cell has 4099 elements.
     assert norms.join_pieces(found[0].get()[-2 * norms.PIECES :])[-1].tolist() == [4 * 4099, 0]

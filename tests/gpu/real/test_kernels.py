@@ -321,7 +321,7 @@ def test_a_code_that_nobody_sends_says_nothing() -> None:
 
 
 def sums_of(arrays: Any, dtypes: Any) -> Any:
-    sums, counts = norms.sum_squares([there(array) for array in arrays], dtypes)
+    sums, counts = norms.measure([there(array) for array in arrays], dtypes)
     assert counts == [norms.cells_of(array.size) for array in arrays]
     return norms.join_pieces(sums.get())
 
