@@ -178,8 +178,8 @@ class RangeCompression:
         zeros = private_allocator(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
-        # By plan, weakly: the layout of messages lasts as long as the plan does.
-        self._messages_of = WeakKeyDictionary[Plan, dict[Bucket, Sequence[_Message]]]()
+        # Weakly: the layouts of a bucket's messages last as long as the bucket does.
+        self._messages_of = WeakKeyDictionary[Bucket, Sequence[_Message]]()
         if not self._memory.is_host:
             # The first exchange sets up NCCL's connections and may lack memory: here nothing is lost if it fails.
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
@@ -190,30 +190,20 @@ class RangeCompression:
         The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
         are not in the plan are undefined. They are valid until the next call.
         """
-        messages = self._messages_of.get(plan)
-        if messages is None:
-            messages = {bucket: self._cut_messages(bucket) for bucket in plan.buckets}
-            self._messages_of[plan] = messages
         # To read flags in a message the host would wait for the GPU, so there ranks exchange list lengths beforehand.
         list_lengths = None
         if not self._memory.is_host:
             list_lengths = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
-        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, list_lengths)
+        return lambda bucket: self._sum(plan, bucket, layers, list_lengths)
 
-    def _sum(
-        self,
-        plan: Plan,
-        bucket: Bucket,
-        messages: Sequence[_Message],
-        layers: Layers,
-        list_lengths: Sequence[int] | None,
-    ) -> Array:
+    def _sum(self, plan: Plan, bucket: Bucket, layers: Layers, list_lengths: Sequence[int] | None) -> Array:
         """Return this rank's sum of a bucket, in scratch memory; exchange packed arrays; change residuals. Collective.
 
-        ``messages`` are layouts, equal on all ranks. ``list_lengths`` has how many arrays each rank's lists have, where
-        messages do not state it.
+        ``list_lengths`` has how many arrays each rank's lists have, where messages do not state it.
         """
-        share = bucket.shard
+        share, messages = bucket.shard, self._messages_of.get(bucket)
+        if messages is None:
+            messages = self._messages_of[bucket] = self._cut_messages(bucket)
         total = self._total[: share.high - share.low]
         total.fill(0)
         block, start = _origin(plan, bucket)
