@@ -16,6 +16,7 @@ import fnmatch
 import functools
 import gc
 import json
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_li
 from mpikv.cli.watch import unused
 from mpikv.cluster.environment import visible_gpus
 from mpikv.cluster.runtime import present
+from mpikv.cluster.waiting import Waiting
 from mpikv.errors import MPIKVError
 from mpikv.testing.simulation.errors import Ended
 
@@ -150,7 +152,7 @@ class Launched:
         world = world_of_this_rank()
         self.config = config
         self.folder = folder
-        self.barrier = world.Dup().Barrier
+        self.world = world.Dup()
         write_terminal_to(config, f"{folder}/{world.rank}.out")
         if present().world is None:
             show_stacks(folder / f"{world.rank}.stack")
@@ -175,7 +177,8 @@ class Launched:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         # No rank begins a test before all have ended the one before, so that a crash is charged to the right test.
-        self.barrier()
+        # Not by Barrier, which keeps a core busy.
+        Waiting(math.inf).until(self.world.Ibarrier().Test, tuple)
         self.write("start", item.nodeid)
         result = yield
         self.write("finish", item.nodeid)
@@ -355,7 +358,7 @@ class Job:
             self.read()
             if condition() or ended or time.monotonic() > limit:
                 return condition()
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     def has_ended(self) -> bool:
         """Return whether the launcher ended or a rank failed: MPICH's launcher overlooks one dead rank in a hundred."""
