@@ -51,6 +51,8 @@ class Door:
         """Why the store has ended."""
         self.running = ""
         """The verb of the call that runs."""
+        self.failed_calls = 0
+        """How many calls have failed on all ranks, the same number on each; the store goes on after these."""
 
     # --- Guards
 
@@ -160,6 +162,7 @@ class Door:
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
         """End the store after an error that not all ranks know of, or of queued GPU work; complete its text. Local."""
         if is_settled(error):
+            self.failed_calls += 1
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)
             return

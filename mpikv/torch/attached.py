@@ -12,7 +12,7 @@ import torch
 
 from ..codecs import create as create_codec
 from ..creation import create
-from ..errors import ConfigError, MPIKVError, Unsupported, a_kind
+from ..errors import ConfigError, Unsupported, a_kind
 from ..keep.state import ObjectState
 from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
@@ -393,9 +393,8 @@ class Attached:
             return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), rest
         if not self._sharded:  # a sharded step has checked before: now shards stand in for the parameters
             self._check_gradients(optimizer)
-        with self._noting_missed_call():
-            if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
-                sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
+        if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
+            sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
         self._stepped[id(optimizer)] = sync.passes
         sync.note_step(optimizer)
         return None
@@ -408,15 +407,6 @@ class Attached:
         self._check_gradients(optimizer)
         return mean_loss(self.kv, loss)
 
-    @contextmanager
-    def _noting_missed_call(self) -> Iterator[None]:
-        """In a with block: if it raises MPIKVError, note a missed call, so that ``complete`` makes the rest. Local."""
-        try:
-            yield
-        except MPIKVError:
-            self._sync.note_missed_call()
-            raise
-
     def _refuse_in_backward(self) -> None:
         """Raise Unsupported on every rank if a backward runs here. Local otherwise."""
         if torch._C._current_graph_task_id() != -1:
@@ -426,17 +416,15 @@ class Attached:
         """Before a sharded step: raise unless gradients were exchanged; divide newly added parameters. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
-        with self._noting_missed_call():
-            if fault := sharded.find_fault():
-                self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
-            self._check_gradients(sharded.optimizer)
-            sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
+        if fault := sharded.find_fault():
+            self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
+        self._check_gradients(sharded.optimizer)
+        sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
 
     def _check_gradients(self, optimizer: Any) -> None:
         """Raise ConfigError on every rank if a gradient of the step was not exchanged. Local otherwise."""
         if why := self._sync.why_local or self._find_kept_back(optimizer):
-            with self._noting_missed_call():
-                self._sync.next_store.raise_on_all_ranks(ConfigError(why), "optimizer.step")
+            self._sync.next_store.raise_on_all_ranks(ConfigError(why), "optimizer.step")
 
     def _find_kept_back(self, optimizer: Any) -> str:
         """Return a message about a gradient of the step that was not exchanged; "" if there is none. Local."""

@@ -4,8 +4,8 @@ A pass is one call of ``backward()``. Its first hook begins it, and the autograd
 send buckets in one order: the root's order in the first pass. A gradient outside of this rank's graph is sent as it is,
 or as zeros; so ranks may use different parts of a model.
 
-A pass makes the same calls on every rank: one for each bucket, and the census. If an error cuts it short, this rank
-makes the remaining calls before the next collective call. So all ranks are at the same call again.
+A pass makes the same calls on every rank: one for each bucket, and the census. An error may leave ranks at different
+ones. So after any failed call of the store, all ranks meet before the next pass or step.
 """
 
 from __future__ import annotations
@@ -37,10 +37,6 @@ _FIRST_BUCKET = 1 << 20
 # The head of the census, summed over ranks: number of ranks, pass, pass squared, stamp of steps, stamp squared, and
 # ranks with weights changed outside of a step. Squares show differences that cancel in the sum.
 _HEAD = 6
-
-# The pass number of a pass cut short, and the task number of one that never began. The engine returns it outside of a
-# backward, too.
-_CUT = -1
 
 # Reasons why gradients may be one rank's alone.
 _KEPT_BACK = (
@@ -105,8 +101,8 @@ class BackwardSync:
         self._hook = torch.compiler.disable(_weak(self._take_gradient))
         self._callback = torch.compiler.disable(self._finish)
         self._task: int | None = None
-        self._failure_known = False
-        """Whether all ranks know of the pass's failure."""
+        self._failed_then = self._count_failed()
+        """Failed calls when the ranks last met."""
         self._arrived: dict[Gradient, tuple[Any, int]] = {}
         """The exchanged tensor of each gradient computed by this backward, and its version."""
         self._works: list[Any] = []
@@ -180,7 +176,7 @@ class BackwardSync:
 
     def _end_pass(self) -> None:
         """Forget the pass, so that the next hook begins another one. Local."""
-        self._task, self._sent, self._failure_known = None, 0, False
+        self._task, self._sent = None, 0
         self._arrived.clear()
         self._works.clear()
         for bucket in self.buckets:
@@ -201,16 +197,9 @@ class BackwardSync:
         return staged
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise an error on every rank in place of the pass's next call; count passes and steps anew. Collective."""
-        self._restart()
-        self.why_local, self._failure_known = _FAILED, True
-        # Before _end_pass(): which store makes the next call depends on the buckets sent so far.
-        store = self.next_store
-        if self._sent < len(self.buckets):
-            self._sent += 1
-        else:
-            self._end_pass()
-        store.raise_on_all_ranks(error, "backward")
+        """Raise an error on every rank in place of the pass's next call. Collective."""
+        self.why_local = _FAILED
+        self.next_store.raise_on_all_ranks(error, "backward")
 
     def forbid(self, text: str) -> NoReturn:
         """Raise Unsupported on every rank, as :meth:`refuse` does. Collective."""
@@ -258,8 +247,7 @@ class BackwardSync:
             self.seconds_waited += perf_counter() - began
             self.why_local = ""
         except MPIKVError as error:
-            self._restart()
-            self.why_local, self._failure_known = _FAILED, self._task is not None
+            self.why_local = _FAILED
             if isinstance(error, RankMismatch) and not in_step:
                 noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
@@ -283,11 +271,7 @@ class BackwardSync:
         if len(settled) < len(self.gradients):
             arrived = [gradient for gradient in self._arrived if gradient.buffer is None]
             unused = [one for one in reversed(self.gradients) if one.buffer is None and one not in self._arrived]
-            try:
-                self.make_buckets([*arrived, *unused])
-            except MPIKVError:
-                self._end_pass()  # the failed call was the last of the pass on every rank
-                raise
+            self.make_buckets([*arrived, *unused])
             brought |= {gradient: self._stage(gradient) for gradient in (*arrived, *unused)}
             self._send(complete=False)
         return [brought[gradient] for gradient in self.gradients]
@@ -299,48 +283,53 @@ class BackwardSync:
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
         self.made += 1
 
-    # --- A pass that was cut short
-
-    def note_missed_call(self) -> None:
-        """Note that a failed call took the place of the first of the others' pass: the rest is still to make. Local."""
-        self._restart()
-        if self._task is None and self.buckets:
-            self._task, self._sent = _CUT, 1
+    # --- After an error
 
     @property
     def next_store(self) -> KVStore:
         """The store of the next call of a pass."""
         return self._sums if self._sent < len(self.buckets) else self._kv
 
-    def complete(self) -> None:
-        """Make the remaining calls of a pass cut short, so that all ranks are at the same call again. Collective."""
-        if self._task is None:
-            return
-        if self._task == torch._C._current_graph_task_id() != _CUT:
-            self.forbid("a call was made in a hook of a backward; make it when backward has returned")
-        self._restart()
-        if self._task != _CUT and not self._failure_known and self._announce_failure():
-            return
-        rest, works = self.buckets[self._sent :], self._works.copy()
-        self._end_pass()
-        for bucket in rest:
-            unused = [np.empty_like(array) for array in bucket.arrays]
-            works.append(self._sums.pushpull(bucket.keys, None, unused, wait=False))
-        for work in works:
-            with suppress(RankMismatch, PeerFailed, NotFinite):  # other ranks may be in other passes
-                work.wait()
-        if any(gradient.buffer is None for gradient in self.gradients):
-            self._kv.check_equal("a backward that was cut short, before the first that was not", "backward")
-        else:
-            self._compare(_CUT, np.zeros(len(self.gradients), np.int64))
+    def _count_failed(self) -> int:
+        """Return the number of calls that have failed, the same on every rank. Local."""
+        return sum(store._door.failed_calls for store in {self._sums, self._kv})
 
-    def _announce_failure(self) -> bool:
-        """Raise in the other ranks' backward, not here; return whether that was the pass's last call. Collective."""
+    def complete(self) -> None:
+        """After a pass cut short, or a failed call of the store, bring all ranks to one call. Collective then."""
+        if self._task is None and self._count_failed() == self._failed_then:
+            return
+        if self._task == torch._C._current_graph_task_id():
+            self.forbid("a call was made in a hook of a backward; make it when backward has returned")
+        for work in self._works:
+            with suppress(RankMismatch, PeerFailed, NotFinite):  # other ranks may be in other calls
+                work.wait()
+        if self._count_failed() == self._failed_then:
+            self._announce_failure()
+        self._end_pass()
+        for store in dict.fromkeys([self._sums, self._kv]):
+            self._meet(store)
+        self._failed_then = self._count_failed()
+        self._restart()
+
+    def _announce_failure(self) -> None:
+        """Raise in the other ranks' backward, not here. Collective."""
         error = sys.exc_info()[1]
         handled = "" if error is None else f"; it handles {type(error).__name__}: {text_of(error)}"
         with suppress(MPIKVError):
             self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{handled}"))
-        return self._task is None
+
+    def _meet(self, store: KVStore) -> None:
+        """Wait for all ranks, whose queued buckets fail meanwhile; RankMismatch if one makes other calls. Collective.
+
+        Several buckets are queued; the first of them has failed by now, and each of the rest fails one call here.
+        """
+        for rest in reversed(range(max(1, len(self.buckets)))):
+            try:
+                store.check_equal("go on after an error", "backward")
+                break
+            except (RankMismatch, PeerFailed):
+                if not rest:
+                    raise
 
     # --- What ranks agree about
 
@@ -365,16 +354,16 @@ class BackwardSync:
 
     def _take_census(self, brought: Sequence[bool]) -> None:
         """Compare the ranks' passes; set a gradient that this rank lacks to the mean, or None if all do. Collective."""
-        self._compare(self.number, brought)
+        self._compare(brought)
         if all(brought):
             return
         for gradient, count in zip(self.gradients, self._totals[_HEAD:], strict=True):
             # None if no rank has one, as in a single process: then the optimizer leaves the parameter alone.
             gradient.parameter.grad = gradient.buffer if count else None
 
-    def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
+    def _compare(self, brought: Sequence[bool]) -> None:
         """Sum the census and take the root's buffers; RankMismatch if passes, steps or settings differ. Collective."""
-        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
+        self._census[:_HEAD] = 1, self.number, self.number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
         if self._model_buffers is not None and not self.blocking:
@@ -386,7 +375,7 @@ class BackwardSync:
         ranks, *found, _ = self._totals[:_HEAD].tolist()
         # Mean and mean of squares fit this rank's number only if the variance is 0. So all ranks raise, or none.
         if found != [ranks * own for own in self._census[1 : _HEAD - 1].tolist()]:
-            here = self._describe(number)
+            here = self._describe()
             self._restart()  # on every rank alike, so that training can go on
             if not self.blocking:
                 check_equal(self._kv, here, "backward", _ADVICE)
@@ -394,16 +383,16 @@ class BackwardSync:
                 f"backward: {_ADVICE}; rank {self._kv.rank} of {self._kv.size} is in {here.splitlines()[0]}"
             )
 
-    def _describe(self, number: int) -> str:
+    def _describe(self) -> str:
         """Return this rank's pass, steps and settings as a text, a line each, for ranks to compare. Local."""
-        place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
         settings = settings_of(self.weights.optimizers, {one.name: one.parameter for one in self.gradients})
         # The stamp is last: it can only say that settings differed in an earlier step.
-        return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
+        place, stamp = f"pass {self.number}, {self.made} steps", f"stamp of earlier settings {self.steps:06x}"
+        return "\n".join([place, *settings, stamp])
 
     def check_end(self, verb: str) -> None:
         """Compare the ranks' passes and steps; weights, too, unless a rank changed its own since a step. Collective."""
-        check_equal(self._kv, self._describe(self.number), verb, _ADVICE)
+        check_equal(self._kv, self._describe(), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
 

@@ -68,9 +68,8 @@ def test_a_model_is_attached_once(kv, update):
 
 @SEVERAL
 def test_a_model_is_attached_twice_on_one_rank(kv):
-    model, other = network(), network(1)
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv)
+    model, optimizer, _ = attached_pair(kv)
+    other = network(1)
     last_fails(kv, ConfigError, "is attached already", lambda: attach(model, kv=kv), lambda: attach(other, kv=kv))
     check_trains(kv, model, optimizer)
     check_attaches(kv)
@@ -524,11 +523,15 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
 @SEVERAL
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
-def test_a_rank_that_leaves_out_a_backward_and_steps(kv, update, passes):
-    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=64, steps=passes)
-    text = differ(kv, optimizer.step, lambda: loss_of(model, 0, kv).backward())
-    assert "optimizer.step" in text
+@pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
+@pytest.mark.parametrize("text", ["optimizer.step", "barrier", "torch1/"])
+def test_a_rank_that_makes_another_call_than_backward(kv, update, passes, bucket_bytes, text):
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=passes)
+    second, its_optimizer, _ = attached_pair(kv)
+    calls = {"barrier": kv.barrier, "optimizer.step": optimizer.step, "torch1/": loss_of(second, 0, kv).backward}
+    assert text in differ(kv, calls[text], lambda: loss_of(model, 0, kv).backward())
     check_trains(kv, model, optimizer)
+    check_trains(kv, second, its_optimizer)
 
 
 @SEVERAL
@@ -543,10 +546,7 @@ def test_a_rank_that_leaves_out_a_step(kv):
 def test_a_rank_that_has_a_batch_less(comm):
     def program() -> None:
         with mpikv.create(comm=comm, timeout=3) as kv:
-            model = network()
-            optimizer = sgd(model)
-            attach(model, optimizer, kv=kv)
-            train(model, optimizer, range(2 if is_last(kv) else 3), kv)
+            attached_pair(kv, steps=2 if is_last(kv) else 3)
 
     with pytest.raises((RankMismatch, PeerFailed)):
         program()
@@ -624,19 +624,13 @@ def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
 
 @SEVERAL
 def test_an_exception_in_backward_of_one_rank_that_ends(comm):
-    def program(kv: Any) -> None:
-        model = network()
-        optimizer = sgd(model)
-        attach(model, optimizer, kv=kv)
-        train(model, optimizer, range(2), kv)
-        break_backward(model, is_last(kv))
-
-    def program_with_a_store() -> None:
+    def program() -> None:
         with mpikv.create(comm=comm, timeout=3) as kv:
-            program(kv)
+            model, _, _ = attached_pair(kv, steps=2)
+            break_backward(model, is_last(kv))
 
     with pytest.raises(ArithmeticError if comm.rank == comm.size - 1 else Stalled):
-        program_with_a_store()
+        program()
 
 
 @SEVERAL
@@ -658,19 +652,14 @@ def test_an_exception_in_backward_that_is_handled_by_detach(kv, update):
 
 
 def test_add_refuses_what_is_there(kv):
-    model, second = network(), network(1)
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv)
-    other = attach(second, kv=kv)
-    fails(
-        kv, ConfigError, "'0.weight' is attached already", lambda: attached.add("0.weight", nn.Parameter(torch.ones(1)))
-    )
-    fails(kv, ConfigError, "'0.weight' is attached already", lambda: other.add("0.weight", nn.Parameter(torch.ones(1))))
+    model, optimizer, attached = attached_pair(kv)
+    second, one = network(1), nn.Parameter(torch.ones(1))
+    for each in (attached, attach(second, kv=kv)):
+        fails(kv, ConfigError, "'0.weight' is attached already", partial(each.add, "0.weight", one))
     fails(kv, ConfigError, "'new' is attached already", lambda: attached.add("new", model[0].weight))
     if kv.size > 1:
-        length = 2 + is_last(kv)
         with pytest.raises(RankMismatch):
-            attached.add("new", nn.Parameter(torch.ones(length)))
+            attached.add("new", nn.Parameter(torch.ones(2 + is_last(kv))))
     check_trains(kv, model, optimizer)
 
 
@@ -693,19 +682,15 @@ def test_join_needs_weights_that_every_rank_updates(kv):
 
 def test_gradients_that_were_never_exchanged(kv, update):
     model, optimizer, _ = attached_pair(kv, update=update)
-    for parameter, gradient in zip(
-        model.parameters(), torch.autograd.grad(loss_of(model, 0, kv), list(model.parameters())), strict=True
-    ):
+    own = torch.autograd.grad(loss_of(model, 0, kv), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), own, strict=True):
         parameter.grad = gradient
     fails(kv, ConfigError, "was not exchanged; compute it by backward", optimizer.step)
     check_trains(kv, model, optimizer)
 
 
 def test_a_layer_that_the_optimizer_alone_was_given(kv):
-    model = network()
-    optimizer = sgd(model, momentum=0)
-    attach(model, optimizer, kv=kv)
-    train(model, optimizer, range(2), kv)
+    model, optimizer, _ = attached_pair(kv, partial(sgd, momentum=0), steps=2)
     model[0] = nn.Linear(4, 5).double()
     optimizer.add_param_group({"params": model[0].parameters()})
     loss_of(model, 2, kv).backward()
@@ -720,8 +705,7 @@ def test_a_frozen_parameter_is_not_added(kv):
 
 def test_an_optimizer_in_backward(kv, update):
     model, optimizer, _ = attached_pair(kv, update=update, steps=2)
-    last = next(iter(model.parameters()))
-    handle = last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    handle = next(iter(model.parameters())).register_post_accumulate_grad_hook(lambda _: optimizer.step())
     fails(kv, Unsupported, "in a hook of a backward", lambda: loss_of(model, 2, kv).backward())
     handle.remove()
     check_trains(kv, model, optimizer)
