@@ -447,7 +447,8 @@ class AsyncKVStore(KVStore):
         """Run a rank's request on a value or the clocks; answer now, later or (TICK) never. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
-            self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
+            with self._board.on_worker():  # a rank that asks where this one is learns the updater's line
+                self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
             if tick:
                 self._act(rank, Kind.TICK, 0, rank, None, tick)
         elif kind == Kind.PULL:
@@ -461,7 +462,8 @@ class AsyncKVStore(KVStore):
         elif kind == Kind.LEAVE:
             self._clocks.leave(rank, ticket, number)
         else:
-            self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
+            awaited = self._client.awaits() if number else self._clocks.list_awaited(rank)
+            self._answer(rank, ticket, 0, np.array(awaited, NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""

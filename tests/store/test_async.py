@@ -665,18 +665,23 @@ def test_a_failed_push_is_told_by_a_collective_call(kv):
 
 @SEVERAL
 def test_a_store_after_one_in_which_ranks_were_late(caplog):
-    """A rank that warns asks for whom the owner waits, who is busy. Nothing of that comes to the next store."""
+    """A rank that warns asks the others, and names the owner that updates, with the updater's line. It names none that
+    waits for the owner, too. Nothing of that comes to the next store.
+    """
 
     def update(key, given, stored):
-        time.sleep(1.4)
+        time.sleep(1.4 if key == owner else 0)
         stored += given
 
     for _ in range(2):
-        with create(warn_after=0.1) as kv:
-            kv.init("w", np.zeros(4))
+        with create(warn_after=0.1, staleness=1) as kv:
+            owner = kv.size - 1
+            kv.init(list(range(kv.size)), [np.zeros(4)] * kv.size)
             kv.set_updater(update)
-            if kv.rank == 1:
-                kv.push("w", np.ones(4))
+            for _ in range(2 if kv.rank != owner else 0):
+                kv.push(owner if kv.is_root else 0, np.ones(4))
+            assert kv.rank == owner or re.search(rf"rank {owner} [^;]*test_async.py:\d+ in update", caplog.text)
+            assert "push: rank 0" not in caplog.text
         with create() as kv:
             kv.init("w", np.full(4, 5.0))
             for _ in range(10):
