@@ -60,6 +60,7 @@ _HOST_PATIENCE, _FRESH = 1.0, 1.0
 # What sets a rank or a host apart from a straggler.
 _GONE, _SILENT = "its process is gone", "does not answer"
 _PACKAGE = str(Path(__file__).parents[1])
+_STARTED = str(Path(_PACKAGE, "cli", "rank.py"))
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
@@ -245,8 +246,10 @@ def whereabouts(slot: Any) -> str:
         return f"its process {pid} {_SILENT}"
     # The caller's own line says more than a line of a library below it.
     own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
-    if lines[-1][0].startswith(_PACKAGE):  # the outermost frame is ours: Python runs an exit function
-        return "has reached the end of its program"
+    # The outermost frame is ours, or the line by which mpikv run starts us: no program runs any more.
+    if lines[-1][0].startswith(_PACKAGE) or (own == lines[-1:] and lines[-2:-1] and lines[-2][0] == _STARTED):
+        fails = any(name == "print_last" for _, _, name in lines)
+        return "prints the error that ends it" if fails else "has reached the end of its program"
     outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
 
