@@ -63,8 +63,8 @@ class Config:
     full_traceback: bool = flag(False)
     """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
     simulate_ranks_per_host: int = count(0)
-    """For tests and measurements: treat each group of so many ranks as a host of its own; 0 follows MPI. A variable
-    only, no argument of :func:`mpikv.create`."""
+    """For tests and measurements: treat each group of so many ranks as a host of its own; 0: what shares memory is
+    one. A variable only, no argument of :func:`mpikv.create`."""
     gpu_sharing: bool = flag(False)
     """For tests: ranks of a host share its GPUs if there are fewer GPUs than ranks. Measurements then mean nothing. A
     variable only."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..cluster.calls import text_of_note
 from ..cluster.lateness import COLUMNS, LABELS, PHASES, RING, Late, condense, find_late, phases_of, sums_of, window
-from ..cluster.shared_memory import BOARD, SHARED
+from ..cluster.runtime import SHARED
+from ..cluster.shared_memory import BOARD
 from ..cluster.status_board import LAYOUT, SLOT, call_of
 
 CALLS = "mpikv-calls-"

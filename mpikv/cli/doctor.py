@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..cluster.environment import forced_library, visible_gpus
 from ..cluster.mpi_library import may_read_processes, name_rivals, why_no_room
-from ..cluster.shared_memory import SHARED
+from ..cluster.runtime import SHARED
 from ..cluster.status_board import is_gone
 from ..errors import ConfigError, MPIKVError
 from .boards import CALLS, Boards, find_ranks

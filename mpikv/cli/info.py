@@ -212,7 +212,7 @@ def _describe_ranks(launch: Launch | None) -> Report:
         hosts: dict[str, list[int]] = {}
         for rank, host in enumerate(group.gather(platform.node())):
             hosts.setdefault(host, []).append(rank)
-        ranks = {"size": group.size, "hosts": hosts, "problem": group.divided or None}
+        ranks = {"size": group.size, "hosts": hosts}
         return {"chosen": _describe_choice(group, config), "ranks": ranks}
     finally:
         group.close()
@@ -240,7 +240,6 @@ def _lines(report: Report) -> Iterator[str]:
         rows += [
             ("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"].items()
         ]
-        rows += [("problem", text) for text in [report["ranks"]["problem"]] if text]
     yield from _table(rows)
     yield "\noptional packages"
     yield from _table([(name, text or "not installed") for name, text in report["optional"].items()], "  ")

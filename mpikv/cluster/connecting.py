@@ -35,8 +35,7 @@ from .mpi_library import (
 )
 from .printing import log
 from .process_group import ProcessGroup, warn_once
-from .runtime import present
-from .shared_memory import SHARED
+from .runtime import SHARED, present
 from .shutdown import abort_on_exception, wait_or_abandon, was_forked
 
 # Seconds that ranks wait for each other to import mpikv.torch; bytes of the first rank's address.
@@ -82,9 +81,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
             )
         if config.abort:
             abort_on_exception(mpi)
-    # Whoever asks for shared memory by name knows that the ranks are on one machine.
-    overrules_mpi = config.transport in ("hierarchical", "shm")
-    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, overrules_mpi=overrules_mpi)
+    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout)
     if group.size > 1 and mpi.COMM_WORLD.rank == 0:
         # mpikv run has already named rival libraries.
         rivals = name_rivals(mpi.Get_library_version()) if run_directory() is None else ""

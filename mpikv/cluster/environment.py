@@ -134,19 +134,6 @@ def forced_library(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("MPI4PY_LIBMPI", "")
 
 
-# Variables that make MPI libraries take ranks of one machine for ranks of several hosts.
-_DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_CLIQUES", "PMIX_SECURITY_MODE")
-
-
-def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return as NAME=VALUE the set variables that may make MPI take one machine's ranks for several hosts'.
-
-    >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
-    ['PMIX_SECURITY_MODE=native']
-    """
-    return [f"{name}={environ[name]}" for name in _DIVIDING if name in environ]
-
-
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
     """Unless MPI has started set MPICH's variable against single copies, if missing; return whether they are off.
 

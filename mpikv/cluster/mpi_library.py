@@ -18,8 +18,7 @@ from typing import Any
 
 from ..errors import ConfigError, TransportError, TransportUnavailable
 from .environment import Launch, advise_start, demands_munge, forced_library, lengthen_tcp_reads, offered_protocols
-from .runtime import system_function
-from .shared_memory import SHARED
+from .runtime import SHARED, system_function
 
 # Bytes of shared memory that MPICH 5 takes for each rank of a host in its start. Measured; linear from 1 to 32 ranks.
 _PER_RANK = 5_400_000

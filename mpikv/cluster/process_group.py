@@ -6,18 +6,15 @@ import atexit
 import os
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..errors import Closed, Stalled, mark_stalled
 from ..protocols import Array
-from .environment import dividing_variables
 from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
@@ -40,13 +37,11 @@ class ProcessGroup:
     It owns a duplicate of its communicator, so messages of two stores, or of a store and the caller, never meet.
     """
 
-    def __init__(
-        self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0, *, overrules_mpi: bool = False
-    ) -> None:
+    def __init__(self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0) -> None:
         """Collective over ``comm``; without one, the group is this process alone.
 
         If ``simulate_ranks_per_host`` is not 0, a host with more ranks is split into several hosts, which share
-        nothing. If MPI divides the ranks of one machine, ``overrules_mpi`` makes them share memory.
+        nothing.
 
         Raises:
             Stalled: not all ranks have come within ``timeout`` seconds.
@@ -57,8 +52,6 @@ class ProcessGroup:
         self.size = self.comm.size if self.comm else 1
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self._timeout = timeout
-        self.divided = ""
-        """MPI's division of the ranks of one machine over several hosts, as a warning; "" if there is none."""
         self.left = dict[int, str]()
         """The ranks that have ended the store, as far as :meth:`find_end` has found them, and why; the first first."""
         self._has_ended = False
@@ -77,16 +70,18 @@ class ProcessGroup:
         self.hosts: tuple[str, ...] = (present().host,)
         self.local_rank = 0
         if self.comm:
-            self._join_hosts(simulate_ranks_per_host, overrules_mpi)
+            self._join_hosts(simulate_ranks_per_host)
         else:
             self.host_cores = len(os.sched_getaffinity(0))
 
-    def _join_hosts(self, simulate_ranks_per_host: int, overrules_mpi: bool) -> None:
+    def _join_hosts(self, simulate_ranks_per_host: int) -> None:
         """Set hosts and local ranks; make host_comm, and a copy of comm for messages about failures. Collective."""
         # Apart from self.comm: after a late sum, others have a part of it pending there, and MPI could match it with
         # the next collective.
         self._control = self.comm.Dup()
-        machine = self._join_machine(overrules_mpi)
+        # Not by Split_type: some launches have MPI take the ranks of one machine for those of several.
+        machines = self.comm.allgather(present().machine)
+        machine = self.comm.Split(machines.index(present().machine), self.rank)
         # The union: a launcher may bind each rank to cores of its own.
         cores = len(set().union(*machine.allgather(tuple(os.sched_getaffinity(0)))))
         # Split even into one part: a rank with bad settings has defaults here, and must make the same collectives.
@@ -98,29 +93,6 @@ class ProcessGroup:
         self.host_ranks = tuple(self.host_comm.allgather(self.rank))
         hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
-
-    def _join_machine(self, overrules_mpi: bool) -> Any:
-        """Return a new communicator of this machine's ranks; if MPI divides them note it, and obey or warn. Collective.
-
-        MPI's division counts, unless this rank ``overrules_mpi``.
-        """
-        machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
-        # All ranks of one machine have the same host and boot; another container has its own host.
-        hosts = self.comm.allgather((machine.bcast(self.rank), f"{present().host} {boot_id() or self.rank}"))
-        machines = [name for _, name in hosts]
-        # The first rank of each rank's machine. All ranks of a host of MPI count as on the machine of its first rank.
-        first_of = {name: rank for rank, name in reversed([*enumerate(machines)])}
-        firsts = [first_of[machines[leader]] for leader, _ in hosts]
-        if not any(first != leader for first, (leader, _) in zip(firsts, hosts, strict=True)):
-            return machine
-        leaders = {leader for leader, _ in hosts}
-        self.divided = _tell_division(leaders, firsts, machines)
-        if self.rank == 0 and not overrules_mpi:
-            warn_once(self.divided)
-        # Split even where this rank does not insist, as with bad settings: others may, and Split is collective.
-        ours = self.comm.Split(firsts[self.rank] if overrules_mpi else hosts[self.rank][0], self.rank)
-        machine.Free()
-        return ours
 
     @property
     def one_host(self) -> bool:
@@ -270,27 +242,6 @@ def gather_texts(text: str, rank: int, size: int, all_gather: Callable[[Array, S
     joined[starts[rank] : starts[rank + 1]] = mine
     all_gather(joined, sizes.tolist())
     return [joined[begin:end].tobytes().decode() for begin, end in pairwise(starts)]
-
-
-def boot_id() -> str:
-    """Return the number of the system's start, the same in all containers of a machine; "" if the system has none."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else ""
-
-
-def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[str]) -> str:
-    """Return a warning about a machine that MPI divides into several hosts; ``leaders`` are their first ranks.
-
-    ``firsts`` has the first rank of its machine for each rank, ``machines`` the machines' names.
-    """
-    counts = Counter(firsts[leader] for leader in leaders)
-    first, hosts = counts.most_common(1)[0]
-    way, known = "shm" if hosts == len(leaders) else "hierarchical", dividing_variables()
-    cause = f"; set here, and known to cause this: {', '.join(known)}" if known else ""
-    return (
-        f"MPI reports {hosts} hosts for the {firsts.count(first)} ranks on {machines[first].split()[0]}, so they "
-        f"share no memory and some have the same local_rank; set MPIKV_TRANSPORT={way} to share memory{cause}"
-    )
 
 
 @cache

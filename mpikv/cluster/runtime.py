@@ -20,12 +20,24 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+SHARED = "/dev/shm"
+"""Where processes share files in memory. Containers of one machine may have one each."""
+
 
 class OfMessages(partial[bool]):
     """A condition that only the message-passing library can make true.
 
     The scheduler asks a simulated rank again when a message has come for it, not at every change on its host.
     """
+
+
+def _find_machine() -> str:
+    """Return the number of the system's start, the same in all its containers, and that of the files it can share."""
+    boot, device = platform.node(), 0
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        device = os.stat(SHARED).st_dev
+    return f"{boot} {device}"
 
 
 class Runtime:
@@ -49,6 +61,8 @@ class Runtime:
         """Objects of this rank's process until its end, by kind."""
         self.host = platform.node()
         """The name of this rank's host."""
+        self.machine = _find_machine()
+        """What the ranks that can share memory have in common, and no others."""
 
     @property
     def process(self) -> int:

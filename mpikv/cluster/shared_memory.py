@@ -23,9 +23,8 @@ import numpy as np
 from ..arrays.arrays import zeros
 from ..errors import TransportError, settled
 from ..protocols import Array, Group
-from .runtime import owned, system_function
+from .runtime import SHARED, owned, system_function
 
-SHARED = "/dev/shm"
 BOARD = ".board"
 """Ends the name of a status board's file. Other processes find it among the open files of a rank, after its name is
 gone: Python's ``mmap`` keeps it open.
@@ -84,7 +83,7 @@ def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str
             with suppress(FileNotFoundError):
                 os.unlink(path)
     if problems:
-        raise TransportError(f"{problems}. Start several containers with --ipc=host. {group.divided}".rstrip())
+        raise TransportError(f"{problems}; MPIKV_TRANSPORT=mpi needs no shared memory")
     return memory
 
 

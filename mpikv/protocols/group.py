@@ -20,8 +20,6 @@ class Group(Protocol):
     """How many cores the ranks of this host may use together."""
     hosts: tuple[str, ...]
     """Their names."""
-    divided: str
-    """A warning that the ranks of one machine count as ranks of several hosts; "" if they do not."""
 
     @property
     def one_host(self) -> bool:

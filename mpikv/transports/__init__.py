@@ -34,7 +34,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     if group.size == 1:
         return "local", "one rank"
     hosts = len(group.hosts)
-    where = f"ranks on {hosts} hosts{', as MPI reports' if group.divided else ''}"
+    where = f"ranks on {hosts} hosts"
     if asked == "shm" and not group.one_host:
         raise Unsupported(
             f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hierarchical'"

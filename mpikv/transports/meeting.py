@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..cluster.process_group import boot_id, gather_texts
+from ..cluster.process_group import gather_texts
 from ..cluster.runtime import present
 from ..cluster.shared_memory import allocate_shared
 from ..cluster.waiting import Waiting
@@ -42,7 +42,6 @@ class Words(Protocol):
 class HostGroup:
     """The :class:`~mpikv.protocols.Group` of ranks of one host that need no MPI."""
 
-    divided = ""
     one_host = threads = True
 
     def __init__(self, words: Words, rank: int, size: int, timeout: float) -> None:
@@ -61,12 +60,12 @@ class HostGroup:
         self.hosts: tuple[str, ...] = (present().host,)
         self._words: Words | None = words
         self._texts: ShmTransport | None = None
-        fact = json.dumps([boot_id() or present().host, present().host, sorted(os.sched_getaffinity(0))])
-        boots, hosts, cores = zip(*map(json.loads, self.exchange(fact)), strict=True)
-        if len(set(boots)) > 1:
-            places = ",".join(f"{hosts[boots.index(boot)]}:{number}" for boot, number in Counter(boots).items())
+        fact = json.dumps([present().machine, present().host, sorted(os.sched_getaffinity(0))])
+        machines, hosts, cores = zip(*map(json.loads, self.exchange(fact)), strict=True)
+        if len(set(machines)) > 1:
+            places = ",".join(f"{hosts[machines.index(one)]}:{number}" for one, number in Counter(machines).items())
             raise Unsupported(
-                f"{size} ranks on {len(set(boots))} hosts can share memory only by MPI; start them with  mpikv run "
+                f"{size} ranks on {len(set(machines))} hosts can share memory only by MPI; start them with  mpikv run "
                 f"-n {size} --hosts {places} SCRIPT"
             )
         # The union: a launcher may bind each rank to cores of its own.

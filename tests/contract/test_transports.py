@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.dealt import Dealt
+from support.dealt import dealt
 
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
@@ -115,7 +115,8 @@ class TestHostsInTurn(TestHosts):
     """The ranks are dealt to two hosts, so that no host has neighbouring ones."""
 
     def group(self, comm: Any) -> ProcessGroup:
-        return ProcessGroup(Dealt(comm))
+        with dealt(comm):
+            return ProcessGroup(comm)
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -79,7 +79,7 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
         name: {"available": True, "reason": None} for name in ("hierarchical", "local", "mpi", "shm")
     }
     assert found["chosen"] == {"transport": "local", "reason": "one rank"}
-    assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}, "problem": None}
+    assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}}
 
 
 def test_in_a_job_of_slurm(mpi: tuple[Library, Launcher]) -> None:
@@ -171,13 +171,8 @@ def test_two_ranks_print_once(mpi: tuple[Library, Launcher], through: str) -> No
 
 
 def test_ranks_of_one_machine_that_mpi_takes_for_two(mpi: tuple[Library, Launcher]) -> None:
-    if mpi[0].kind != "MPICH":
-        pytest.skip("no variable makes this library divide the ranks of an mpiexec")
+    """They share memory all the same. Open MPI ignores the variable."""
     command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "-m", "mpikv", "info", "--json"]
-    found, insisting = (
-        json.loads(run(command, MPIR_CVAR_NOLOCAL="1", MPIKV_TRANSPORT=transport)) for transport in ("auto", "shm")
-    )
-    assert found["chosen"] == {"transport": "hierarchical", "reason": "ranks on 2 hosts, as MPI reports"}
-    for word in (f"the 2 ranks on {platform.node()}", "2 hosts", "MPIKV_TRANSPORT=shm", "MPIR_CVAR_NOLOCAL=1"):
-        assert word in found["ranks"]["problem"]
-    assert insisting["chosen"] == {"transport": "shm", "reason": "asked for"}
+    found = json.loads(run(command, MPIR_CVAR_NOLOCAL="1"))
+    assert found["chosen"] == {"transport": "shm", "reason": "all ranks on one host"}
+    assert found["ranks"] == {"size": 2, "hosts": {platform.node(): [0, 1]}}

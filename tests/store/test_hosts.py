@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.dealt import Dealt, shared_files
+from support.dealt import dealt, shared_files
 
 import mpikv
-from mpikv.cluster import process_group, shared_memory
+from mpikv.cluster import shared_memory
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
@@ -136,23 +136,18 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_h
 
 @pytest.mark.processes
 @SEVERAL
-def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
-    process_group.warn_once.cache_clear()
-    with mpikv.create(comm=Dealt(comm)) as kv:
+def test_ranks_that_see_other_files_are_on_other_hosts(comm):
+    with dealt(comm), mpikv.create() as kv:
         assert (kv.transport, kv.local_rank) == ("hierarchical", comm.rank // 2)
-    with mpikv.create(comm=Dealt(comm)):
-        pass
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (comm.rank == 0), "once, on one rank"
-    whose = f"MPI reports 2 hosts for the {comm.size} ranks on {platform.node()}"
-    assert all(text.startswith(whose) and "MPIKV_TRANSPORT=shm" in text for text in said)
+    with dealt(comm), pytest.raises(Unsupported, match="'shm' needs all ranks on one host and they are on 2"):
+        mpikv.create(transport="shm")
 
 
 @pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
-def test_shared_memory_is_insisted_on(comm, placement):
-    with mpikv.create(comm=Dealt(comm), transport="shm", placement=placement) as kv:
+def test_shared_memory_has_no_name(comm, placement):
+    with mpikv.create(transport="shm", placement=placement) as kv:
         assert (kv.transport, kv.local_rank, kv._group.hosts) == ("shm", comm.rank, (platform.node(),))
         kv.init("w", np.ones(100_000))
         kv.push("w", np.full(100_000, kv.rank + 1.0))
@@ -170,7 +165,7 @@ def test_shared_memory_that_cannot_be_had(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(shared_memory, "_open_memory", refuse)
     with pytest.raises(TransportError if comm.rank == comm.size - 1 else (TransportError, PeerFailed)) as caught:
-        mpikv.create(comm=Dealt(comm), transport="shm")
+        mpikv.create(transport="shm")
     assert f"rank {comm.size - 1} cannot share memory with other ranks of this machine: no such" in str(caught.value)
 
 
@@ -201,7 +196,8 @@ def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, simulate_ranks_per
 @pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
 def test_values_of_ranks_that_are_dealt_to_hosts_in_turn(comm, placement):
     options = {"transport": "auto", "placement": placement, "bucket_bytes": 4096, "timeout": 10.0}
-    Program(Dealt(comm), f"in turn {placement}", **options).run(60)
+    with dealt(comm):
+        Program(comm, f"in turn {placement}", **options).run(60)
 
 
 # --- Memory

@@ -18,7 +18,7 @@ PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np
-from mpikv.cluster import shared_memory
+from mpikv.cluster import runtime, shared_memory
 from mpikv.cluster.agreement import Agreement
 from mpikv.cluster.calls import Call
 from mpikv.cluster.status_board import StatusBoard
@@ -116,14 +116,14 @@ def test_ranks_agree_and_add_without_mpi(outputs: Callable[..., list[str]]) -> N
     ("fault", "expected"),
     [
         pytest.param(
-            "meeting.boot_id = lambda: 'ab'[rank // 2]",
+            "runtime.present().machine = 'ab'[rank // 2]",
             "Unsupported 3 ranks on 2 hosts can share memory only by MPI; start them with  mpikv run -n 3 --hosts ",
             id="several hosts",
         ),
         pytest.param(
             "if rank == 2: shared_memory._open_memory = lambda *_, new: os.stat('/dev/shm/none')",
             "TransportError rank 2 cannot share memory with other ranks of this machine: [Errno 2] No such file or "
-            "directory: '/dev/shm/none'. Start several containers with --ipc=host.",
+            "directory: '/dev/shm/none'; MPIKV_TRANSPORT=mpi needs no shared memory",
             id="separate memory",
         ),
         pytest.param(

@@ -66,7 +66,7 @@ class Task(runtime.Runtime):
         self.scheduler, self.of, self.name, self.leads = scheduler, of, name, leads
         self.rank, self.world, self.owned = of.rank, of.world, of.owned
         self.site = of.world.library.hosts[of.rank]
-        self.host = f"node{self.site}"
+        self.host = self.machine = f"node{self.site}"
         self._waiting, self._expecting = scheduler.waiting[self.site], scheduler.expecting[self.rank]
         self.alive = True
         self.ending = False
