@@ -7,8 +7,7 @@ The thread of ``ahead`` writes the file. It calls no other rank, since MPI may a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate, groupby, pairwise
-from operator import attrgetter
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,25 +44,17 @@ class Copies:
     def make(self, spans: Iterable[Span]) -> list[Piece]:
         """Copy arrays to host memory at once, over the copies of the last save; return their pieces of the file. Local.
 
-        The pieces are as long as possible.
-
         Raises:
             MemoryError: there is too little memory for the copies.
         """
-        # In the order of the file: neighbours become one piece, and one write.
-        ordered = sorted(spans, key=attrgetter("begin"))
-        arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
+        spans = list(spans)
+        arrays = [array.reshape(-1).view(np.uint8) for _, array in spans]
         edges = list(accumulate((array.nbytes for array in arrays), initial=0))
         room = self.ensure_room(edges[-1])
         # Without gathering the caller waits for this copy alone: the thread writes it, and the store goes on.
         self._memory.copy([room[low:high] for low, high in pairwise(edges)], arrays)
-        pieces, copies = list[Piece](), zip(ordered, pairwise(edges), strict=True)
-        # Adjacent copies that are adjacent in the file as well have equal distances, and make one piece.
-        for distance, group in groupby(copies, key=lambda copy: copy[0].begin - copy[1][0]):
-            ends = [each for _, each in group]
-            low, high = ends[0][0], ends[-1][1]
-            pieces += cut_array(low + distance, room[low:high])
-        return pieces
+        copies = zip(spans, pairwise(edges), strict=True)
+        return [piece for (begin, _), (low, high) in copies for piece in cut_array(begin, room[low:high])]
 
     def ensure_room(self, nbytes: int) -> Array:
         """Return the kept memory if it has so many bytes, else new in its place; may raise MemoryError. Local."""

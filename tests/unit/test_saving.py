@@ -7,26 +7,17 @@ import numpy as np
 import pytest
 
 from mpikv.checkpoint.ahead import Ahead
-from mpikv.checkpoint.header import CHUNK
 from mpikv.checkpoint.saving import Copies, Span
 from mpikv.memory.host import HOST
 
 
-def test_copies_are_those_of_the_call_in_the_order_of_the_file() -> None:
+def test_copies_are_those_of_the_call() -> None:
     first, second, apart = np.arange(5.0), np.ones((2, 3), np.float32), np.arange(7, dtype=np.int8)
     pieces = Copies(HOST).make([Span(40, second), Span(100, apart), Span(0, first), Span(64, first[:0])])
-    expected = {0: first.tobytes() + second.tobytes(), 100: apart.tobytes()}
+    expected = {0: first.tobytes(), 40: second.tobytes(), 100: apart.tobytes()}
     for array in (first, second, apart):
         array += 1
     assert {piece.offset: bytes(piece.memory) for piece in pieces} == expected
-
-
-def test_pieces_are_as_long_as_chunks_allow() -> None:
-    """However many arrays there are: the thread that writes them is to hold Python's lock seldom."""
-    arrays = [np.full(1000, number % 251, np.uint8) for number in range(3000)]
-    pieces = Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)])
-    assert [(piece.offset, piece.end) for piece in pieces] == [(5, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 3_000_005)]
-    assert b"".join(bytes(piece.memory) for piece in pieces) == b"".join(array.tobytes() for array in arrays)
 
 
 def test_memory_is_used_again_and_as_much_as_is_needed() -> None:
