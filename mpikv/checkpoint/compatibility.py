@@ -8,26 +8,19 @@ the same updater again.
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
-from .. import optimizers, schedules
+from .. import optimizers
 from ..cluster.printing import log
 from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
 from ..optimizers import Optimizer
-from ..optimizers.options import in_order
 from ..optimizers.updaters import Assign
-from ..protocols import Key, Slots, Updater
-from ..schedules import Schedule
+from ..protocols import Array, Key, Slots, Updater
 from .files import Source, inspect
 from .header import Header, check_byte_order, parse_dtype
-
-
-class _Unwritable(Exception):
-    """A value that JSON cannot hold."""
+from .trees import decode, encode
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
@@ -202,52 +195,24 @@ def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
     # A load makes the optimizer by its name: an unregistered class would not be found, or another one would.
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None
+    arrays: list[Array] = []
     try:
-        return {name: _encode(value) for name, value in optimizer.chosen().items()}
-    except _Unwritable:
+        options = {name: encode(value, arrays, name) for name, value in optimizer.chosen().items()}
+    except TypeError:
         return None
+    return None if arrays else options
 
 
 def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of a file's name and options; CheckpointError if it cannot be made here. Local."""
     try:
-        return optimizers.create(name, **{option: _decode(value) for option, value in options.items()})
-    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
+        return optimizers.create(name, **{option: decode(value, _refuse_array) for option, value in options.items()})
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
         raise CheckpointError(
             f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; register "
             "an optimizer of your own first"
         ) from error
 
 
-def _encode(value: Any) -> Any:
-    """Return an option in JSON's types; raise _Unwritable if they cannot hold it. Local."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    # numpy's numbers are none for JSON. A bool is an Integral in Python, and was returned above.
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value)
-    if isinstance(value, Mapping):
-        return {"by_key": [[_encode(key), _encode(factor)] for key, factor in in_order(value)]}
-    if isinstance(value, (tuple, list)):
-        return {"items": [_encode(item) for item in value]}
-    if isinstance(value, Schedule) and getattr(schedules, type(value).__name__, None) is type(value):
-        arguments = {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
-        return {"schedule": type(value).__name__, "arguments": arguments}
-    raise _Unwritable
-
-
-def _decode(value: Any) -> Any:
-    """Return an option from the form of :func:`_encode`; a forged one may raise any error. Local."""
-    if not isinstance(value, Mapping):
-        return value
-    if "by_key" in value:
-        return {_decode(key): _decode(factor) for key, factor in value["by_key"]}
-    if "items" in value:
-        return tuple(_decode(item) for item in value["items"])
-    name = value["schedule"]
-    # The name comes from a file: it may name schedules only, and nothing else of that module.
-    if name not in schedules.__all__:
-        raise ValueError(f"no schedule is called {name!r}")
-    return getattr(schedules, name)(**{key: _decode(argument) for key, argument in value["arguments"].items()})
+def _refuse_array(*_: object) -> NoReturn:
+    raise ValueError("no option is an array")

@@ -12,7 +12,6 @@ import json
 import math
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +34,7 @@ VALUE = ""
 RESIDUALS = "mpikv.residuals"
 """The name of what compressed pushes have left out; a program cannot give it to a state of its own."""
 
-_VERSION = 6
+_VERSION = 7
 _ALIGNMENT = 64
 # The beginning of every header written by this module.
 _BEGIN = '{"__metadata__":'
@@ -283,7 +282,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     except ValueError as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
     try:
-        metadata, end = _DECODER.raw_decode(whole, len(_BEGIN)) if whole.startswith(_BEGIN) else (None, 0)
+        metadata, end = json.JSONDecoder().raw_decode(whole, len(_BEGIN)) if whole.startswith(_BEGIN) else (None, 0)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
     if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
@@ -321,24 +320,11 @@ def _parse_sums(text: str, chunks: int) -> Array:
 def _parse_tree(text: str) -> dict[str, Any]:
     """Return the dict of a JSON text; CheckpointError if it is none."""
     try:
-        tree = _DECODER.decode(text)
+        tree = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
     found: dict[str, Any] = _check_type(tree, dict)
     return found
-
-
-def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the dict of an object in JSON; ValueError if a name occurs twice."""
-    tree = dict(pairs)
-    if len(tree) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{brief(twice, 40)!r} occurs twice")
-    return tree
-
-
-# json takes the last of two equal names; another reader may take the first, and see another file.
-_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
 
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:

@@ -1,19 +1,22 @@
-"""The state of a program's objects, as JSON and arrays. No pickle: a file of a commit or a checkpoint holds no code."""
+"""The state of a program's objects, and options, as JSON and arrays. No pickle: no file holds code."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from .. import schedules
 from ..arrays.arrays import name_of
 from ..errors import CheckpointError, ConfigError, a_kind, brief
 from ..protocols import Array
+from ..schedules import Schedule
 from .header import parse_dtype
 
 
@@ -45,7 +48,10 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
         flat = tree.detach().cpu().contiguous().reshape(-1)
         arrays.append(flat.view(sys.modules["torch"].uint8).numpy())
         return {"tensor": [str(tree.dtype).removeprefix("torch."), list(tree.shape), arrays[-1].nbytes]}
-    if isinstance(tree, dict):
+    if isinstance(tree, Schedule) and getattr(schedules, type(tree).__name__, None) is type(tree):
+        arguments = {field.name: getattr(tree, field.name) for field in fields(tree)}
+        return {"schedule": [type(tree).__name__, encode(arguments, arrays, where)]}
+    if isinstance(tree, Mapping):
         pairs = tree.items()
         return {"dict": [[encode(each, arrays, f"{where}[{key!r}]") for each in (key, one)] for key, one in pairs]}
     if isinstance(tree, (list, tuple)):
@@ -83,6 +89,12 @@ def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> 
         return decode(inner, take)[()]
     if kind == "tuple":
         return tuple(decode(inner, take))
+    if kind == "schedule":
+        name, arguments = inner
+        # The name comes from a file: it may name schedules only, and nothing else of that module.
+        if name not in schedules.__all__:
+            raise ValueError(f"no schedule is called {name!r}")
+        return getattr(schedules, name)(**decode(arguments, take))
     return dict(decode(inner, take))
 
 

@@ -67,29 +67,25 @@ def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return an option's repr, equal on every rank: multipliers in order, objects without their address.
+    """Return an option's repr, equal on every rank: multipliers as a dict, objects without their address.
 
-    >>> describe({"b": 0.0, "a": 2.0})
-    "{'a': 2.0, 'b': 0.0}"
+    >>> describe(MappingProxyType({"a": 2.0}))
+    "{'a': 2.0}"
     """
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {factor!r}' for key, factor in in_order(value))}}}"
-    return _ADDRESS.sub("", repr(value))
-
-
-def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping in an order independent of insertion: integers first, then strings."""
-    return sorted(factors.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+    return repr(dict(value)) if isinstance(value, Mapping) else _ADDRESS.sub("", repr(value))
 
 
 def _check_multipliers(where: str, value: Any) -> Multipliers:
-    """Return a read-only copy of a mapping of keys to factors; ConfigError if a key or a factor is bad."""
+    """Return a read-only copy of a mapping of keys to factors, sorted; ConfigError if a key or a factor is bad."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
     for key in value:
         if not isinstance(key, (numbers.Integral, str)):
             raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
-    checked = {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in value.items()}
+    # In an order of their own, integers first: ranks compare them.
+    ordered = sorted(value, key=lambda key: (isinstance(key, str), key))
+    plain = {key if isinstance(key, str) else int(key): value[key] for key in ordered}
+    checked = {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in plain.items()}
     return MappingProxyType(checked)  # read-only: the store would not notice a factor changed in place
 
 

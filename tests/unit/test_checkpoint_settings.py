@@ -17,17 +17,21 @@ from mpikv.checkpoint.compatibility import describe_updater, restore_updater
 from mpikv.optimizers.updaters import Assign
 
 TRIALS = int(os.environ.get("CHECKPOINT_SETTINGS", "500"))
-ODD = (None, True, False, 0, 1, -1, 2**70, 0.5, -0.0, 1e308, "", "w", "0.5", [], {}, [1], [[1, 2]], {"items": [1, 2]})
+ODD = (None, True, False, 0, 1, -1, 2**70, 0.5, -0.0, 1e308, "", "w", "0.5", [], {}, [1], [[1, 2]], {"tuple": [1, 2]})
 ODDER = (
-    {"by_key": [[None, 1.0], [3, 2.0]]},
-    {"by_key": [["w", 1.0], [3, None]]},
-    {"by_key": [[{"items": [1]}, 1.0], [True, 2.0], [1.5, 2.0]]},
-    {"by_key": [[{"by_key": []}, 1.0]]},
-    {"by_key": 3},
-    {"items": None},
-    {"schedule": "MultiFactor", "arguments": {"steps": {"items": [None, "a"]}}},
-    {"schedule": [], "arguments": []},
-    {"schedule": "Schedule", "arguments": {}},
+    {"dict": [[None, 1.0], [3, 2.0]]},
+    {"dict": [["w", 1.0], [3, None]]},
+    {"dict": [[{"tuple": [1]}, 1.0], [True, 2.0], [1.5, 2.0]]},
+    {"dict": [[{"dict": []}, 1.0]]},
+    {"dict": 3},
+    {"tuple": None},
+    {"schedule": ["MultiFactor", {"dict": [["steps", {"tuple": [None, "a"]}]]}]},
+    {"schedule": []},
+    {"schedule": ["Schedule", {"dict": []}]},
+    {"array": []},
+    {"array": ["float64", [1]]},
+    {"tensor": ["float32", [1], 4]},
+    {"number": {"array": ["float64", []]}},
 )
 OPTIMIZERS = (
     mpikv.optimizers.SGD(learning_rate=0.5, momentum=0.5, lr_mult={"w": 0.5, "v": 1.0}, wd_mult={1: 0.5, "v": 2.0}),
@@ -52,7 +56,7 @@ def mutate(draw: random.Random, options: dict[str, Any]) -> None:
     if what == 0:
         del container[key]
     elif what == 1 and isinstance(container, dict):
-        container[draw.choice(("", "learning_rate", "momentum", "lr_mult", "items", "by_key"))] = container.pop(key)
+        container[draw.choice(("", "learning_rate", "momentum", "lr_mult", "tuple", "dict"))] = container.pop(key)
     else:
         container[key] = copy.deepcopy(draw.choice(ODD + ODDER))
 
@@ -88,7 +92,7 @@ def test_mutated_settings() -> None:
 def test_keys_that_have_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "crafted.mpikv"
     made = describe_updater(mpikv.optimizers.SGD(lr_mult={"w": 0.5}))
-    made["options"]["lr_mult"] = {"by_key": [[None, 1.0], [3, 2.0]]}
+    made["options"]["lr_mult"] = {"dict": [[None, 1.0], [3, 2.0]]}
     monkeypatch.setattr("mpikv.checkpoint.checkpoints.describe_updater", lambda *_, **__: made)
     with mpikv.create() as kv:
         kv.init("w", np.zeros(2))
