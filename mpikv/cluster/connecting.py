@@ -29,7 +29,6 @@ from .mpi_library import (
     load_mpi,
     may_read_processes,
     name_library,
-    name_rivals,
     start_mpi,
     why_no_room,
 )
@@ -82,11 +81,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         if config.abort:
             abort_on_exception(mpi)
     group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout)
-    if group.size > 1 and mpi.COMM_WORLD.rank == 0:
-        # mpikv run has already named rival libraries.
-        rivals = name_rivals(mpi.Get_library_version()) if run_directory() is None else ""
-        for text in filter(None, [rivals, _describe_crowd(group) if not config.simulate_ranks_per_host else ""]):
-            warn_once(text)
+    if mpi.COMM_WORLD.rank == 0 and not config.simulate_ranks_per_host and (text := _describe_crowd(group)):
+        warn_once(text)
     if launch is not None and (directory := run_directory()):
         # A killed rank cannot remove its shared files; the launcher finds their names here.
         (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
