@@ -416,8 +416,8 @@ class Optimizer:
         return f"{type(self).__name__}({options})"
 
     def chosen(self) -> dict[str, Any]:
-        """Return all options, ``average`` only if it is True: checkpoints of earlier versions do not have it."""
-        return {name: getattr(self, name) for name in self.options() if name != "average" or self.average}
+        """Return all options by their sorted names."""
+        return {name: getattr(self, name) for name in self.options()}
 
     def prepare(self, step: Step, block: Block) -> None:
         """Turn the sum in ``block.gradient`` into the rule's gradient, in place. It may overwrite the spare memory."""
@@ -487,6 +487,5 @@ class Optimizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies take the options alone: read-only mappings cannot be pickled and scratch must not be shared.
-        options = {name: getattr(self, name) for name in self.options()}
-        options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
+        options = self.chosen() | {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return partial(type(self), **options), ()

@@ -423,7 +423,9 @@ class TestOptions:
         assert optimizer.rescale == 0.125
         optimizer.average = False
         assert optimizer.rescale == 0.5
-        assert "average" not in optimizer.settings()
+        other = optimizers.SGD(average=True)
+        other.take_options(optimizer)
+        assert other.settings() == optimizer.settings()
         with pytest.raises(ConfigError, match="unknown option of SGD 'rescale'"):
             optimizer.rescale = 1.0
 
