@@ -33,6 +33,7 @@ class Op(Enum):
 
 _UFUNCS: dict[Op, np.ufunc] = {Op.PRODUCT: np.multiply, Op.MIN: np.minimum, Op.MAX: np.maximum}
 _UFUNCS |= {Op.BAND: np.bitwise_and, Op.BOR: np.bitwise_or, Op.BXOR: np.bitwise_xor}
+_FUNCTIONS = {op: function.reduce for op, function in _UFUNCS.items()}
 # Elements of half precision per step, so that the step stays in the cache.
 _BLOCK = 1 << 15
 
@@ -77,4 +78,4 @@ def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bo
             np.divide(out, size, out=out)
     else:
         # A copy of all terms, since one of them may be the result.
-        _UFUNCS[op].reduce(np.asarray(terms, out.dtype), out=out)
+        _FUNCTIONS[op](np.asarray(terms, out.dtype), out=out)
