@@ -538,9 +538,8 @@ class Here:
         for item in session.items:
             if ranks_of(item) > 1 and not is_skipped(item):
                 self.left.setdefault((ranks_of(item), is_simulated(item)), []).append(item)
-        for kind, items in self.left.items():
-            if kind[1]:
-                self.jobs[kind] = SimulatedJob(session.config, kind[0], items)
+        for size in [size for size, simulated in self.left if simulated]:
+            self.jobs[size, True] = SimulatedJob(session.config, size, self.left[size, True])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -554,11 +553,10 @@ class Here:
 
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
         size, simulated = kind = ranks_of(item), is_simulated(item)
-        if kind in self.broken:
-            return failure(item, self.broken[kind])
         if not simulated and why_no_mpi():
             self.broken[kind] = why_no_mpi()
-            return failure(item, why_no_mpi())
+        if kind in self.broken:
+            return failure(item, self.broken[kind])
         if kind not in self.jobs:
             self.jobs[kind] = (SimulatedJob if simulated else Job)(item.config, size, self.left[kind])
         job = self.jobs[kind]

@@ -125,7 +125,7 @@ class Caller:
 WAYS = (Caller.push, Caller.buffers, Caller.rows, Caller.pull, Caller.capture, Caller.set_and_init)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("sums", "placement", "updater", "codec"), SETTINGS)
 def test_callers_use_arrays_again_at_once(
     gpu: Any, cupy: Any, sums: str, placement: str, updater: str, codec: str

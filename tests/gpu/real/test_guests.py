@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
 @pytest.mark.parametrize("streamed", [False, True])
 def test_arrays_come_and_go(cupy, streamed):
     """Larger than the pinned memory through which they travel, and used at once on either side."""
-    size = (3 << 20) + 5
+    size = (2 << 20) + 5
     with mpikv.create("dist_sync") as kv:
         cupy.cuda.Device(kv.local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         with cupy.cuda.Stream(non_blocking=True) if streamed else cupy.cuda.Stream.null:

@@ -21,8 +21,9 @@ from mpikv.store.kvstore import open_stores
 
 from .. import MANY
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2, 3), pytest.mark.deadline(60)]
-SEVERAL = pytest.mark.ranks(2, 3)
+# Changes, random programs and what ranks do apart are for three ranks, too; the rest does not depend on their number.
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
+SEVERAL, ALL = pytest.mark.ranks(2, 3), pytest.mark.ranks(1, 2, 3)
 
 SHAPES = {"w": (300, 7), "b": (5,), "large": (3001, 5), "none": (0, 2)}
 UPDATERS: dict[str, Callable[[], Any]] = {
@@ -196,7 +197,7 @@ LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
 }  # fmt: skip
 
 
-@SEVERAL
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("lack", LACKS)
 def test_what_cannot_be_recorded_is_pushed_plainly(make: Any, lack: str) -> None:
     """On all ranks, though only one may lack something."""
@@ -312,6 +313,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@ALL
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_are_heeded(captured: Any, change: str) -> None:
     both, step = captured("momentum")
@@ -510,6 +512,7 @@ ACTIONS = ("step", "step", "step", "other", "push", "pull", "rate", "optimizer",
 EXAMPLES = {1: 40, 2: 15, 3: 8}
 
 
+@ALL
 @pytest.mark.deadline(120)
 def test_programs_of_compiled_and_plain_calls(cupy: Any, ranks: int) -> None:
     @settings(max_examples=EXAMPLES[ranks], deadline=None)
