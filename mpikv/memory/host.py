@@ -77,9 +77,6 @@ class HostMemory:
     def over(self, memory: Array) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def clear(self, array: Array) -> None:
-        array.fill(0)
-
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 

@@ -132,7 +132,7 @@ class RowSparse:
             dense = np.zeros(self.shape, self.dtype)
         else:
             dense = self._tables.empty(self.shape, self.dtype)
-            self._tables.clear(dense)
+            dense.fill(0)
         self._tables.put_rows(dense, self.indices, self.values)
         return dense
 
@@ -254,7 +254,7 @@ def sum_rows(
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = tables.empty((every.size, *rows.shape[1:]), dtype)
-    tables.clear(total)
+    total.fill(0)
     first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in addends])
     tables.put_rows(total, first, rows)
     # One addend has each number once, so add_rows needs no atomics, and the order of the sum is fixed.

@@ -33,9 +33,6 @@ class Workspace(Protocol):
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ."""
 
-    def clear(self, array: Array) -> None:
-        """Fill an array with zeros."""
-
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         """Compile the code that moves and adds rows of values of this dtype, unless it exists.
 

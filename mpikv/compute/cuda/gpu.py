@@ -506,10 +506,6 @@ class CupyWorkspace:
         return array
 
     @_translated()
-    def clear(self, array: Array) -> None:
-        array.fill(0)
-
-    @_translated()
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         cuda_rows.prepare(dtype, accumulator(dtype))
 
