@@ -62,12 +62,11 @@ class DeviceMemory:
     is_host = False
 
     def __init__(self, gpu: Gpu) -> None:
-        """Make the streams and a flag on the GPU; from now on :func:`locate` knows the GPU. Local."""
+        """Make the streams on the GPU; from now on :func:`locate` knows the GPU. Local."""
         self.gpu = gpu
         self.workspace = gpu.workspace()
         _GPUS.add(gpu)
         self.order = GpuOrder(gpu)
-        self._flag = self.zeros(1)
         self._warned = False
 
     def zeros(self, nbytes: int) -> Array:
@@ -149,9 +148,7 @@ class DeviceMemory:
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         """Return for each array if it has NaN or a magnitude above ``bound``; wait, and raise if the GPU failed."""
-        # Inside of a call an allocation could fail on this rank alone; the flag for one array exists already.
-        kept = self.order.call.caller is not None and len(every) == 1
-        found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()
+        found = self.gpu.exceeding(every, bound) if every else ()
         self.order.check()  # as in to_host
         return found
 

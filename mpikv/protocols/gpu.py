@@ -161,11 +161,10 @@ class Gpu(Protocol):
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
 
-    def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return for each array if it has NaN or a magnitude above ``bound``; overwrite ``flags``; wait for the GPU.
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU.
 
-        As :meth:`Memory.exceeding`, by one launch for many arrays and one small copy. ``flags`` has a byte (uint8) for
-        each array. Contiguous arrays need no other memory.
+        As :meth:`Memory.exceeding`, by one launch for many arrays and one small copy. Raises as :meth:`zeros`.
         """
 
     def workspace(self) -> Workspace:

@@ -459,9 +459,9 @@ class CupyGpu:
         copies.copy(targets, sources)
 
     @_translated()
-    def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
-        """Return for each array if it has NaN or a magnitude above ``bound``; overwrite ``flags``; wait for the GPU."""
-        flags.fill(0)
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU."""
+        flags = self.zeros(len(arrays))
         copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
         self._stage().download(self.address(flags), found.view(np.uint8))
