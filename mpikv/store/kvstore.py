@@ -344,9 +344,8 @@ class KVStore(RankedStore):
             array([2., 2.])
         """
         # True itself first: it costs nothing, and training passes nothing else.
-        if wait is not True and not self._waits("push", wait):
-            return self._issue("push", self._verbs.push_pull.push, key, value, priority)
-        return self._collective("push", self._verbs.push_pull.push, key, value, priority)
+        call = self._collective if wait is True or self._waits("push", wait) else self._issue
+        return call("push", self._verbs.push_pull.push, key, value, priority)
 
     def pull(
         self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
@@ -385,9 +384,8 @@ class KVStore(RankedStore):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        if wait is not True and not self._waits("pull", wait):
-            return self._issue("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
-        return self._collective("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
+        call = self._collective if wait is True or self._waits("pull", wait) else self._issue
+        return call("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, faster than the two calls; fills ``out``, or without it ``value``. Collective.
@@ -417,9 +415,8 @@ class KVStore(RankedStore):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        if wait is not True and not self._waits("pushpull", wait):
-            return self._issue("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
-        return self._collective("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
+        call = self._collective if wait is True or self._waits("pushpull", wait) else self._issue
+        return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> CapturedStep:
         """Return a function that makes the same :meth:`pushpull` at each call; nothing is pushed yet. Collective.
