@@ -194,9 +194,9 @@ class RangeCompression:
         list_lengths = None
         if not self._memory.is_host:
             list_lengths = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
-        return lambda bucket: self._sum(plan, bucket, layers, list_lengths)
+        return lambda bucket: self._sum(bucket, layers, list_lengths)
 
-    def _sum(self, plan: Plan, bucket: Bucket, layers: Layers, list_lengths: Sequence[int] | None) -> Array:
+    def _sum(self, bucket: Bucket, layers: Layers, list_lengths: Sequence[int] | None) -> Array:
         """Return this rank's sum of a bucket, in scratch memory; exchange packed arrays; change residuals. Collective.
 
         ``list_lengths`` has how many arrays each rank's lists have, where messages do not state it.
@@ -206,14 +206,13 @@ class RangeCompression:
             messages = self._messages_of[bucket] = self._cut_messages(bucket)
         total = self._total[: share.high - share.low]
         total.fill(0)
-        block, start = _origin(plan, bucket)
         # The lists of other ranks may be longer: a rank with nothing more to send still takes part.
         position, more = 0, True
         while more:
             gradient = self._pack(bucket, layers[position]) if position < len(layers) else None
             residual: Array | None = None
             if gradient is not None and self.codec.feedback:
-                residual = block.residuals[position][start : start + bucket.value.size]
+                residual = bucket.block.residuals[position][bucket.start : bucket.start + bucket.value.size]
             more, own_flags = False, _flags(position, len(layers))
             for message in messages:
                 self._encode(message, gradient, residual, own_flags)
@@ -336,8 +335,7 @@ class ValueCompression:
                 )
 
         def total(bucket: Bucket) -> Array:
-            block, start = _origin(plan, bucket)
-            return block.sums_of(start + bucket.shard.low, start + bucket.shard.high)
+            return bucket.block.sums_of(bucket.start + bucket.shard.low, bucket.start + bucket.shard.high)
 
         return total
 
@@ -402,10 +400,3 @@ Compression: TypeAlias = "RangeCompression | ValueCompression"
 def _flags(position: int, length: int) -> int:
     """Return the flags of a rank with lists of this length, at a position."""
     return (position < length) * _PRESENT + (position + 1 < length) * _MORE
-
-
-def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
-    """Return the block of a bucket, and the bucket's first element there."""
-    piece = bucket.pieces[0]
-    place = plan.entries[piece.item].place
-    return place.block, place.start + piece.begin - piece.low

@@ -102,6 +102,8 @@ class Bucket:
         """
         stop, dtype, transport = block.grid.end_of(start + pieces[-1].high), block.values.dtype, planner.transport
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
+        self.block, self.start = block, start
+        """The block of its elements, and the first one's place there."""
         self.kernels = planner.kernels
         """Those of the store. They may bind lists of arrays."""
         self.value: Array = block.values[where]
