@@ -7,15 +7,12 @@ each waits only for the transfer that it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from ..arrays.arrays import add_in_pairs, local_sum, run_quietly
 from ..memory.device import DeviceMemory
-from ..protocols import Array
 from .calls import Confirm
 from .compression import Compression
 from .pipeline import Arrays, TransferPipeline, are_plain
@@ -84,12 +81,3 @@ class GpuPipeline(TransferPipeline):
         low, high = low[kept], high[kept]
         order = np.argsort(low)
         return bool((high[order][:-1] <= low[order][1:]).all())
-
-    # --- The stages
-
-    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        """Queue an update of ``value`` and ``state`` by a step; a Python updater runs at once. For rows. Local."""
-        if self._updater.may_raise:
-            super().update(step, total, value, state)
-        else:
-            self._kernels.bind(self._updater, total, value, state)(step)

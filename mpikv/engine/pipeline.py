@@ -17,7 +17,7 @@ a GPU; a codec of ``compression.py`` replaces pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -54,7 +54,7 @@ class Pipeline:
     def __init__(self, values: Values, compression: Compression | None) -> None:
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
-        self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
+        self._updater, self._whole = planner.updater, planner.whole
         self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
         self._team = planner.team
         self._copy = _copy if planner.team is None else partial(_copy_in_lanes, planner.team)
@@ -359,10 +359,6 @@ class Pipeline:
         # Nothing can fail any more: every rank has confirmed, and the arrays have the same shape.
         for stored, value in changed:
             np.copyto(stored, value)
-
-    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        """Update arrays in the store's memory by a step. For rows. Local."""
-        self._updater.update(step, total, value, state)
 
     # --- Publish and unpack
 

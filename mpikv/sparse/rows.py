@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
@@ -243,6 +244,8 @@ class Rows:
                 into = [value[ids[at], low:high] for at, low, high in parts]
                 self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
             return
+        # The host updates by numpy: other kernels would be compiled here, in the middle of a call.
+        bind = updater.bind if self._memory.is_host else partial(self._exchange.values.planner.kernels.bind, updater)
         states, pieces = self._find_states(entry, ids[whole])
         rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
         of_states = others[0] if others else rows
@@ -250,14 +253,14 @@ class Rows:
         picked = self._tables.take_rows(value, rows)
         picked_states = {name: self._tables.take_rows(state, of_states) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
-        self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
+        bind(sums.reshape(-1), picked.reshape(-1), flat)(step)
         self._tables.put_rows(value, rows, picked)
         for name, state in picked_states.items():
             self._tables.put_rows(states[name], of_states, state)
         for at, low, high in parts:
             begin = int(ids[at]) * value.shape[1]
             part = entry.state_of(begin + low, begin + high)
-            self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
+            bind(total[at, low:high], value[ids[at], low:high], part)(step)
 
     def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
         """Return the states as tables of rows, and None; or as tables of pieces of rows, and these rows' pieces. Local.
