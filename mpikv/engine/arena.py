@@ -210,7 +210,7 @@ class Arena:
         self._holes = _Holes()
         self._pools: dict[int, Block] = {}
         self._load = [0] * transport.size
-        # Whether a block has ever ended; whether one with buffers has, since the transport last took memory back.
+        # Whether a block has ever ended.
         self._ended = False
 
     @property

@@ -159,9 +159,7 @@ class CapturedStep:
                 self._steps = self._verbs.comparison.update_call("pushpull", known.plan)[1]
             return call, lambda: self._run_first(known, run)
         call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
-        updater = self._exchange.updater
-        same = steps.uniform is known.uniform and updater.revision == known.revision
-        if not same and not known.suits(steps, updater):
+        if not known.suits(steps, self._exchange.updater):
             known = self._add_table(replace(known, ready=False, graph=None), steps)
         self._steps = steps
         if known.graph is not None:
