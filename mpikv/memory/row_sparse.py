@@ -186,7 +186,7 @@ class RowSparse:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers as flat int64; raise unless all are whole numbers from 0 to ``count`` - 1. Local.
+    """Return row numbers as flat int64; ValueMismatch for fractions, IndexError if not below ``count``. Local.
 
     It waits for a GPU's numbers.
 

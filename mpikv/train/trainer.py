@@ -622,13 +622,13 @@ class Trainer:
             )
 
     def _check_halves(self, verb: str) -> None:
-        """Raise unless this Trainer can reduce and update in two calls. Local."""
+        """Raise Unsupported if this Trainer cannot reduce and update in two calls; Closed after a failed one. Local."""
         self._check_usable()
         if self._on_store:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
-        """Raise unless each gradient can be replaced in place by its sum over ranks, and is none yet. Local."""
+        """Raise ConfigError if the store updates, or a gradient is a sum; ValueMismatch if none can be. Local."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         first: dict[int, str] = {}

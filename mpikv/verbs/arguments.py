@@ -169,7 +169,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_integers: bool = True) -> Array:
-    """Return a value as an uncast array of the store's memory; raise unless it fits. ``group_size``: of its list."""
+    """Return a value as an uncast array of the store's memory; ValueMismatch if unfit. ``group_size``: of its list."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host

@@ -279,7 +279,10 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
 
 
 def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
-    """Raise unless rows fit a value in shape, dtype and device; ``what``: "value" to push or "out" to fill. Local."""
+    """Raise ValueMismatch for rows of another shape or dtype than a value, Unsupported for an out elsewhere. Local.
+
+    ``what``: "value" to push or "out" to fill.
+    """
     if rows.shape != entry.shape:
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "
