@@ -42,16 +42,6 @@ _PATIENCE = 2.0
 _LISTEN_EVERY = 16
 # Bytes that a GPU moves at once, if they are aligned.
 _ALIGNMENT = 16
-_STATUS = {
-    1: "a CUDA call failed",
-    2: "a system call failed",
-    3: "internal error",
-    4: "invalid argument",
-    5: "invalid usage",
-    6: "another rank failed",
-    7: "still in progress",
-    8: "timed out",
-}
 _USAGE, _REMOTE, _IN_PROGRESS = 5, 6, 7
 _JOINING = "making the communicator"
 _ADVICE = "NCCL_DEBUG=INFO logs NCCL's steps, NCCL_SOCKET_IFNAME selects its network"
@@ -523,12 +513,9 @@ class NcclTransport(Unshared):
 
     def _translate(self, error: Exception, doing: str) -> MPIKVError:
         """Return a TransportError for an error of NCCL, or PeerFailed if it is another rank's failure. Local."""
-        status = _status(error)
-        detail = last_error()
-        text = (
-            f"NCCL {shown(self._nccl.get_version())} failed in {doing}: "
-            f"{_STATUS.get(status, f'status {status}')}{detail and f' ({detail})'}; NCCL_DEBUG=WARN logs details"
-        )
+        status, detail = _status(error), last_error()
+        what = f"status {status}" if isinstance(error, KeyError) else error
+        text = f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {what}{detail and f' ({detail})'}"
         text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)
 

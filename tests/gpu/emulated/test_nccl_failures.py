@@ -73,14 +73,14 @@ def leave_by_an_error(kv: Any) -> None:
 @pytest.mark.parametrize(
     ("placement", "call", "status", "text", "transport", "waits"),
     [
-        ("replicated", "ncclAllReduce", 1, "a CUDA call failed", "shm", "for the GPU"),
-        ("replicated", "ncclAllReduce", 7, "still in progress", "mpi", "for the GPU"),
+        ("replicated", "ncclAllReduce", 1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR", "shm", "for the GPU"),
+        ("replicated", "ncclAllReduce", 7, "status 7", "mpi", "for the GPU"),
         ("replicated", "ncclAllReduce", 9, "status 9", "mpi", "for a call"),
-        ("root", "ncclReduce", 6, "another rank failed", "hierarchical", "for the GPU"),
-        ("root", "ncclReduce", 2, "a system call failed", "hierarchical", "for a call"),
+        ("root", "ncclReduce", 6, "NCCL_ERROR_REMOTE_ERROR", "hierarchical", "for the GPU"),
+        ("root", "ncclReduce", 2, "NCCL_ERROR_SYSTEM_ERROR", "hierarchical", "for a call"),
         # In a group, as parts are uneven.
-        ("sharded", "ncclReduce", 5, "invalid usage", "shm", "for a call"),
-        ("sharded", "ncclReduce", 3, "internal error", "shm", "for nothing"),
+        ("sharded", "ncclReduce", 5, "NCCL_ERROR_INVALID_USAGE", "shm", "for a call"),
+        ("sharded", "ncclReduce", 3, "NCCL_ERROR_INTERNAL_ERROR", "shm", "for nothing"),
     ],
 )
 def test_a_call_that_fails_ends_the_store_everywhere(
