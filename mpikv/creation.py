@@ -110,8 +110,8 @@ class _Parts:
     transport: Transport
     kernels: GpuKernels | None
     """Those of the transport's memory, where that is a GPU's."""
-    waits: AbortableWaiting | None = None
-    """The waits of the transport, where ranks may later wait for GPUs."""
+    may_sum_on_gpus: bool
+    """Whether a store without values may sum arrays of GPUs by NCCL: each rank has CuPy."""
 
 
 @hiding_frames
@@ -305,15 +305,16 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
             settings = replace(settings, bucket_bytes=max(settings.bucket_bytes, nbytes // 64 * 64))
     try:
         board, waits = StatusBoard(group, settings.report), None
-        if request.kind.storeless and all(cupy for _, _, cupy, *_ in of_ranks):
+        if on_gpus := request.kind.storeless and all(cupy for _, _, cupy, *_ in of_ranks):
+            # Ranks may later wait for GPUs.
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
-            waits = AbortableWaiting(group.find_end, waiting, listening=False)
+            waits = AbortableWaiting(group.find_end, waiting)
         if device is None:
             transport, kernels = open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
         else:
             nccl = find_nccl() if group.size > 1 else None
             transport, kernels = open_gpu_transport(group, settings, device, nccl, board.warn), device.gpu.kernels()
-        parts = _Parts(group, settings, board, transport, kernels, waits)
+        parts = _Parts(group, settings, board, transport, kernels, on_gpus)
     except Exception as error:
         problem = error
     compare_requests(group, "create", {}, problem)  # one host may have less memory than another
@@ -385,7 +386,7 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
             raise
     if not request.kind.storeless:
         return store
-    return cast(KVStore, AllReduce(store, None if parts.waits is None else partial(_open_gpus, parts)))
+    return cast(KVStore, AllReduce(store, partial(_open_gpus, parts) if parts.may_sum_on_gpus else None))
 
 
 def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
@@ -415,8 +416,6 @@ def _open_gpus(parts: _Parts, store: KVStore, gpu: Gpu) -> Collectives | None:
     assert isinstance(here, HostMemory)
     here.order.beside = memory.order
     store.before_free += [opened.close, mover.close]
-    if parts.waits is not None:
-        parts.waits.listen()
     return opened
 
 

@@ -45,20 +45,16 @@ def _raising(
 class AbortableWaiting:
     """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError once another rank has ended the store.
 
-    The error has that rank's reason. With ``listening`` false it starts to look at :meth:`listen`; nothing is slower
-    until then.
+    The error has that rank's reason.
     """
 
-    def __init__(self, find_end: Callable[[], str], waiting: Waits, *, listening: bool = True) -> None:
-        """``find_end`` returns why another rank has left, or ""; asked now or from :meth:`listen` on. Local."""
+    def __init__(self, find_end: Callable[[], str], waiting: Waits) -> None:
+        """``find_end`` returns why another rank has left, or "". Local."""
         self._find_end, self._waiting = find_end, waiting
-        self.until: Callable[[Callable[[], bool], Callable[[], Sequence[int]]], None] = waiting.until
-        if listening:
-            self.listen()
 
-    def listen(self) -> None:
-        """Look for other ranks' notices from now on. Local."""
-        self.until = lambda ready, missing: self._waiting.until(_raising(ready, self._look), missing)
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Wait until ``ready()`` is true; raise TransportError once another rank has ended the store. May wait."""
+        self._waiting.until(_raising(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
         return TransportError(why) if (why := self._find_end()) else None
