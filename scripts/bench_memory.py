@@ -57,6 +57,8 @@ CASES = {"adam": adam, "ranks": ranks}
 
 def main() -> None:
     """Print the figures of one case, those of the root."""
+    if sys.argv[1:] not in [[name] for name in CASES]:
+        sys.exit(f"{sys.argv[0]} needs one of these words: {', '.join(CASES)}")
     with mpikv.create(warn_after=600, timeout=1200) as kv:
         text = CASES[sys.argv[1]](kv)
         if kv.is_root:
