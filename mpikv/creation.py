@@ -268,6 +268,8 @@ def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
         from .async_store.async_kvstore import check_options
 
         check_options(settings, options)
+        if staleness == 0:
+            raise ConfigError("staleness=0 lets no rank push ahead, as 'dist_sync' does; give a number from 1")
         request.staleness = None if staleness is None else check_whole("staleness", staleness, low=1)
     elif staleness is not None:
         raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} is synchronous")

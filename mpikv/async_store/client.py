@@ -221,9 +221,7 @@ class AsyncClient:
 
     def _ask_who(self, ranks: set[int], its_own: int) -> tuple[set[int], set[int]]:
         """Ask ranks, for a second, whom this rank waits for, or each itself; return these, and the silent. May wait."""
-        found: set[int] = set()
-        asked: dict[int, int] = {}
-        silent = set()
+        found, silent, asked = set[int](), set[int](), dict[int, int]()
         for rank in sorted(ranks):
             try:
                 asked[self.ask(Kind.WHO, rank, take=lambda ranks: found.update(ranks.tolist()), number=its_own)] = rank

@@ -98,7 +98,7 @@ def attach(
         >>> attached.detach()
     """
     if kv is not None and not isinstance(kv, KVStore):
-        raise TypeError(f"attach: kv is {a_kind(kv)}, not a store; pass what mpikv.create() returns, or leave it out")
+        raise TypeError(f"attach: kv is {a_kind(kv)}; pass mpikv.create(), without another name, or leave kv out")
     options = _Options(update, compression, bucket_bytes, buffers)
     return Attached(create() if kv is None else kv, kv is None, model, optimizer, options)
 
@@ -195,10 +195,9 @@ class Attached:
             self._sharded.append(sharded)
 
     def __repr__(self) -> str:
-        update = "store" if self._sharded else "local"
         return (
-            f"<mpikv.torch.Attached {type(self._model).__name__} rank {self.kv.rank}/{self.kv.size} update={update} "
-            f"{len(self._sync.gradients)} parameters>"
+            f"<mpikv.torch.Attached {type(self._model).__name__} rank {self.kv.rank}/{self.kv.size} "
+            f"update={self._options.update} {len(self._sync.gradients)} parameters>"
         )
 
     def add(self, name: str, parameter: Any) -> None:

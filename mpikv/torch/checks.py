@@ -20,14 +20,14 @@ OWNER = "_mpikv_attached"
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
-    """Raise ConfigError if an option of ``attach`` is bad, or if the store updates or compresses. Local."""
+    """Raise ConfigError if an option of ``attach`` is bad, or the store more than adds up. Local."""
     check_choice("update", update, ("local", "store"))
     check_choice("buffers", buffers, ("root", "each"))
     check_whole("bucket_bytes", bucket_bytes, 1)
-    if not kv._assigns or kv.compression is not None:
+    if not kv._assigns or kv.compression is not None or kv.is_capable("async"):
         raise ConfigError(
-            "the store has an updater or compresses, and gradients are only added up in it; pass a store without, and "
-            "compression= to attach"
+            "the store has an updater or compresses, or is 'dist_async', and gradients are only added up in it; pass "
+            "mpikv.create(), and compression= to attach"
         )
 
 

@@ -77,7 +77,7 @@ def test_a_model_is_attached_twice_on_one_rank(kv):
 
 def test_what_is_no_store(kv):
     for value in ("dist_sync", mpikv.create("horovod")):
-        with pytest.raises(TypeError, match=r"not a store; pass what mpikv.create\(\) returns"):
+        with pytest.raises(TypeError, match=r"kv is an? .*; pass mpikv.create\(\), without another name"):
             attach(nn.Linear(1, 1), kv=value)
 
 
@@ -317,9 +317,10 @@ def test_a_wrapped_optimizer(kv, update):
 
 
 def test_a_store_that_updates_or_compresses(kv):
-    for verb, option in (("set_optimizer", "sgd"), ("set_gradient_compression", "fp16")):
-        with mpikv.create(comm=kv.comm, timeout=5) as other:
-            getattr(other, verb)(option)
+    updating, compressing = ("set_optimizer", "sgd"), ("set_gradient_compression", "fp16")
+    for name, verb, *options in (("dist_sync", *updating), ("dist_sync", *compressing), ("dist_async", "barrier")):
+        with mpikv.create(name, comm=kv.comm, timeout=5) as other:
+            getattr(other, verb)(*options)
             fails(kv, ConfigError, "has an updater or compresses", lambda other=other: attach(network(), kv=other))
     check_attaches(kv)
 
@@ -636,15 +637,16 @@ def test_an_exception_in_backward_of_one_rank_that_ends(comm):
 @SEVERAL
 def test_an_exception_in_backward_that_is_handled_by_detach(kv, update):
     model, _, attached = attached_pair(kv, update=update, steps=2)
-    told = ""
     try:
         break_backward(model, is_last(kv))
-    except ArithmeticError:
-        attached.detach()
-    except PeerFailed as error:
+    except (ArithmeticError, PeerFailed) as error:
         told = str(error)
         attached.detach()
-    pattern = "^$" if is_last(kv) else r"rank \d raised .* ended with an exception; it handles ArithmeticError: planted"
+    pattern = (
+        "^planted$"
+        if is_last(kv)
+        else r"rank \d raised .* ended with an exception; it handles ArithmeticError: planted"
+    )
     assert re.search(pattern, told), told
 
 
@@ -698,8 +700,7 @@ def test_a_layer_that_the_optimizer_alone_was_given(kv):
 
 
 def test_a_frozen_parameter_is_not_added(kv):
-    model = network()
-    attached = attach(model, kv=kv)
+    attached = attach(network(), kv=kv)
     fails(kv, ConfigError, "'late' is frozen", lambda: attached.add("late", nn.Parameter(torch.ones(2), False)))
 
 
@@ -726,8 +727,7 @@ def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
         optimizer.step()
     optimizer.zero_grad()
     text = differ(kv, loss_of(model, 3, kv).backward, loss_of(model, 3, kv).backward)
-    assert "left out a backward or a step" in text
-    assert "pass 4, 3 steps" in text
+    assert re.search("left out a backward or a step.*pass 4, 3 steps", text)
     end_all_the_same(kv)
 
 
@@ -740,8 +740,7 @@ def test_ranks_with_other_learning_rates(kv, update, form):
     optimizer.step()
     optimizer.zero_grad()
     text = differ(kv, loss_of(model, 3, kv).backward, loss_of(model, 3, kv).backward)
-    assert "other learning rates" in text
-    assert re.search(r"lr 0\.1\d* against SGD, group 0: lr 0\.2", text)
+    assert re.search(r"other learning rates.*lr 0\.1\d* against SGD, group 0: lr 0\.2", text)
     end_all_the_same(kv)
 
 
