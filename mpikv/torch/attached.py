@@ -461,10 +461,9 @@ class _Remains:
     def __call__(self) -> None:
         """Compare the ranks when the store closes without :meth:`Attached.detach`. Collective."""
         sync = None if (attached := self.attached()) is None else attached._sync
-        if sync is not None:
-            sync.complete()
-        # Garbage collection runs at different times: another rank may have its model still.
+        # First, as garbage collection runs at different times: another rank may have its model still.
         if not self.kv.any_rank(sync is None) and sync is not None:
+            sync.complete()
             sync.check_end("close")
 
     def is_dropped(self) -> bool:

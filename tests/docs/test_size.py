@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 20_545,
-    "lines of code in tests, scripts and commands": 39_318,
+    "lines of code in the core": 20_517,
+    "lines of code in tests, scripts and commands": 39_317,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
