@@ -61,10 +61,7 @@ CALLABLE = CallableUpdater(lambda key, total, stored: None)
         ("auto", CALLABLE, LocalTransport, Root),
         ("auto", optimizers.SGD(), LocalTransport, Sharded),
         ("auto", optimizers.LAMB(), LocalTransport, Owners),
-        ("root", Assign(), LocalTransport, Root),
-        ("root", CALLABLE, LocalTransport, Root),
         ("root", optimizers.LAMB(), LocalTransport, Root),
-        ("sharded", Assign(), LocalTransport, Sharded),
         ("sharded", optimizers.LAMB(), LocalTransport, Owners),
         ("replicated", optimizers.Adam(), LocalTransport, Replicated),
         ("replicated", optimizers.LAMB(), LocalTransport, Replicated),
@@ -85,7 +82,6 @@ def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
         ("root", None, "reduce", "broadcast"),
         ("root", optimizers.SGD(), "reduce", "broadcast"),
         ("auto", print, "reduce", "broadcast"),
-        ("sharded", None, "reduce_scatter", "all_gather"),
         ("auto", optimizers.SGD(), "reduce_scatter", "all_gather"),
         ("sharded", optimizers.LAMB(), "reduce", "broadcast"),
         ("replicated", optimizers.SGD(), "allreduce", None),
@@ -127,23 +123,6 @@ def test_neighbours_are_given_to_all_ranks_at_once(comm):
         assert recording.take() == ["broadcast"] * 11, "empty ones join neighbours, or are left out"
         for key, value in zip(keys, values, strict=True):
             np.testing.assert_array_equal(store.pull(key), value)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("placement", "optimizer", "name"),
-    [
-        ("root", "sgd", "root"),
-        ("auto", "sgd", "sharded"),
-        ("auto", "lamb", "owners"),
-        ("sharded", "lamb", "owners"),
-        ("replicated", "lamb", "replicated"),
-    ],
-)
-def test_a_store_says_where_its_values_live(comm, placement, optimizer, name):
-    with mpikv.create(comm=comm, transport="mpi", placement=placement) as kv:
-        kv.set_optimizer(optimizer)
-        assert kv.placement == name
 
 
 @pytest.mark.ranks(2, 4)
