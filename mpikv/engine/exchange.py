@@ -101,7 +101,7 @@ class Exchange:
 
     def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return a placement for an updater; set its number of ranks, compile its kernels, or raise. Local."""
-        placement = place(self._wanted, self.transport, updater, self._root)
+        placement = place(self._wanted, self.transport, updater, self._root, self.compression is not None)
         self._prepare_kernels(updater, self.values.dtypes | dtypes)
         return placement
 
@@ -205,3 +205,5 @@ class Exchange:
         self._use_planner(replace(self.values.planner, compressed=codec is not None))
         # Kernels add inside the update rule only without compression: other kernels may be needed now.
         self._prepare_kernels(self.updater, self.values.dtypes)
+        if self.updater.assigns:
+            self.adopt(self.updater)  # its placement depends on the compression

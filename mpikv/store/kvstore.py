@@ -1322,8 +1322,7 @@ class KVStore(RankedStore):
         """Return the smallest of the ranks' numbers of queued calls with ``wait=False``. Collective."""
         if self.size == 1:
             return queued
-        least: int = self._collective("next", lambda: self._control.least(queued))
-        return least
+        return int(self._collective("next", lambda: self._control.least(queued)))
 
     def _free(self) -> None:
         """Free values, what ``before_free`` lists, the transport, the board and the communicator. Collective."""

@@ -131,7 +131,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_h
         assert kv.transport == "hierarchical"
         assert kv.placement == "sharded", "a copy of the values for each rank would be one copy twice"
     with mpikv.create(deterministic=True) as kv:
-        assert (kv.transport, kv.placement) == ("mpi", "replicated")
+        assert (kv.transport, kv.placement) == ("mpi", "sharded")
 
 
 @pytest.mark.processes
