@@ -11,7 +11,7 @@ from support.communicating import LIMIT, Ranks, brought, reduce_of
 
 from mpikv.cluster.calls import Call
 from mpikv.collectives.collectives import Collectives
-from mpikv.collectives.operations import Op, check
+from mpikv.collectives.operations import Op, check_reduction
 from mpikv.engine.plan import digest
 from mpikv.errors import PeerFailed, RankMismatch, Unsupported, ValueMismatch
 from mpikv.testing.transport import dtypes
@@ -35,7 +35,7 @@ def world(
 
 def takes(op: Op, dtype: np.dtype[Any]) -> bool:
     try:
-        check(op, dtype)
+        check_reduction(op, dtype)
     except Unsupported:
         return False
     return True
@@ -143,7 +143,7 @@ def test_another_library_may_reduce(world):
 )
 def test_some_reductions_have_no_meaning(world, op, name):
     with pytest.raises(Unsupported, match=name if op is not Op.MAX else "complex"):
-        check(op, np.dtype(name))
+        check_reduction(op, np.dtype(name))
 
 
 def test_a_mistake_on_one_rank_leaves_the_ranks_usable(world):

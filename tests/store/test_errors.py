@@ -624,7 +624,7 @@ def test_calls_that_differ_are_told_with_their_lines(transport):
         (
             "wd_mult",
             ({"w": 1.0}, {"w": 1.0, "v": 2.0}),
-            r"\(item 0: updater SGD\(begin.* against updater SGD\(begin.*\)\)",
+            r"\(item 0: updater SGD\(average.* against updater SGD\(average.*\)\)",
         ),
     ],
 )

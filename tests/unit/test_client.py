@@ -97,21 +97,24 @@ def test_a_question_that_is_answered_late_is_waited_for():
     assert not client._outstanding
 
 
-def test_who_is_waited_for():
-    """An owner's answer names others; the owner that is this rank itself, and is in an update, is named at once."""
+@pytest.mark.parametrize(("silent", "missing"), [(True, (0,)), (False, (2, 4))])
+def test_who_is_waited_for(silent, missing):
+    """The owner that is this rank itself, in an update; else those for whom the ranks wait that are behind."""
     endpoint, client = make_client()
     ticket = client.ask(Kind.LEAVE, 1)
-    client.ask(Kind.LEAVE, 0)
+    if silent:
+        client.ask(Kind.LEAVE, 0)
     request = endpoint.request
 
     def ask(rank, head, body=None):
         request(rank, head, body)
-        endpoint.replies.append(answer(rank, head[2], body=np.array([2, 3]).view(np.uint8)))
+        ranks = {1: [2, 3], 2: [2], 3: [4]}[rank]
+        endpoint.replies.append(answer(rank, head[2], body=np.array(ranks).view(np.uint8)))
 
     endpoint.request = ask
     with pytest.raises(Stalled) as caught:
         client.wait([ticket])
-    assert caught.value.missing == (0, 2, 3)
+    assert caught.value.missing == missing
 
 
 @pytest.mark.parametrize(("source", "other"), [(1, 1), (2, 0)])
