@@ -7,18 +7,21 @@ copies the others' parts of the result.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..arrays.arrays import accumulator, add_in_pairs
 from ..engine.alltoallv import Alltoallv
+from ..engine.plan import turns
 from ..errors import ValueMismatch, settled
 from ..memory.host import private_allocator
-from ..protocols import Array, ReadsInPlace, SumsInPlace, Transport
+from ..protocols import Array, ReadsInPlace, SumsInPlace, Transfers, Transport
 from .operations import Op, combine
 
 # Bytes that one rank reads in a reduction by one exchange. Beyond, it is faster if each rank reduces a part.
@@ -75,14 +78,10 @@ class Collectives:
             self._pack(parts)
         return fits
 
-    def all_reduce(self, array: Array, op: Op, staged: bool = False) -> None:
-        """Reduce every rank's array, in place on every rank, with the same bits on each."""
-        self.all_reduce_each(((array, array),), op, staged)
-
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
         """Reduce every rank's first array of each pair, into the second; they may be the same. Collective.
 
-        Large arrays that other ranks may read in place are reduced first, one by one; then small ones travel together.
+        Each rank gets the same bits. Large arrays are reduced first, one by one; then small ones travel together.
         The message that may be staged is all first arrays, one after the other: with a large one, it is not small.
         """
         if self._size == 1:
@@ -91,7 +90,7 @@ class Collectives:
         elif self.memory.is_host:
             # Those of one dtype can travel together. By its letter: numbers of dtypes may differ between processes.
             ordered = sorted(pairs, key=lambda pair: pair[0].dtype.char)
-            self._reduce_each([pair for pair in ordered if not self._reduce_in_place(*pair, op)], op, staged)
+            self._reduce_small([pair for pair in ordered if not self._reduce_large(*pair, op)], op, staged)
         else:
             self._sum_on_gpus(pairs, op)
 
@@ -169,29 +168,44 @@ class Collectives:
         none = [receive[:0]] * self._size
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
-    def _reduce_in_place(self, send: Array, out: Array, op: Op) -> bool:
-        """Reduce a large array, read where it lies, to every rank's ``out``; return whether it could. Collective."""
-        if send.nbytes > self._small and isinstance(self._transport, ReadsInPlace):
-            counts = self._divide(send)
-            if (pieces := self._transport.read_terms(send, counts)) is not None:
-                self._reduce_parts(pieces, out, counts, op)
-                return True
-        return False
+    def _reduce_large(self, send: Array, out: Array, op: Op) -> bool:
+        """Reduce a large array to every rank's ``out``: read in place, or by messages; False if small. Collective."""
+        if send.nbytes <= self._small:
+            return False
+        reads, counts = self._transport if isinstance(self._transport, ReadsInPlace) else None, self._divide(send)
+        if reads is not None and (pieces := reads.read_terms(send, counts)) is not None:
+            self._reduce_parts(pieces, out, counts, op)
+        else:
+            self._reduce_by_messages(send, out, op)
+        return True
 
-    def _reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
-        """Reduce arrays on every rank, in messages: small arrays together, or a part of a large one. Collective."""
+    def _reduce_by_messages(self, send: Array, out: Array, op: Op) -> None:
+        """Reduce an array to every rank's ``out``; between hosts several messages are on their way. Collective."""
+        step = self._transport.limit // send.itemsize
+        messages = tuple((send[low : low + step], out[low : low + step]) for low in range(0, send.size, step))
+        flights = self._transport if op.adds and isinstance(self._transport, Transfers) else None
+        ahead, apart = (0, nullcontext) if flights is None else (min(flights.ahead, len(messages)), flights.apart)
+        sent, wait_for = (bool, bool) if flights is None else (flights.sent, flights.wait_for)
+        sums, results = deque[tuple[Sequence[Array], Any]](), list[Any]()
+        with apart():
+            for coming, ready in turns(messages, ahead):
+                if coming is not None:
+                    sums.append((self._make_terms(coming[0], self._divide(coming[0]), op), sent()))
+                if ready is not None:
+                    terms, flight = sums.popleft()
+                    wait_for(flight)
+                    self._reduce_parts([terms], ready[1], self._divide(ready[1]), op)
+                    results.append(sent())
+            for flight in results:
+                wait_for(flight)
+
+    def _reduce_small(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
+        """Reduce small arrays on every rank, as many as fit in each message. Collective."""
         for message in self._cut_messages(pairs):
             sends, outs = zip(*message, strict=True)
-            send, counts = sends[0], None
-            if send.nbytes > self._small:
-                counts = self._divide(send)
-            elif staged or len(sends) > 1 or self._transport.shared:
-                send = self._pack_message(sends, staged)
-            terms = self._make_terms(send, counts, op)
-            if counts is None:
-                self._unpack(terms, outs, op)
-            else:
-                self._reduce_parts([terms], outs[0], counts, op)
+            packs = staged or len(sends) > 1 or self._transport.shared
+            send = self._pack_message(sends, staged) if packs else sends[0]
+            self._unpack(self._make_terms(send, None, op), outs, op)
 
     def _divide(self, array: Array) -> list[int]:
         """Return the size of each rank's part of an array."""
@@ -216,17 +230,14 @@ class Collectives:
             np.copyto(part, into)
 
     def _cut_messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-        """Yield messages: small arrays of one dtype together, or a part of a large one. Local."""
+        """Yield messages: small arrays of one dtype together. Local."""
         together: list[Pair] = []
         room = self._small
         for send, out in pairs:
-            if send.nbytes > self._small:
-                step = self._transport.limit // send.itemsize
-                yield from ([(send[low : low + step], out[low : low + step])] for low in range(0, send.size, step))
-            elif send.nbytes:
-                if send.nbytes > room or (together and send.dtype != together[0][0].dtype):
-                    yield together
-                    together, room = [], self._small
+            if send.nbytes > room or (together and send.dtype != together[0][0].dtype):
+                yield together
+                together, room = [], self._small
+            if send.nbytes:
                 together.append((send, out))
                 room -= send.nbytes
         if together:

@@ -209,7 +209,7 @@ class HierarchicalTransport:
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         """Fill each rank's part of ``buffer`` on every rank; inside of :meth:`apart` it may come later. Collective."""
-        if not self._is_shared(buffer):
+        if not (self._is_shared(buffer) or (self._is_apart and self.sharing_size == 1)):
             self._flat.all_gather(buffer, counts)
             return
         self._send_values("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts), ends=True)

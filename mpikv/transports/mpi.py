@@ -27,9 +27,6 @@ from .allocation import Growing, allocate_collectively
 from .requests import Requests
 from .unshared import Unshared
 
-# The most ranks for which an exchange of half precision beats an allreduce in float32. With messages of b bytes in half
-# precision and n ranks, each rank receives (n - 1) b in the exchange, and at least 4 b (n - 1) / n in the allreduce.
-_FEW_RANKS = 3
 # The tag of messages between two ranks. 1 to 3 are those of failures and of several hosts.
 _CARRIED = 4
 
@@ -118,20 +115,21 @@ class MpiTransport(Unshared):
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         """Return, at the root, arrays that add up to the sum of every rank's ``send``, elsewhere any. Collective."""
-        if self._gathers or self._exchanges_halves(send):
+        if self._gathers:
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
         return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         """Sum every rank's ``send`` at every rank; return ``recv``, or all terms if it only carries. Collective."""
-        if self._gathers or self._exchanges_halves(send):
+        if self._gathers:
             return self.all_to_all(send, None)
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         """Return arrays that add up to this rank's part of the sum of every rank's ``send``. Collective."""
-        if self._gathers or _is_half(send):
+        # A sum of half precision is made in float32, and would move twice the bytes.
+        if self._gathers or accumulator(send.dtype) != send.dtype:
             return self.all_to_all(send, counts)
         return self._sum(
             "reduce_scatter", send, recv, lambda *arrays, op: self._comm.Ireduce_scatter(*arrays, counts, op)
@@ -203,17 +201,8 @@ class MpiTransport(Unshared):
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
 
-    def _exchanges_halves(self, send: Array) -> bool:
-        """Return whether an exchange of half precision moves less than an allreduce in float32."""
-        return self.size <= _FEW_RANKS and _is_half(send)
-
 
 def _lay_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
     """Return the bytes of each rank's elements, and their offsets side by side."""
     nbytes = [count * itemsize for count in counts]
     return nbytes, [0, *accumulate(nbytes[:-1])]
-
-
-def _is_half(array: Array) -> bool:
-    """Return whether sums need another type, of twice the size."""
-    return accumulator(array.dtype) != array.dtype

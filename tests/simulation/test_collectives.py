@@ -41,7 +41,7 @@ def make_call(world: Ranks, draw: random.Random, seed: int, number: int) -> None
     arrays = [brought(dtype, size, seed, number, rank) for rank in range(world.size)]
     mine, total = arrays[world.rank].copy(), reduce_of(op, arrays)
     if verb == 0:
-        world.call("all_reduce", mine, op, message=[mine])
+        world.call("all_reduce_each", [(mine, mine)], op, message=[mine])
         found, expected = mine, total
     elif verb == 1:
         world.call("broadcast", mine, root, message=[mine])
@@ -84,7 +84,7 @@ def test_random_calls(seeds: range, faults: bool) -> None:
 
 def all_reduce(world: Ranks, size: int, token: int = 1) -> None:
     array = np.ones(size)
-    run = partial(world.communicator.collectives.all_reduce, array, Op.SUM)
+    run = partial(world.communicator.collectives.all_reduce_each, [(array, array)], Op.SUM)
     world.communicator.call(Call("all_reduce", token, f"float64[{size}]"), run, array)
 
 
