@@ -32,12 +32,12 @@ class OfMessages(partial[bool]):
 
 
 def _find_machine() -> str:
-    """Return the number of the system's start, the same in all its containers, and that of the files it can share."""
-    boot, device = platform.node(), 0
+    """Return numbers that processes have in common if they see one directory of shared memory, else a random one."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        device = os.stat(SHARED).st_dev
-    return f"{boot} {device}"
+        boot, there = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat(SHARED)
+        # One file system may be mounted in several containers, each with a directory of its own.
+        return f"{boot} {there.st_dev} {there.st_ino}"
+    return os.urandom(16).hex()
 
 
 class Runtime:

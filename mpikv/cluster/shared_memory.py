@@ -83,7 +83,7 @@ def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str
             with suppress(FileNotFoundError):
                 os.unlink(path)
     if problems:
-        raise TransportError(f"{problems}; MPIKV_TRANSPORT=mpi needs no shared memory")
+        raise TransportError(f"{problems}; MPIKV_SIMULATE_RANKS_PER_HOST=1 lets ranks share none")
     return memory
 
 

@@ -123,7 +123,7 @@ def test_ranks_agree_and_add_without_mpi(outputs: Callable[..., list[str]]) -> N
         pytest.param(
             "if rank == 2: shared_memory._open_memory = lambda *_, new: os.stat('/dev/shm/none')",
             "TransportError rank 2 cannot share memory with other ranks of this machine: [Errno 2] No such file or "
-            "directory: '/dev/shm/none'; MPIKV_TRANSPORT=mpi needs no shared memory",
+            "directory: '/dev/shm/none'; MPIKV_SIMULATE_RANKS_PER_HOST=1 lets ranks share none",
             id="separate memory",
         ),
         pytest.param(
