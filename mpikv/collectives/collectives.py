@@ -185,8 +185,9 @@ class Collectives:
         messages = tuple((send[low : low + step], out[low : low + step]) for low in range(0, send.size, step))
         flights = self._transport if op.adds and isinstance(self._transport, Transfers) else None
         ahead, apart = (0, nullcontext) if flights is None else (min(flights.ahead, len(messages)), flights.apart)
+        # Without flights both do nothing: each exchange is complete when it returns.
         sent, wait_for = (bool, bool) if flights is None else (flights.sent, flights.wait_for)
-        sums, results = deque[tuple[Sequence[Array], Any]](), list[Any]()
+        sums, results = deque[tuple[Sequence[Array], Any]](), deque[Any]()
         with apart():
             for coming, ready in turns(messages, ahead):
                 if coming is not None:
@@ -196,6 +197,8 @@ class Collectives:
                     wait_for(flight)
                     self._reduce_parts([terms], ready[1], self._divide(ready[1]), op)
                     results.append(sent())
+                if len(results) > ahead:
+                    wait_for(results.popleft())
             for flight in results:
                 wait_for(flight)
 

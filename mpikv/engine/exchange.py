@@ -198,12 +198,12 @@ class Exchange:
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:
-        """Compress pushes from now on, or stop (None); drop plans, and residuals of earlier pushes. Collective."""
+        """Compress pushes from now on, or stop (None); drop residuals; may change the placement. Collective."""
         # Before anything changes, as there may be too little memory.
         self.compression = None if codec is None else make_compression(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
         self._use_planner(replace(self.values.planner, compressed=codec is not None))
-        # Kernels add inside the update rule only without compression: other kernels may be needed now.
-        self._prepare_kernels(self.updater, self.values.dtypes)
-        if self.updater.assigns:
-            self.adopt(self.updater)  # its placement depends on the compression
+        # Kernels add inside the update rule only without compression: other kernels may be needed now. And sums without
+        # an updater may have another placement.
+        if self.place_updater(self.updater).name != self.placement.name:
+            self.adopt(self.updater)

@@ -110,18 +110,18 @@ class Replicated(Sharded):
 def place(name: str, transport: Transport, updater: Updater, root: int, compressed: bool = False) -> Placement:
     """Return the placement of that name, or a fitting one in its place, for an updater; raise if none fits. Local.
 
-    ``auto`` takes ``root`` for a Python callable and ``sharded`` for all else: time and state are divided by the number
-    of ranks. But ASSIGN is ``replicated`` where pushes are ``compressed``, so that only codes travel, and on GPUs, as
-    their library sums at all ranks at once. ``owners`` serves every updater; the asynchronous store uses it, as its
-    owners update independently.
+    ``auto`` takes ``root`` for a Python callable and ``sharded`` for optimizers: their time and state are divided by
+    the number of ranks. ASSIGN computes nothing: it is ``replicated``, one exchange, but ``sharded`` between hosts, as
+    then several messages are in flight. Where pushes are ``compressed`` it is ``replicated`` there, too, and only codes
+    travel. ``owners`` serves every updater; the asynchronous store uses it, as its owners update independently.
 
     Raises:
         Unsupported: a callable must run once per key, on whole values; only ``root`` runs it so.
     """
     if name == "auto":
         # On all ranks alike: the updater has been compared.
-        sums_everywhere = isinstance(updater, Assign) and (compressed or not transport.memory.is_host)
-        name = "root" if updater.may_raise else "replicated" if sums_everywhere else "sharded"
+        flies = isinstance(transport, Transfers) and transport.memory.is_host and not compressed
+        name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) and not flies else "sharded"
     if name == "root":
         return Root(transport, root)
     if name == "owners":

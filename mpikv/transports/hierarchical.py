@@ -209,6 +209,7 @@ class HierarchicalTransport:
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         """Fill each rank's part of ``buffer`` on every rank; inside of :meth:`apart` it may come later. Collective."""
+        # Into private memory of several ranks of a host each element would have to come once for each of them.
         if not (self._is_shared(buffer) or (self._is_apart and self.sharing_size == 1)):
             self._flat.all_gather(buffer, counts)
             return

@@ -57,14 +57,13 @@ CALLABLE = CallableUpdater(lambda key, total, stored: None)
 @pytest.mark.parametrize(
     ("name", "updater", "transport", "kind"),
     [
-        ("auto", Assign(), LocalTransport, Sharded),
+        ("auto", Assign(), LocalTransport, Replicated),
         ("auto", CALLABLE, LocalTransport, Root),
         ("auto", optimizers.SGD(), LocalTransport, Sharded),
         ("auto", optimizers.LAMB(), LocalTransport, Owners),
         ("root", optimizers.LAMB(), LocalTransport, Root),
         ("sharded", optimizers.LAMB(), LocalTransport, Owners),
         ("replicated", optimizers.Adam(), LocalTransport, Replicated),
-        ("replicated", optimizers.LAMB(), LocalTransport, Replicated),
         ("replicated", optimizers.Adam(), Shared, Sharded),
         ("replicated", optimizers.LAMB(), Shared, Owners),
         ("auto", Assign(), Shared, Sharded),
@@ -80,13 +79,11 @@ def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
     ("placement", "updater", "push", "pull"),
     [
         ("root", None, "reduce", "broadcast"),
-        ("root", optimizers.SGD(), "reduce", "broadcast"),
         ("auto", print, "reduce", "broadcast"),
         ("auto", optimizers.SGD(), "reduce_scatter", "all_gather"),
         ("sharded", optimizers.LAMB(), "reduce", "broadcast"),
         ("replicated", optimizers.SGD(), "allreduce", None),
-        ("replicated", optimizers.LAMB(), "allreduce", None),
-        ("auto", None, "reduce_scatter", "all_gather"),
+        ("auto", None, "allreduce", None),
     ],
 )
 @pytest.mark.feature("placements")
@@ -123,17 +120,6 @@ def test_neighbours_are_given_to_all_ranks_at_once(comm):
         assert recording.take() == ["broadcast"] * 11, "empty ones join neighbours, or are left out"
         for key, value in zip(keys, values, strict=True):
             np.testing.assert_array_equal(store.pull(key), value)
-
-
-@pytest.mark.ranks(2, 4)
-def test_sums_of_compressed_pushes_are_made_at_all_ranks(comm):
-    with mpikv.create(comm=comm, transport="mpi", bucket_bytes=4096) as kv:
-        kv.init("w", np.zeros(3000, np.float32))
-        for codec, placement in ((None, "sharded"), ("bf16", "replicated"), (None, "sharded")):
-            kv.push("w", np.full(3000, kv.rank + 1, np.float32))  # the others have no new value yet
-            kv.set_gradient_compression(codec)
-            assert kv.placement == placement
-            assert (kv.pull("w") == sum(range(comm.size + 1))).all()
 
 
 @pytest.mark.ranks(2, 4)

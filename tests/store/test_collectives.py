@@ -28,7 +28,9 @@ def world(
     small, large, way = request.param
     monkeypatch.setattr("mpikv.collectives.collectives._SMALL", small)
     monkeypatch.setattr(CopyChoice, "next", lambda choice: way)  # and not by time
-    world = Ranks(comm, transport, simulate_ranks_per_host if transport == "hierarchical" else 0, large=large)
+    world = Ranks(
+        comm, transport, (simulate_ranks_per_host if way else 1) if transport == "hierarchical" else 0, large=large
+    )
     yield world
     world.close()
 

@@ -131,7 +131,19 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_h
         assert kv.transport == "hierarchical"
         assert kv.placement == "sharded", "a copy of the values for each rank would be one copy twice"
     with mpikv.create(deterministic=True) as kv:
-        assert (kv.transport, kv.placement) == ("mpi", "sharded")
+        assert (kv.transport, kv.placement) == ("mpi", "replicated")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_sums_between_hosts_are_sharded_unless_compressed(comm, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    with mpikv.create(bucket_bytes=4096) as kv:
+        kv.init(["v", "w"], [np.zeros((2, 3)), np.zeros(9000, np.float32)])
+        for codec, placement in ((None, "sharded"), ("bf16", "replicated"), (None, "sharded")):
+            kv.push("w", np.full(9000, kv.rank + 1, np.float32))  # the others have no new value yet
+            kv.set_gradient_compression(codec)
+            assert kv.placement == placement
+            assert (kv.pull("w") == sum(range(comm.size + 1))).all()
 
 
 @pytest.mark.processes
