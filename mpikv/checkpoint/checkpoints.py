@@ -255,9 +255,7 @@ class Checkpoints:
         except TransportError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{call}: the file was complete, but could not be read again or renamed: {error}"
-            ) from error
+            raise CheckpointError(f"{call}: the file was complete, but could not be read again: {error}") from error
         except BaseException as error:
             unsettled(error)
             raise

@@ -16,6 +16,7 @@ from .. import optimizers
 from ..cluster.printing import log
 from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
 from ..optimizers import Optimizer
+from ..optimizers.options import plain
 from ..optimizers.updaters import Assign
 from ..protocols import Array, Key, Slots, Updater
 from .files import Source, inspect
@@ -197,7 +198,7 @@ def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
         return None
     arrays: list[Array] = []
     try:
-        options = {name: encode(value, arrays, name) for name, value in optimizer.chosen().items()}
+        options = {name: encode(plain(value), arrays, name) for name, value in optimizer.chosen().items()}
     except TypeError:
         return None
     return None if arrays else options

@@ -59,5 +59,4 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:
         lasts = np.append(firsts[1:], items.size)[: firsts.size] - 1
         columns = of[firsts], low[firsts], high[lasts], begins[firsts]
         for number, *extent in zip(*(each.tolist() for each in columns), strict=True):
-            block = blocks[number]
-            yield Extent(block, column.slot, *extent)
+            yield Extent(blocks[number], column.slot, *extent)

@@ -6,10 +6,10 @@ first kind returns to any number of ranks, and the second to as many as have sav
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,7 @@ def add_program(transport: Transport, header: Header, packed: Mapping[str, Array
     if not packed:
         return header, []
     sizes = [blob.nbytes for blob in packed.values()]
-    digests = [
-        np.frombuffer(hashlib.blake2b(blob.data, digest_size=8).digest(), np.int64)[0] for blob in packed.values()
-    ]
+    digests = [np.frombuffer(blake2b(blob.data, digest_size=8).digest(), np.int64)[0] for blob in packed.values()]
     table = gather(transport, np.array([sizes, digests], np.int64).reshape(-1)).reshape(transport.size, 2, -1)
     # One size where all ranks gave the same.
     columns = zip(packed, table[:, 0].T.tolist(), (table == table[0]).all(axis=(0, 1)), strict=True)

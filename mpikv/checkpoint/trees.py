@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,9 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
         arrays.append(flat.view(sys.modules["torch"].uint8).numpy())
         return {"tensor": [str(tree.dtype).removeprefix("torch."), list(tree.shape), arrays[-1].nbytes]}
     if isinstance(tree, Schedule) and getattr(schedules, type(tree).__name__, None) is type(tree):
-        arguments = {field.name: getattr(tree, field.name) for field in fields(tree)}
-        return {"schedule": [type(tree).__name__, encode(arguments, arrays, where)]}
+        return {"schedule": [type(tree).__name__, encode(asdict(tree), arrays, where)]}
     if isinstance(tree, Mapping):
-        pairs = tree.items()
-        return {"dict": [[encode(each, arrays, f"{where}[{key!r}]") for each in (key, one)] for key, one in pairs]}
+        return {"dict": [[encode(one, arrays, f"{where}[{pair[0]!r}]") for one in pair] for pair in tree.items()]}
     if isinstance(tree, (list, tuple)):
         items = [encode(each, arrays, f"{where}[{number}]") for number, each in enumerate(tree)]
         return {"tuple": items} if isinstance(tree, tuple) else items
@@ -95,7 +93,9 @@ def decode(tree: Any, take: Callable[[np.dtype[Any], Sequence[int]], Array]) -> 
         if name not in schedules.__all__:
             raise ValueError(f"no schedule is called {name!r}")
         return getattr(schedules, name)(**decode(arguments, take))
-    return dict(decode(inner, take))
+    if kind == "dict":
+        return dict(decode(inner, take))
+    raise ValueError(f"no kind of value is called {kind!r}")
 
 
 def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:

@@ -14,6 +14,8 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ..errors import ConfigError, known_names
 from ..options import check_number, number
 
@@ -67,25 +69,38 @@ def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return an option's repr, equal on every rank: multipliers as a dict, objects without their address.
+    """Return an option's repr, equal on every rank: of its :func:`plain` form, and objects without their address.
 
-    >>> describe(MappingProxyType({"a": 2.0}))
-    "{'a': 2.0}"
+    >>> describe(MappingProxyType({"b": np.float64(0.5), "a": 2}))
+    "{'a': 2, 'b': 0.5}"
     """
-    return repr(dict(value)) if isinstance(value, Mapping) else _ADDRESS.sub("", repr(value))
+    return _ADDRESS.sub("", repr(plain(value)))
+
+
+def plain(value: Any) -> Any:
+    """Return an option in Python's own types: numpy's numbers as Python's, and mappings as dicts in one order.
+
+    >>> plain([np.int64(3), {"b": 1, "a": 2}])
+    [3, {'a': 2, 'b': 1}]
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(map(plain, value))
+    if isinstance(value, Mapping):
+        # By their text: any two keys have an order, and ranks compare them.
+        return dict(sorted(((plain(key), plain(one)) for key, one in value.items()), key=repr))
+    return value
 
 
 def _check_multipliers(where: str, value: Any) -> Multipliers:
-    """Return a read-only copy of a mapping of keys to factors, sorted; ConfigError if a key or a factor is bad."""
+    """Return a read-only copy of a mapping of keys to factors; ConfigError if a key or a factor is bad."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
     for key in value:
         if not isinstance(key, (numbers.Integral, str)):
             raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
-    # In an order of their own, integers first: ranks compare them.
-    ordered = sorted(value, key=lambda key: (isinstance(key, str), key))
-    plain = {key if isinstance(key, str) else int(key): value[key] for key in ordered}
-    checked = {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in plain.items()}
+    checked = {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in plain(value).items()}
     return MappingProxyType(checked)  # read-only: the store would not notice a factor changed in place
 
 

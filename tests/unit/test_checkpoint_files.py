@@ -311,6 +311,8 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (factor(step=1 << 63), "is not a whole number in [1, 2**63)"),
         (factor(step=1, base_lr=10**400), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to={"dict": [[[], 1]]}), "cannot be made"),
+        (change(*OPTIONS, "lr_mult", to={"dict": [[None, 1.0], [3, 2.0]]}), "lr_mult has the key None"),
+        (change(*OPTIONS, "lr_mult", to={"items": [[1, 2]]}), "no kind of value is called 'items'"),
         (change(*OPTIONS, "lr_mult", to=nested(300)), "cannot be made"),
         (change(*OPTIONS, "momentum", to=0.0), "has the states {'momentum': 'float64'} for key 'w'"),
     ],
@@ -473,18 +475,21 @@ def test_bfloat16_without_its_package(tmp_path: Path, hide: Callable[[str], obje
 def test_an_optimizer_that_is_not_registered_here(tmp_path: Path) -> None:
     script = (
         "import sys, numpy, mpikv\n"
-        "from dataclasses import dataclass\n"
+        "from dataclasses import dataclass, field\n"
         "@mpikv.optimizers.register\n"
         "@dataclass(kw_only=True, eq=False, repr=False)\n"
         "class Elsewhere(mpikv.optimizers.SGD):\n"
         "    strength: float = mpikv.optimizers.number(0.5, '[0, 1)')\n"
+        "    own: object = field(default=None, metadata={'check': lambda where, value: value})\n"
         "kv = mpikv.create()\n"
         "kv.init('w', numpy.ones(3))\n"
-        "kv.set_optimizer('elsewhere', strength=0.25)\n"
+        "kv.set_optimizer('elsewhere', strength=0.25, own=[numpy.float32(0.5), {'b': numpy.int8(1), 'a': 2}])\n"
         "kv.save(sys.argv[1])\n"
         "other = mpikv.create()\n"
         "other.load(sys.argv[1])\n"
         "assert other.optimizer.strength == 0.25, other.optimizer\n"
+        "assert repr(other.optimizer.own) == \"[0.5, {'a': 2, 'b': 1}]\"\n"
+        "assert other.optimizer.settings() == kv.optimizer.settings()\n"
     )
     assert python("-c", script, tmp_path / "checkpoint", timeout=40).returncode == 0
     text = complaint(tmp_path / "checkpoint")

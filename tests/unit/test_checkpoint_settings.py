@@ -5,7 +5,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,18 +86,3 @@ def test_mutated_settings() -> None:
         except Exception as error:
             pytest.fail(f"seed {seed}, trial {trial}: {error!r}: {saved['options']}")
     assert min(seen["loaded"], seen["refused"]) > TRIALS // 50, seen
-
-
-def test_keys_that_have_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "crafted.mpikv"
-    made = describe_updater(mpikv.optimizers.SGD(lr_mult={"w": 0.5}))
-    made["options"]["lr_mult"] = {"dict": [[None, 1.0], [3, 2.0]]}
-    monkeypatch.setattr("mpikv.checkpoint.checkpoints.describe_updater", lambda *_, **__: made)
-    with mpikv.create() as kv:
-        kv.init("w", np.zeros(2))
-        kv.save(path)
-    with mpikv.create() as kv:
-        with pytest.raises(mpikv.CheckpointError, match=r"'SGD' of the checkpoint cannot be made here.*lr_mult"):
-            kv.load(path)
-        kv.init("v", np.ones(2))  # the store lives
-        kv.push("v", np.ones(2))
