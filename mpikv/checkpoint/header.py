@@ -33,8 +33,9 @@ VALUE = ""
 """The slot of the value itself; other slots are names of states."""
 RESIDUALS = "mpikv.residuals"
 """The name of what compressed pushes have left out; a program cannot give it to a state of its own."""
+VERSION = 7
+"""Of the format of checkpoints, and of the states and options in commits."""
 
-_VERSION = 7
 _ALIGNMENT = 64
 # The beginning of every header written by this module.
 _BEGIN = '{"__metadata__":'
@@ -119,7 +120,7 @@ class Header:
     @cached_property
     def text(self) -> str:
         """The description in the metadata: JSON of all fields."""
-        tree = {"version": _VERSION, "values": self.values, "updater": self.updater, "program": self.program}
+        tree = {"version": VERSION, "values": self.values, "updater": self.updater, "program": self.program}
         tree |= {"keys": self.keys, "kind_of": self.kind_of}
         return json.dumps(tree | {"kinds": [one._asdict() for one in self.kinds]}, default=dict)
 
@@ -279,9 +280,6 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     """
     try:
         whole = text.decode()
-    except ValueError as error:
-        raise CheckpointError(f"its header is not JSON: {error}") from None
-    try:
         metadata, end = json.JSONDecoder().raw_decode(whole, len(_BEGIN)) if whole.startswith(_BEGIN) else (None, 0)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
@@ -329,9 +327,9 @@ def _parse_tree(text: str) -> dict[str, Any]:
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:
     """Return the header that a tree describes; CheckpointError if it has a fault, KeyError if an entry is missing."""
-    if tree["version"] != _VERSION:
+    if tree["version"] != VERSION:
         raise CheckpointError(
-            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
+            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {VERSION}"
         )
     keys: tuple[Key, ...] = tuple(_check_type(tree["keys"], list))
     # The types of all at once: a check per key would take longer than parsing.

@@ -170,11 +170,9 @@ class Commits:
         text = f"total {total}" + (f", path {self._disk.path}" if self._disk else "")
         restored, from_disk = self._collective("steps", _prepare, text, self._restore)
         if (disk := self._disk) and from_disk:
-            state = self._collective("load", disk.checkpoints.load_rest, disk.path)
-            text = f"objects before step {state[_STEP]}"
-            self._collective(
-                "steps", _prepare, text, self._agreement.run_together, self._take_objects, disk.path, state
-            )
+            rest = self._collective("load", disk.checkpoints.load_rest, disk.path)
+            text = f"objects before step {rest[_STEP]}"
+            self._collective("steps", _prepare, text, self._agreement.run_together, self._take_objects, disk.path, rest)
         if restored is not None and restored.step:
             if restored.step > total and self._control.rank == 0:
                 log("steps: total=%d is below step %d, where the loop goes on: it makes no step", total, restored.step)

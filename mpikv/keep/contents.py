@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays.arrays import name_of
 from ..checkpoint.compatibility import describe_updater, restore_updater
+from ..checkpoint.header import VERSION
 from ..engine.arena import Block
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
@@ -61,10 +62,10 @@ class Contents:
         updater, codec = exchange.updater, exchange.compression and exchange.compression.codec.settings()
         # Not its options, which a program may change in the loop.
         kind = type(updater).__name__ if isinstance(updater, Optimizer) else updater.settings()
-        texts = [f"{exchange.transport.size} ranks", f"transport {exchange.transport.name}"]
+        texts = [f"version {VERSION} of the format", f"{exchange.transport.size} ranks"]
         # The length of messages decides which elements a rank owns.
-        texts += [f"messages of {exchange.transport.limit} bytes", f"placement {exchange.placement.name}"]
-        texts += [f"updater {kind}", f"compression {codec}"]
+        texts += [f"transport {exchange.transport.name}", f"messages of {exchange.transport.limit} bytes"]
+        texts += [f"placement {exchange.placement.name}", f"updater {kind}", f"compression {codec}"]
         for entry in self._list_kept():
             form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
             sparse = " of rows" * entry.row_sparse
@@ -73,8 +74,8 @@ class Contents:
         for block in self._ends:
             slots = {name: name_of(array.dtype) for name, array in block.state.items()}
             # The transport and the number of its first cell decide its owners, too.
-            where = f"block {block.index} from cell {block.grid.number}"
-            texts.append(f"{where}: {block.values.size} elements with the states {slots}")
+            size, where = block.values.size, f"block {block.index} from cell {block.grid.number}"
+            texts.append(f"{where}: {size} elements with the states {slots}")
         return texts
 
     def check_layout(self) -> None:

@@ -323,6 +323,14 @@ def test_a_commit_of_another_program_is_refused(tmp_path: Path, change: dict[str
     assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
 
 
+def test_a_commit_of_another_version_is_refused(tmp_path: Path) -> None:
+    start(tmp_path, loops)
+    for file in tmp_path.glob("1.*"):
+        file.write_bytes(re.sub(rb"version \d+ of", b"version 6 of", file.read_bytes()))
+    for error in start(tmp_path, loops):
+        assert f"the commit in {tmp_path} has version 6 of the format, and this program has version" in error
+
+
 def test_missing_commits_of_a_rank_are_named(tmp_path: Path) -> None:
     start(tmp_path, loops)
     for file in tmp_path.glob("1.1.*"):
