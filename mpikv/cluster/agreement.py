@@ -276,10 +276,10 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
 
 
 def format_error(error: BaseException, call_place: str = "") -> str:
-    """Return an error's class and text for other ranks; of other libraries' raised errors notes and line too. Local.
+    """Return an error's class and text for other ranks; if other code raised it, its notes and line, too. Local.
 
-    Others than MPIKVError, that is. The line is the caller's that raised it; without one ``call_place``, and without
-    that the innermost.
+    Other code raises any error but MPIKVError. The line is the caller's that raised it; without one ``call_place``, and
+    without that the innermost.
     """
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"

@@ -374,7 +374,7 @@ class NcclTransport(Unshared):
     # --- Agreement and ends
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token, by hosts; raise earlier failures; one ends it. Collective."""
+        """Return whether all passed one token; raise earlier failures. An error ends the transport. Collective."""
         self._check()
         try:
             agreed = self.control.agree(token)
@@ -514,7 +514,7 @@ class NcclTransport(Unshared):
     def _translate(self, error: Exception, doing: str) -> MPIKVError:
         """Return a TransportError for an error of NCCL, or PeerFailed if it is another rank's failure. Local."""
         status, detail = _status(error), last_error()
-        what = f"status {status}" if isinstance(error, KeyError) else error
+        what = f"status {status}; NCCL_DEBUG=WARN logs details" if isinstance(error, KeyError) else error
         text = f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {what}{detail and f' ({detail})'}"
         text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)

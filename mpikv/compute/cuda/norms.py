@@ -59,7 +59,6 @@ def join_pieces(sums: Array) -> Array:
 
     The pieces' sums are those of :func:`measure`; they are added as in numpy's last two halvings.
 
-
     >>> join_pieces(np.arange(16.0)).tolist()
     [[12.0, 16.0], [44.0, 48.0]]
     """

@@ -74,7 +74,7 @@ def leave_by_an_error(kv: Any) -> None:
     ("placement", "call", "status", "text", "transport", "waits"),
     [
         ("replicated", "ncclAllReduce", 1, "NCCL_ERROR_UNHANDLED_CUDA_ERROR", "shm", "for the GPU"),
-        ("replicated", "ncclAllReduce", 7, "status 7", "mpi", "for the GPU"),
+        ("replicated", "ncclAllReduce", 7, "status 7; NCCL_DEBUG=WARN logs details", "mpi", "for the GPU"),
         ("replicated", "ncclAllReduce", 9, "status 9", "mpi", "for a call"),
         ("root", "ncclReduce", 6, "NCCL_ERROR_REMOTE_ERROR", "hierarchical", "for the GPU"),
         ("root", "ncclReduce", 2, "NCCL_ERROR_SYSTEM_ERROR", "hierarchical", "for a call"),
