@@ -22,14 +22,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 20_517,
-    "lines of code in tests, scripts and commands": 39_317,
+    "lines of code in the core": 20_516,
+    "lines of code in tests, scripts and commands": 39_314,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,
     "relative words per 100 sentences of the changelog": 2,
     "private names that tests read": 101,
-    "patches in tests": 102,
+    "patches in tests": 101,
 }
 """The most that each figure may be."""
 FEWEST_COMMENTS = 0.070
