@@ -180,8 +180,9 @@ class ShardedStep:
         self._check(self)
         if closure is not None:
             loss = mean_loss(self._kv, loss)
-        groups = self.optimizer.param_groups
-        changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
+        changed = [self._parts[one] for group in self.optimizer.param_groups for one in _with_gradient(group)]
+        # Before the rule changes anything: ranks that differ here may go on.
+        self._kv.check_equal("\n".join(["weights", *(part.key for part in changed)]), "optimizer.step")
         with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # a user's hook may raise
             self._wrapped()
         if changed:
