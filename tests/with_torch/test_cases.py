@@ -12,6 +12,7 @@ from .training import (
     assert_close,
     assert_equal_over_ranks,
     attach,
+    attached_pair,
     batch,
     loss_of,
     network,
@@ -644,8 +645,7 @@ def test_buffers_after_a_join(kv, kept, more):
     """Also where ranks have equal numbers of batches, and of buffers that no state has."""
     model = with_buffers()
     model.register_buffer("seen", torch.zeros(1), persistent=False)
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, buffers=kept)
+    _, optimizer, attached = attached_pair(kv, model=model, buffers=kept)
     with attached.join():
         for step in range(2 + more * kv.rank):
             model.seen.fill_(kv.rank + 1)

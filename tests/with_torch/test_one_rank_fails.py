@@ -115,10 +115,7 @@ class Halves:
 
 def test_a_codec_of_ones_own(kv):
     kept = [bytearray(100) for _ in range(kv.rank)]  # so that the codec lies elsewhere on each rank
-    model = network(dtype=torch.float32)
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, compression=Halves())
-    train(model, optimizer, range(3), kv)
+    model, _, attached = attached_pair(kv, steps=3, model=network(dtype=torch.float32), compression=Halves())
     assert_equal_over_ranks(kv, *model.parameters())
     attached.detach()
     with pytest.raises(RankMismatch, match=r"compression.*halves\(times=1.0\).*halves\(times=2.0\)"):

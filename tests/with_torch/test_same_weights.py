@@ -14,7 +14,6 @@ from .training import (
     adam,
     assert_close,
     assert_equal_over_ranks,
-    attach,
     attached_pair,
     is_last,
     loss_of,
@@ -91,9 +90,7 @@ def test_the_root_changes_weights_between_backward_and_step(kv, change):
 def test_a_frozen_layer_that_one_rank_loads(kv, update):
     model = network()
     model[0].requires_grad_(False)
-    optimizer = optim.SGD(model[2].parameters(), lr=0.1)
-    attach(model, optimizer, kv=kv, update=update)
-    train(model, optimizer, range(3), kv)
+    _, optimizer, _ = attached_pair(kv, lambda model: sgd(model[2]), steps=3, model=model, update=update)
     if kv.is_root:
         model[0].load_state_dict(network(5)[0].state_dict())
     differ(lambda: train(model, optimizer, range(1), kv), "other than on the root: 0.weight, 0.bias")
@@ -177,8 +174,7 @@ def test_weights_that_are_infinite_or_none(kv, roots, own, same):
     """Beside one that differs in its last bits, so that ranks compare all numbers."""
     model = network()
     model[1].register_parameter("table", nn.Parameter(torch.tensor(roots, dtype=torch.float64), requires_grad=False))
-    optimizer = adam(model)
-    attach(model, optimizer, kv=kv)
+    _, optimizer, _ = attached_pair(kv, adam, model=model)
     with torch.no_grad():
         model[0].weight *= 1 + kv.rank * 1e-13
         if is_last(kv):

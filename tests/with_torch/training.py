@@ -62,9 +62,11 @@ def adam(model: Any) -> Any:
     return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def attached_pair(kv: Any, make: Callable[[Any], Any] = sgd, steps: int = 0, **options: Any) -> tuple[Any, Any, Any]:
-    """Return a new model, its optimizer and their attachment, after so many steps."""
-    model = network()
+def attached_pair(
+    kv: Any, make: Callable[[Any], Any] = sgd, steps: int = 0, model: Any = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Return a new model, or this one, its optimizer and their attachment, after so many steps."""
+    model = model or network()
     optimizer = make(model)
     attached = attach(model, optimizer, kv=kv, **options)
     train(model, optimizer, range(steps), kv)
