@@ -52,7 +52,8 @@ class Door:
         self.running = ""
         """The verb of the call that runs."""
         self.failed_calls = 0
-        """How many calls have failed on all ranks, the same number on each; the store goes on after these."""
+        """How many calls have failed on all ranks; the store goes on after these. The same number on each rank, but not
+        while calls are pending."""
 
     # --- Guards
 

@@ -1187,6 +1187,14 @@ class KVStore(RankedStore):
         if not self._pending.drain(self._config.timeout):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
+    def count_failed(self) -> int:
+        """Return how many calls have failed and left the store open, the same on each rank. Local; it may wait.
+
+        First it waits for pending calls: these fail in a thread, at another moment on each rank.
+        """
+        self._pending.drain()
+        return self._door.failed_calls
+
     def unseen(self) -> BaseException | None:
         """Wait at most a second for pending calls; return an error of one, seen from now on, or None. Local."""
         self._pending.drain(_LAST_STEPS)

@@ -306,6 +306,7 @@ class Attached:
         buffers = model.buffers() if self._options.buffers == "root" else ()
         copy_from(kv, leader, buffers, model.parameters() if differ else (), self._optimizers if differ else ())
         sync.number, sync.steps, sync.made = numbers[leader]
+        sync.note_met()
         sync.weights.forget()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any, NoReturn
 from weakref import WeakMethod
@@ -22,7 +23,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
+from ..errors import MPIKVError, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
 from .calls import check_equal, raising_on_all
 from .comparison import comparable, settings_of
@@ -165,7 +166,7 @@ class BackwardSync:
         self._made.clear()
         self.number += 1
         self.passes += 1
-        self._task = task
+        self._task, self.why_local = task, _FAILED  # until the pass has ended well
         if in_flight and any(one.parameter.grad is one.buffer is not None for one in self.gradients):
             self.forbid(
                 "sums of the last backward, which did not end, have come into gradients since; after an error call "
@@ -233,24 +234,20 @@ class BackwardSync:
                 "with torch.utils.checkpoint pass use_reentrant=False"
             )
         self._refuse_changed()
-        in_step = False
+        began = perf_counter()
         try:
-            began = perf_counter()
             brought = self._send_rest()
             for work in self._works:
                 work.wait()
             self._end_pass()
             self._take_census(brought)
-            in_step = True
-            if not self.blocking:
-                self.weights.close_pass(bool(self._totals[_HEAD - 1]), self.number)
-            self.seconds_waited += perf_counter() - began
-            self.why_local = ""
-        except MPIKVError as error:
-            self.why_local = _FAILED
-            if isinstance(error, RankMismatch) and not in_step:
-                noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
+        except RankMismatch as error:
+            noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
+        if not self.blocking:
+            self.weights.close_pass(bool(self._totals[_HEAD - 1]), self.number)
+        self.seconds_waited += perf_counter() - began
+        self.why_local = ""
 
     def _refuse_changed(self) -> None:
         """Raise on every rank if another hook changed a gradient after ours took it. Local otherwise."""
@@ -291,8 +288,8 @@ class BackwardSync:
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def _count_failed(self) -> int:
-        """Return the number of calls that have failed, the same on every rank. Local."""
-        return sum(store._door.failed_calls for store in {self._sums, self._kv})
+        """Return the number of calls that have failed, the same on every rank. Local; waits for pending calls."""
+        return sum(store.count_failed() for store in {self._sums, self._kv})
 
     def complete(self) -> None:
         """After a pass cut short, or a failed call of the store, bring all ranks to one call. Collective then."""
@@ -301,15 +298,20 @@ class BackwardSync:
         if self._task == torch._C._current_graph_task_id():
             self.forbid("a call was made in a hook of a backward; make it when backward has returned")
         for work in self._works:
-            with suppress(RankMismatch, PeerFailed, NotFinite):  # other ranks may be in other calls
+            # All ranks know of its error, and count it; or it has ended the store, as the next call says.
+            with suppress(Exception):
                 work.wait()
         if self._count_failed() == self._failed_then:
             self._announce_failure()
-        self._end_pass()
         for store in dict.fromkeys([self._sums, self._kv]):
             self._meet(store)
-        self._failed_then = self._count_failed()
+        self.note_met()
         self._restart()
+
+    def note_met(self) -> None:
+        """Forget a pass cut short, and failed calls: all ranks are at one call, and no bucket is queued. Local."""
+        self._end_pass()
+        self._failed_then = self._count_failed()
 
     def _announce_failure(self) -> None:
         """Raise in the other ranks' backward, not here. Collective."""
@@ -321,14 +323,14 @@ class BackwardSync:
     def _meet(self, store: KVStore) -> None:
         """Wait for all ranks, whose queued buckets fail meanwhile; RankMismatch if one makes other calls. Collective.
 
-        Several buckets are queued; the first of them has failed by now, and each of the rest fails one call here.
+        Each queued bucket of another rank, perhaps of another model, fails one call here; each bucket has a key.
         """
-        for rest in reversed(range(max(1, len(self.buckets)))):
+        for failed in count():
             try:
                 store.check_equal("go on after an error", "backward")
                 break
             except (RankMismatch, PeerFailed):
-                if not rest:
+                if failed > len(store):
                     raise
 
     # --- What ranks agree about
@@ -357,9 +359,9 @@ class BackwardSync:
         self._compare(brought)
         if all(brought):
             return
-        for gradient, count in zip(self.gradients, self._totals[_HEAD:], strict=True):
+        for gradient, ranks in zip(self.gradients, self._totals[_HEAD:], strict=True):
             # None if no rank has one, as in a single process: then the optimizer leaves the parameter alone.
-            gradient.parameter.grad = gradient.buffer if count else None
+            gradient.parameter.grad = gradient.buffer if ranks else None
 
     def _compare(self, brought: Sequence[bool]) -> None:
         """Sum the census and take the root's buffers; RankMismatch if passes, steps or settings differ. Collective."""

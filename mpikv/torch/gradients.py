@@ -105,8 +105,7 @@ def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[l
     filled, room = 0, 0
     for gradient in gradients:
         if filled >= room:
-            room = min(first, most) if not groups else most
-            filled = 0
+            filled, room = 0, most if groups else min(first, most)
             groups.append([])
         groups[-1].append(gradient)
         filled += gradient.parameter.numel() * gradient.parameter.element_size()

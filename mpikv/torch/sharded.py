@@ -178,8 +178,7 @@ class ShardedStep:
         # of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check(self)
-        if closure is not None:
-            loss = mean_loss(self._kv, loss)
+        loss = mean_loss(self._kv, loss)
         changed = [self._parts[one] for group in self.optimizer.param_groups for one in _with_gradient(group)]
         # Before the rule changes anything: ranks that differ here may go on.
         self._kv.check_equal("\n".join(["weights", *(part.key for part in changed)]), "optimizer.step")
@@ -255,7 +254,7 @@ class ShardedStep:
         optimizer.state, self._full_state = self._full_state, None
 
     def _gather_whole_state(self) -> Any:
-        """Make the pass's remaining calls, then return the whole parameters' state on every rank. Collective."""
+        """Have ranks meet if a call has failed, then return the whole parameters' state on every rank. Collective."""
         kv, state = self._kv, self.optimizer.state
         self._sync.complete()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}

@@ -178,8 +178,7 @@ class Weights:
         """Return a sum of the tensors' versions and addresses, which most changes of one alter. Local."""
         tensors = self._tensors.values()
         # Addresses, too: an assignment to ``.data`` leaves the version as it was.
-        marks: int = sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
-        return marks
+        return int(sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors)))
 
 
 def _are_close(tensor: Any, other: Any) -> bool:

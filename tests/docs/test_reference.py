@@ -94,7 +94,7 @@ def options_of(text: str) -> list[str]:
 
 
 # For the end of the program, and MXNet's class attributes.
-INNER = {"OPTIMIZER", "abandon", "announce_shutdown", "drain", "kv_registry", "register", "unseen"}
+INNER = {"OPTIMIZER", "abandon", "announce_shutdown", "count_failed", "drain", "kv_registry", "register", "unseen"}
 
 
 @pytest.mark.parametrize("kind", [mpikv.KVStore, mpikv.Trainer])

@@ -3,6 +3,7 @@ goes on afterwards.
 """
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, NotFinite, PeerFailed, RankMismatch, Stalled, Unsupported
+from mpikv import ConfigError, KeyNotInitialized, NotFinite, PeerFailed, RankMismatch, Stalled, Unsupported
 
 from .training import (
     assert_close,
@@ -344,9 +345,7 @@ class Lookup(nn.Module):
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
-    model = Lookup()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    model, optimizer, _ = attached_pair(kv, model=Lookup(), update=update, bucket_bytes=bucket_bytes)
     for _ in range(passes):
         model(sparse=False).backward()
         optimizer.step()
@@ -450,9 +449,7 @@ def test_a_closure_with_a_layer_that_was_not_added(kv, update):
 
 
 def test_shards_of_weights_in_another_order(kv):
-    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten()).double()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, _ = attached_pair(kv, model=chain(nn.Conv2d(4, 6, 3), nn.Flatten()), update="store")
 
     def step() -> None:
         model(torch.ones(1, 4, 3, 3, dtype=torch.float64)).sum().backward()
@@ -472,10 +469,8 @@ def test_compression_of_doubles(kv, update):
 
 
 def test_a_scaler_whose_gradients_overflow_in_a_codec(kv, update):
-    model = network(dtype=torch.float32)
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, compression="bf16")
-    train(model, optimizer, range(2), kv)
+    singles = network(dtype=torch.float32)
+    model, optimizer, _ = attached_pair(kv, steps=2, model=singles, update=update, compression="bf16")
     optimizer.zero_grad()
     with pytest.raises((NotFinite, PeerFailed), match="infinite"):
         (loss_of(model, 2, kv) * (float("inf") if is_last(kv) else 1.0)).backward()
@@ -500,10 +495,7 @@ def with_a_buffer() -> Any:
 @pytest.mark.parametrize("change", [grown, removed])
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
 def test_a_buffer_that_changed_its_length(kv, update, change, passes):
-    model = with_a_buffer()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
-    train(model, optimizer, range(passes), kv)
+    model, optimizer, _ = attached_pair(kv, steps=passes, model=with_a_buffer(), update=update)
     before = model[1].seen
     change(model)
     optimizer.zero_grad()
@@ -525,14 +517,48 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
-@pytest.mark.parametrize("text", ["optimizer.step", "barrier", "torch1/"])
-def test_a_rank_that_makes_another_call_than_backward(kv, update, passes, bucket_bytes, text):
+@pytest.mark.parametrize(("text", "order"), [("optimizer.step", 1), ("barrier", 1), ("torch1/", 1), ("torch1/", -1)])
+def test_a_rank_that_makes_another_call_than_backward(kv, update, passes, bucket_bytes, text, order):
     model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=passes)
     second, its_optimizer, _ = attached_pair(kv)
     calls = {"barrier": kv.barrier, "optimizer.step": optimizer.step, "torch1/": loss_of(second, 0, kv).backward}
     assert text in differ(kv, calls[text], lambda: loss_of(model, 0, kv).backward())
+    for each in [(model, optimizer), (second, its_optimizer)][::order]:
+        check_trains(kv, *each)
+
+
+@SEVERAL
+@pytest.mark.usefixtures("overlapping")
+def test_a_call_without_waiting_that_fails_as_backward_begins(kv):
+    model, optimizer, _ = attached_pair(kv, steps=1)
+    if is_last(kv):
+        time.sleep(0.2)  # the others' backward begins before the call has failed
+    work = kv.pushpull("missing", np.ones(1), wait=False)
+    fails(kv, KeyNotInitialized, "missing", work.wait if is_last(kv) else loss_of(model, 0, kv).backward)
+    train(model, optimizer, range(2), kv)
     check_trains(kv, model, optimizer)
-    check_trains(kv, second, its_optimizer)
+
+
+@SEVERAL
+def test_ranks_that_met_in_join_by_steps_of_two_models(kv):
+    model, optimizer, attached = attached_pair(kv)
+    second, its_optimizer, _ = attached_pair(kv)
+    loss_of(second, 0, kv).backward()
+    with attached.join():
+        last_fails(kv, ValueError, "planted", lambda: kv.raise_on_all_ranks(ValueError("planted")), kv.barrier)
+        (optimizer if is_last(kv) else its_optimizer).step()
+    check_trains(kv, model, optimizer)
+    end_all_the_same(kv)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_a_pass_whose_keys_were_deleted(kv):
+    model, optimizer, attached = attached_pair(kv, bucket_bytes=1, steps=1)
+    kv.delete([f"torch0/{name}" for name, _ in model.named_parameters()])
+    fails(kv, KeyNotInitialized, "torch0/", lambda: loss_of(model, 1, kv).backward())
+    fails(kv, ConfigError, "the last backward has failed", optimizer.step)
+    attached.detach()
+    check_attaches(kv)
 
 
 @SEVERAL
@@ -545,12 +571,8 @@ def test_a_rank_that_leaves_out_a_step(kv):
 
 @SEVERAL
 def test_a_rank_that_has_a_batch_less(comm):
-    def program() -> None:
-        with mpikv.create(comm=comm, timeout=3) as kv:
-            attached_pair(kv, steps=2 if is_last(kv) else 3)
-
-    with pytest.raises((RankMismatch, PeerFailed)):
-        program()
+    with pytest.raises((RankMismatch, PeerFailed)), mpikv.create(comm=comm, timeout=3) as kv:
+        attached_pair(kv, steps=2 if is_last(kv) else 3)
 
 
 def test_a_step_whose_gradients_stayed_on_one_rank(kv, update):
@@ -589,13 +611,8 @@ def break_backward(model: Any, raises: bool) -> None:
 def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, bucket_bytes):
     model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=passes)
     optimizer.zero_grad()
-    if is_last(kv):
-        with pytest.raises(ArithmeticError, match="planted"):
-            break_backward(model, True)
-    else:
-        with pytest.raises(PeerFailed, match="a backward of this rank has ended with an exception") as caught:
-            break_backward(model, False)
-        assert caught.value.rank == kv.size - 1
+    pattern = f"^planted$|rank {kv.size - 1} raised .*: a backward of this rank has ended with an exception"
+    last_fails(kv, ArithmeticError, pattern, lambda: break_backward(model, is_last(kv)))
     train(model, optimizer, range(20, 22), kv)
     assert_equal_over_ranks(kv, *model.parameters())
     check_trains(kv, model, optimizer)
@@ -606,8 +623,7 @@ def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, b
 def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_bytes):
     model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=2)
     optimizer.zero_grad()
-    with pytest.raises(ArithmeticError, match="planted"):
-        break_backward(model, True)
+    fails(kv, ArithmeticError, "planted", lambda: break_backward(model, True))
     fails(kv, ConfigError, "the last backward has failed", optimizer.step)
     check_trains(kv, model, optimizer)
 
@@ -616,8 +632,7 @@ def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_by
 def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
     model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1, steps=2)
     optimizer.zero_grad()
-    with pytest.raises(ArithmeticError, match="planted"):
-        break_backward(model, True)
+    fails(kv, ArithmeticError, "planted", lambda: break_backward(model, True))
     optimizer.zero_grad(set_to_none=False)
     fails(kv, Unsupported, "sums of the last backward, which did not end", lambda: loss_of(model, 0, kv).backward())
     check_trains(kv, model, optimizer)
@@ -625,13 +640,9 @@ def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
 
 @SEVERAL
 def test_an_exception_in_backward_of_one_rank_that_ends(comm):
-    def program() -> None:
-        with mpikv.create(comm=comm, timeout=3) as kv:
-            model, _, _ = attached_pair(kv, steps=2)
-            break_backward(model, is_last(kv))
-
-    with pytest.raises(ArithmeticError if comm.rank == comm.size - 1 else Stalled):
-        program()
+    kind = ArithmeticError if comm.rank == comm.size - 1 else Stalled
+    with pytest.raises(kind), mpikv.create(comm=comm, timeout=3) as kv:
+        break_backward(attached_pair(kv, steps=2)[0], is_last(kv))
 
 
 @SEVERAL
@@ -642,12 +653,8 @@ def test_an_exception_in_backward_that_is_handled_by_detach(kv, update):
     except (ArithmeticError, PeerFailed) as error:
         told = str(error)
         attached.detach()
-    pattern = (
-        "^planted$"
-        if is_last(kv)
-        else r"rank \d raised .* ended with an exception; it handles ArithmeticError: planted"
-    )
-    assert re.search(pattern, told), told
+    of_others = r"rank \d raised .* ended with an exception; it handles ArithmeticError: planted"
+    assert re.search("^planted$" if is_last(kv) else of_others, told), told
 
 
 # --- What add and join refuse
