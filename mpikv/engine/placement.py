@@ -120,8 +120,8 @@ def place(name: str, transport: Transport, updater: Updater, root: int, compress
     """
     if name == "auto":
         # On all ranks alike: the updater has been compared.
-        flies = isinstance(transport, Transfers) and transport.memory.is_host and not compressed
-        name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) and not flies else "sharded"
+        apart = isinstance(transport, Transfers) and transport.memory.is_host and not compressed
+        name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) and not apart else "sharded"
     if name == "root":
         return Root(transport, root)
     if name == "owners":
