@@ -158,7 +158,8 @@ class Optimizer:
         option = self.__dataclass_fields__.get(name)
         if option is None or not option.init:
             raise ConfigError(unknown_option(type(self).__name__, name, self.options()))
-        value = option.metadata["check"](f"{type(self).__name__}: {name}", value)
+        if check := option.metadata.get("check"):  # a plain field of a user's class has none
+            value = check(f"{type(self).__name__}: {name}", value)
         if name == "learning_rate":
             if self.lr_scheduler is None:
                 value = option.metadata["default"] if value is None else value
@@ -480,9 +481,8 @@ class Optimizer:
         )
 
     def __repr__(self) -> str:
-        usual = {one.name: one.metadata.get("default", one.default) for one in fields(self) if one.init}
-        present = {name: getattr(self, name) for name in usual}
-        changed = (f"{name}={describe(one)}" for name, one in present.items() if one not in (None, usual[name]))
+        base = {one.name: one.metadata.get("default", one.default) for one in fields(self) if one.init}
+        changed = (f"{name}={describe(now)}" for name in base if (now := getattr(self, name)) not in (None, base[name]))
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __reduce__(self) -> tuple[Any, ...]:

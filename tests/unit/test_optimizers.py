@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -233,11 +234,8 @@ class TestStep:
     @pytest.mark.feature("optimizer-factors-per-key")
     def test_multipliers_act_by_key(self):
         optimizer = optimizers.SGD(learning_rate=0.5, wd=0.25, lr_mult={"a": 2.0}, wd_mult={"b": 0.0})
-        assert [(step.rate, step.wd) for step in (optimizer.step(key, 1) for key in "abc")] == [
-            (1.0, 0.25),
-            (0.5, 0.0),
-            (0.5, 0.25),
-        ]
+        steps = [optimizer.step(key, 1) for key in "abc"]
+        assert [(step.rate, step.wd) for step in steps] == [(1.0, 0.25), (0.5, 0.0), (0.5, 0.25)]
         optimizer.set_lr_mult({3: 4})
         optimizer.set_wd_mult({})
         assert optimizer.step(3, 1).rate == 2.0
@@ -509,9 +507,12 @@ def test_a_rule_of_your_own(monkeypatch):
 def test_a_class_whose_defaults_would_not_count_is_refused():
     class Plain(Optimizer):
         learning_rate: float | None = optimizers.rate(0.5)
+        scale: float = 2.0
 
     with pytest.raises(ConfigError, match=r"put @dataclass.* between @register and Plain"):
         optimizers.register(Plain)
+    # As a dataclass it is taken, also with an option that nobody checks.
+    assert repr(dataclass(kw_only=True, eq=False, repr=False)(Plain)(scale=4)) == "Plain(scale=4)"
 
 
 @pytest.mark.parametrize("name", ["weight", "gradient", "state"])
