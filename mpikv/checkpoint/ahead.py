@@ -24,7 +24,7 @@ class Ahead(Generic[Item]):
         """Whether no more items will come."""
 
     def start(self) -> None:
-        """Start the thread. Local. If the system has no thread left, the first use of an item raises RuntimeError."""
+        """Start the thread that runs the iterator. Local. If that fails, iteration over this raises RuntimeError."""
         thread = present().thread(self._serve, "mpikv-save")
         # Set before the start: an interrupt may arrive inside start(), and close() would not wait for the thread.
         self._runs = True
@@ -57,7 +57,7 @@ class Ahead(Generic[Item]):
                 raise self._failure
 
     def _serve(self) -> None:
-        """Run the iterator in the thread to its end or :meth:`close`; keep its exception for the taker. Local."""
+        """In the thread: append the iterator's items until its end or :meth:`close`; keep its exception. Local."""
         failure = None
         try:
             for item in self._source:
@@ -72,6 +72,7 @@ class Ahead(Generic[Item]):
         self._end(failure)
 
     def _end(self, failure: BaseException | None) -> None:
+        """Mark the items as ended, keep the exception if any, and wake waiting threads. Local."""
         with self._changed:
             self._failure, self.ended = failure, True
             self._changed.notify_all()

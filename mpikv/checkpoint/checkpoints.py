@@ -58,17 +58,17 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Prepare a save of the whole store and of ``state``; Unsupported if values are sums of gradients. Local."""
+        """Return a call, not yet run, to save all and ``state``; Unsupported if it holds gradient sums. Local."""
         self._check_weights()
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
     def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Prepare a save of all but sums of gradients; the owner's weights are in ``state``. Local."""
+        """Return a call, not yet run, to save ``state`` and all keys that hold no Trainer's gradient sums. Local."""
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
-        """Prepare a save of the optimizer's state alone; ConfigError without an optimizer. Local."""
+        """Return a call, not yet run, to save the optimizer's state alone; ConfigError without an optimizer. Local."""
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)
@@ -85,7 +85,7 @@ class Checkpoints:
         wait: bool = True,
         packed: Mapping[str, Array] = MappingProxyType({}),
     ) -> PreparedCall:
-        """Return the call of a save, and the function that makes it; Unsupported if no file can hold it. Local."""
+        """Return a call, not yet run, that saves; compile kernels; Unsupported if no file can hold the store. Local."""
         path = os.fsdecode(path)
         self._exchange.check_slots()
         table = self._exchange.values.table
@@ -103,7 +103,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; if not ``wait``, copy arrays, start a thread, return its work. Collective."""
+        """Write the file with all ranks; if not ``wait``, copy arrays, start a writer, return its work. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -124,7 +124,7 @@ class Checkpoints:
         return self._saving
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return this rank's pieces of the file, copies unless ``wait``; or none, and what gathers them. Collective."""
+        """Return this rank's bytes to write, copied unless ``wait``, or a function to fetch them. Collective."""
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
@@ -143,7 +143,7 @@ class Checkpoints:
         return self._agreement.run_together(call, self._copies.make, spans), None
 
     def finish(self) -> None:
-        """End the pending save, if there is one, with its rename, or raise what it has raised. Collective.
+        """If a save is pending, wait for all ranks' writes and rename the file, or raise its error. Collective.
 
         Raises:
             Exception: as :meth:`SaveWork.wait`.
@@ -152,7 +152,7 @@ class Checkpoints:
             self._saving.wait()
 
     def end_save(self) -> Exception | None:
-        """End the pending save and return its exception, None without one; raise if it is still pending. Collective.
+        """Finish the pending save and return its exception, or None; raise only if it is still pending. Collective.
 
         Raises:
             Exception: this call failed and the save is still pending, e.g. because other ranks made another call.
@@ -175,17 +175,17 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
-        """Prepare a load: read the file's header, and raise if it does not fit the store. Local."""
+        """Read a file's header; return a call, not yet run, that loads it; raise if it misfits the store. Local."""
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_states(self, path: Any) -> PreparedCall:
-        """Prepare a load of the optimizer's state: read the file's header, and raise if it does not fit. Local."""
+        """Read a file's header; return a call, not yet run, to load optimizer state; raise if it misfits. Local."""
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Prepare a load of a file of :meth:`save_rest`; the present optimizer takes the saved options now. Local."""
+        """Return a call, not yet run, that loads a :meth:`save_rest` file; set the optimizer's options now. Local."""
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
             present.take_options(updater)
@@ -193,11 +193,12 @@ class Checkpoints:
         return self._prepare_load("load", source, updater)
 
     def _entries(self) -> dict[Key, Entry]:
+        """Return the entries by key, without those that hold a Trainer's sums of gradients. Local."""
         table = self._exchange.values.table
         return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
-        """Return a load's call and the function that makes it; raise if updater and placement do not fit. Local."""
+        """Return a call, not yet run, that loads the file; compile the updater's kernels, or raise. Local."""
         self._exchange.place_updater(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
@@ -261,20 +262,20 @@ class Checkpoints:
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
-        """Yield this rank's share of the chunks, all read into one scratch buffer for their checksums alone. Local."""
+        """Yield pieces to read for this rank's share of the chunks, all over one buffer, to verify them only. Local."""
         # One buffer for all chunks: only their checksums count here.
         memory = np.empty(CHUNK, np.uint8).data
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
 
     def _decode(self, header: Header, program: Program) -> tuple[dict[str, Any], Callable[[], object]]:
-        """Return the program's state, and a function that restores residuals, in memory made now. Local."""
+        """Return the program's state, and a function that sets compression residuals; allocate these now. Local."""
         state = program.decode(self._transport.rank == self._root)
         restore = plan_residuals(self._exchange, header, state.pop(RESIDUALS, None)) if header.values else bool
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Read this rank's values and state, with ``program`` its state and checks; then share the values. Collective.
+        """Read this rank's values and state, and ``program``'s with checks; then give values to all ranks. Collective.
 
         With a program's state, read that, too, and compare checksums; without, only check that the file is the one
         verified before.
@@ -283,7 +284,7 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
-        """Yield checksums after each part of a read into this rank's values and state, a GPU's last. Collective."""
+        """Read this rank's values and state in parts, GPU arrays last; yield checksums after each part. Collective."""
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -300,7 +301,7 @@ class Checkpoints:
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _set_counts(self, header: Header) -> None:
-        """Set the counts of all keys to those of the file; if it has states alone, versions stay. Local."""
+        """Set the update counts of the file's keys to those saved; for a file of states, versions stay. Local."""
         table = self._exchange.values.table
         rows, kind_of = [entry.index for entry in table.find(header.keys)], np.array(header.kind_of, np.intp)
         updates, earlier = np.array([[kind.updates, kind.earlier] for kind in header.kinds], np.int64).reshape(-1, 2).T
@@ -331,7 +332,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, most: float = math.inf) -> None:
-        """Run parts to the end, or so many, agree on success after each, and join its checksums. Collective."""
+        """Run parts, at most ``most``; after each, raise if any rank failed; join all ranks' checksums. Collective."""
         try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if callable(sums):
@@ -393,16 +394,18 @@ def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
 
 
 def _cut_spans(spans: Iterable[Span], on_host: Callable[[Array], Array]) -> Iterator[Piece]:
-    """Yield the pieces of arrays; ``on_host`` returns the host array of each."""
+    """Yield the pieces of each array, cut at chunks' edges: views of the host array that ``on_host`` returns for it."""
     for begin, array in spans:
         yield from cut_array(begin, on_host(array))
 
 
 def _describe(header: Header) -> str:
+    """Return a text with the header's checksum, for ranks to compare."""
     return f"contents {header.checksum:08x}"
 
 
 def _describe_sums(source: Source) -> str:
+    """Return a text with one checksum of all the file's chunk checksums, for ranks to compare."""
     return f"checksums {zlib.crc32(source.sums.data):08x}"
 
 
@@ -421,7 +424,7 @@ class KeptState:
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Yield a text, for ranks to compare, before each slow part of writing states and settings to a file. Collective.
+    """Write states and settings to a file, in parts; yield a text for ranks to compare before each. Collective.
 
     Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
     rank. The caller compares the texts of all ranks, so that each learns of another's failure.
@@ -452,7 +455,7 @@ def save_states(
 def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
-    """Yield a text, for ranks to compare, before each slow part of a read; return optimizer and states. Collective.
+    """Read a file's states into new arrays, in parts; yield a text for ranks to compare before each. Collective.
 
     Run it as :func:`save_states`.
 
@@ -485,6 +488,7 @@ def load_states(
 
 
 def _cut_states(header: Header, kept: Mapping[Key, KeptState]) -> Iterator[Piece]:
+    """Yield the pieces of all state arrays, in the order of the file: views of their memory."""
     for column in header.columns:
         for item, begin in zip(column.items.tolist(), column.edges.tolist(), strict=False):
             yield from cut_array(begin, kept[header.keys[item]].state[column.slot])

@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 def cut_array(begin: int, array: Array) -> list[Piece]:
-    """Return the pieces of a contiguous array, views of its memory; ``begin`` is the offset of its first byte."""
+    """Return a contiguous array cut at chunks' edges: views of its memory; its first byte has the offset ``begin``."""
     memory = array.reshape(-1).view(np.uint8).data
     return [Piece(low, memory[low - begin : high - begin]) for low, high in cut(begin, begin + memory.nbytes, CHUNK)]
 
@@ -70,7 +70,7 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 def write_arrays(
     draft: Draft, header: Header, windows: Generator[Window] | Ahead[Window], creates: bool, attaches: bool = True
 ) -> Parts:
-    """Yield checksums after each part of a save: create the file, write this rank's pieces, rename it. Collective.
+    """Save in parts: create the file, write this rank's pieces, rename it; yield checksums after each. Collective.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. After
     two parts the draft is open. Each other part takes one of the ``windows``, those of :func:`write_windows`.
@@ -102,7 +102,7 @@ def write_arrays(
 def write_windows(
     draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None = None
 ) -> Generator[Window]:
-    """Write and flush each window; yield its chunks and sums, before it a collective function if ``gather``. Local.
+    """Write and flush pieces, a window at a time; yield checksums, with ``gather`` first a collective function. Local.
 
     ``gather`` adds pieces to the window.
     """
@@ -117,7 +117,7 @@ def write_windows(
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Yield checksums after each part of a read into this rank's pieces, ``own``, and ``shared`` ones. Collective.
+    """Read into ``own`` and ``shared`` in parts; yield checksums after each part, then compare them. Collective.
 
     Collective: every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is
     unchanged.
@@ -139,7 +139,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
 
 
 def cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[list[Piece]]]]:
-    """Yield the chunks of each window, the same on all ranks, and the pieces of each kind in them. Local."""
+    """Sort pieces into windows, the same on all ranks; yield each window's chunks, and its pieces by kind. Local."""
     # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin in range(0, nbytes, _WINDOW):

@@ -216,4 +216,5 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
 
 
 def _refuse_array(*_: object) -> NoReturn:
+    """Raise ValueError: an optimizer's option cannot be an array."""
     raise ValueError("no option is an array")

@@ -28,13 +28,13 @@ class Extent(NamedTuple):
     """Byte offset of the first element, from the first array of the file."""
 
     def find(self, low: int, high: int) -> Array:
-        """Return elements ``[low, high)`` of the block, or their state, which this rank keeps side by side. Local."""
+        """Return a view of elements ``[low, high)`` of the block, or of their state, kept by this rank. Local."""
         block, slot = self.block, self.slot
         return block.values[low:high] if slot == VALUE else block.state[slot][block.kept.locate(low, high)]
 
 
 def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[Extent]:
-    """Yield the longest ranges that are contiguous in memory and file, by slot and block, as they lie there. Local.
+    """Yield the longest ranges contiguous both in memory and in the file, by slot, block and position. Local.
 
     ``entries`` are those of the header's keys, in their order.
     """

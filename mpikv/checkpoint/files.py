@@ -49,7 +49,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, make and lock one, draw ``nonce`` to name it; CheckpointError if one is locked. Root only.
+        """Remove old drafts, or raise if one is locked; create and lock a new one; fill ``nonce``, its name. Root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
@@ -200,6 +200,7 @@ def _is_at(file: int, path: str) -> bool:
 
 
 def _mode(found: os.stat_result) -> int:
+    """Return a file's permission bits."""
     return stat.S_IMODE(found.st_mode) & 0o777
 
 
@@ -271,7 +272,7 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError at the end. Local.
+        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError if the file ends. Local.
 
         It takes up to :data:`MOST_PARTS` of them.
         """
@@ -299,11 +300,13 @@ def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
 
 
 def _open(path: str) -> int:
+    """Open a file for reading and return its descriptor; never wait for the writer of a named pipe. Local."""
     # O_NONBLOCK: opening a named pipe would wait for a writer. It has no effect on regular files.
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _identity(file: int) -> tuple[int, ...]:
+    """Return a file's device, inode, size and modification time, to notice a change. Local."""
     found = os.fstat(file)
     # The modification time tells that the same file was written again; the others tell another file of that path.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -158,7 +158,7 @@ class Header:
 
     @cached_property
     def blobs(self) -> Mapping[str, Array]:
-        """The edges of each name's bytes in the program's state. They follow the arrays, as bytes need no alignment."""
+        """Byte offsets of each name's parts in the program's state. They follow the arrays: bytes need no alignment."""
         edges, end = {}, int(self.columns[-1].edges[-1]) if self.columns else 0
         for name, sizes in self.program.items():
             edges[name] = end + np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
@@ -166,7 +166,7 @@ class Header:
         return edges
 
     def _slots(self, kind: Kind) -> dict[str, str]:
-        """Return the slots of a kind with the names of their dtypes."""
+        """Return each array that the file has for a key of this kind, value or state, with its dtype's name."""
         return ({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)
 
     @cached_property
@@ -177,7 +177,7 @@ class Header:
 
     @property
     def chunks(self) -> int:
-        """Number of checksums."""
+        """Number of chunks of the arrays; each has a checksum."""
         return -(-self.nbytes // CHUNK)
 
     def names_between(self, begin: int, end: int) -> Iterator[str]:
@@ -233,15 +233,18 @@ class Header:
         return (self.start - 8).to_bytes(8, "little") + text.ljust(self.start - 8).encode()
 
     def _text_before_end(self, sums: Array) -> str:
+        """Return the JSON before the places of the arrays: the description and the checksums."""
         checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
         return f"{_BEGIN}{_dump({'mpikv_checkpoint': self.text, 'mpikv_crc32': checksums})}"
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the number of bytes of an array in the file."""
     return math.prod(shape) * _STORED[dtype][1] * (2 if dtype.startswith("complex") else 1)
 
 
 def _dump(tree: Any) -> str:
+    """Return a tree as JSON without spaces."""
     return json.dumps(tree, separators=(",", ":"))
 
 
@@ -393,6 +396,7 @@ def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
 
 
 def _parse_shape(value: Any) -> tuple[int, ...]:
+    """Return a list of lengths as a tuple; CheckpointError if it is none."""
     return tuple(map(_check_count, _check_type(value, list)))
 
 

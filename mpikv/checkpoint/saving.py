@@ -57,7 +57,7 @@ class Copies:
         return [piece for (begin, _), (low, high) in copies for piece in cut_array(begin, room[low:high])]
 
     def ensure_room(self, nbytes: int) -> Array:
-        """Return the kept memory if it has so many bytes, else new in its place; may raise MemoryError. Local."""
+        """Return the kept memory if it has exactly so many bytes, else free it and allocate, or raise. Local."""
         # release() first, so that the old copy and the new one never exist together.
         if self._room.nbytes != nbytes:
             self.release()
@@ -125,6 +125,7 @@ class SaveWork:
             raise self.error.with_traceback(None)
 
     def _prepare(self) -> PreparedCall:
+        """Return the call of :meth:`wait`, for ranks to compare, and the function that runs it. Local."""
         return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
 
     def _finish(self) -> None:
@@ -138,5 +139,5 @@ class SaveWork:
             raise
 
     def give_up(self) -> None:
-        """Stop writing, and remove the unfinished file. Local; for the end of the store."""
+        """Wait for the thread's current window, stop it, remove the unfinished file. Local; for the store's end."""
         self._parts.close()

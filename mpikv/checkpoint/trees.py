@@ -64,6 +64,7 @@ def encode(tree: Any, arrays: list[Array], where: str) -> Any:
 
 
 def is_tensor(tree: Any) -> bool:
+    """Return whether this is a dense torch tensor; False if torch was not imported. Local."""
     # Without an import, which takes seconds: a tensor's owner has made it.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(tree, torch.Tensor) and tree.layout == torch.strided
