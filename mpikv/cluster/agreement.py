@@ -61,7 +61,7 @@ class Agreement:
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Count a call, show it on the status board, and raise on all ranks unless each makes it. Collective; a fence.
+        """Show a call on the board, and raise on all ranks unless each makes an equal one; waits. Collective; a fence.
 
         ``send_ready``: the send buffer holds the call's first message.
 
@@ -98,7 +98,7 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Return if no rank passes an error; else raise, there that error, elsewhere PeerFailed. Collective."""
+        """Meet all ranks; if one passes an error, raise: there that error, on the others PeerFailed. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
                 self.compare_reports(call)  # raises: some rank has reported an error
@@ -121,7 +121,7 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """Count and meet the others' next call, as a rank in join; return its report, None if all are. Collective.
+        """In join(): count and meet the others' next call; return its report, None if all ranks joined. Collective.
 
         :meth:`confirm` must follow a report.
         """
@@ -153,7 +153,7 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Exchange reports; raise unless working ranks make one call; return it, and if others are in join. Collective.
+        """Exchange reports; raise if one has an error or calls differ; return one, and if a rank joined. Collective.
 
         ``number`` and ``place`` are those of a call that is not the last one.
         """
@@ -200,7 +200,7 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Mark an error as known to all ranks, and return it; if it was not, most get verb and rank as text. Local.
+        """Mark an error as known to all ranks, return it; if it was not, most get verb and rank into their text. Local.
 
         The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
         """
@@ -213,7 +213,7 @@ class Agreement:
         return settled(error)
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Complete an error: a Stalled by asking late ranks and giving up, a TransportError by this rank. May wait.
+        """Extend an error in place: for Stalled ask late ranks and give up; for TransportError add this rank. May wait.
 
         It leaves other errors as they are.
         """
@@ -226,11 +226,11 @@ class Agreement:
             self.at_rank(verb, error)
 
     def name_call_in(self, error: Exception, call: Call) -> None:
-        """Make an error's text, in place, begin with its call, and end with this rank of several. Local."""
+        """Put a call before an error's text, in place, and this rank after it if there are several. Local."""
         error.args = (self._add_rank(str(call), call.verb, error),)
 
     def _add_rank(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text, after ``begin`` unless it starts with the verb, and before this rank. Local."""
+        """Return an error's text after ``begin``, unless it starts with the verb, and with this rank behind. Local."""
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""

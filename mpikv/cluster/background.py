@@ -74,7 +74,7 @@ class Work:
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the call; return its result, or raise its error; TimeoutError after ``timeout`` seconds.
+        """Wait for the call; return its result, or raise its error; TimeoutError after ``timeout`` seconds. Local.
 
         Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
         and raised by the next blocking call, in its place.
@@ -238,6 +238,7 @@ class Pending:
             self._changed.notify_all()
 
     def _look(self) -> None:
+        """Set ``waiting``: whether calls are queued or running, or an error is unseen. Local; the lock is held."""
         self.waiting = self.active or bool(self._unseen)
 
     # --- The thread

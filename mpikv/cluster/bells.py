@@ -46,4 +46,5 @@ class Bells:
         return first and 1 + sum(iter(self._heard, False))
 
     def _heard(self) -> bool:
+        """Take one ring of this rank's bell, if there is one, without waiting; return whether there was."""
         return bool(system_function("sem_trywait")(self._own) == 0)

@@ -17,12 +17,12 @@ NOTE_BYTES = 160
 
 
 def note(text: str) -> bytes:
-    """Return the beginning of a text as a note for the board."""
+    """Return a text's first 160 bytes, padded with zeros, as the status board stores it."""
     return text.encode()[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
 
 
 def text_of_note(noted: bytes) -> str:
-    """Return the text of a note."""
+    """Return the text of a status board's note, without the zeros after it."""
     return noted.rstrip(b"\0").decode(errors="replace")
 
 

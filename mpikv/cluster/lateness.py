@@ -125,7 +125,7 @@ class Recorder:
         return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
-        """Return the main thread's time on a core in the last ``length`` to ``now``; may write signs to the board."""
+        """Return the main thread's ns on a core in ``length`` ns up to ``now``; may write signs to the board. Local."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now
@@ -179,7 +179,7 @@ class Lateness:
         return {"ranks": ranks, "late": late and late._asdict()}
 
     def _sum(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return sums to call ``last`` and where to write them; of several hosts old ones, or collective by all_gather.
+        """Return sums up to ``last``, and memory for new ones; on several hosts collective, or without all_gather old.
 
         On several hosts the sums of :meth:`fold` are returned without it.
         """

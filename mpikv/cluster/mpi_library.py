@@ -127,7 +127,7 @@ def _knows_munge(library: Path) -> bool:
 
 
 def find_mapped_files(pattern: str) -> list[str]:
-    """Return the files in this process's memory with such a path. Local."""
+    """Return the paths that match a pattern, of files that this process has mapped. Local."""
     maps = Path("/proc/self/maps")  # Linux only; elsewhere nothing is known
     return sorted(set(re.findall(pattern, maps.read_text()))) if maps.exists() else []
 

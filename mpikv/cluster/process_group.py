@@ -115,7 +115,7 @@ class ProcessGroup:
         return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
-        """Return the texts of the ranks of this host, in rank order. Collective over the host."""
+        """Send a text to this host's ranks, and return the texts of all, in rank order. Collective over the host."""
         with self.translated("exchanging texts"):
             return list(self.host_comm.allgather(text)) if self.comm else [text]
 

@@ -32,7 +32,7 @@ class OfMessages(partial[bool]):
 
 
 def _find_machine() -> str:
-    """Return numbers that processes have in common if they see one directory of shared memory, else a random one."""
+    """Return a text that processes have in common if they see one directory of shared memory, else a random one."""
     with suppress(OSError):
         boot, there = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat(SHARED)
         # One file system may be mounted in several containers, each with a directory of its own.
@@ -107,6 +107,7 @@ _SYSTEM = Runtime()
 
 @cache
 def _main_clock() -> int:
+    """Return the number of the clock that counts the main thread's time on a core."""
     return time.pthread_getcpuclockid(threading.main_thread().ident or 0)
 
 
@@ -115,7 +116,7 @@ os.register_at_fork(after_in_child=_main_clock.cache_clear)
 
 @cache
 def _watch_collector() -> list[int]:
-    """From the first call on, count the garbage collector's nanoseconds, first in the returned list. Local."""
+    """Register a callback, once, that adds the garbage collector's ns to the returned list's first item. Local."""
     spent = [0, 0]
 
     def note(phase: str, _: object) -> None:
@@ -140,12 +141,12 @@ here = _Here()
 
 
 def present() -> Runtime:
-    """Return the runtime of this thread."""
+    """Return this thread's runtime: that of the real system, or of its simulated rank."""
     return here.runtime
 
 
 def owned(kind: str) -> list[Any]:
-    """Return the list of this rank's process for objects of one kind."""
+    """Return the list, itself, that holds this process's objects of one kind; the first call makes it."""
     return here.runtime.owned.setdefault(kind, [])
 
 

@@ -113,11 +113,11 @@ class StatusBoard:
         mine["layout"] = LAYOUT  # last: whoever reads it finds the rest
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
-        """Log that this rank has waited, and for whom; asks late ranks for their lines. Local."""
+        """Log that this rank has waited, and for whom; ask late ranks for their lines of code. Local; may wait."""
         log("rank %d has waited %.1f s in %s%s", self._rank, waited, self.report(missing).text, self._about)
 
     def report(self, missing: Sequence[int]) -> Answer:
-        """Ask ranks that delay this one, on any host, for their lines; return who they are, and words. Local; may wait.
+        """Ask late ranks, on any host, for their lines of code; return the ranks, and a text on them. Local; may wait.
 
         These are the ranks ``missing``, and those that began fewer calls.
 
@@ -137,7 +137,7 @@ class StatusBoard:
         return Answer(late, f"{call}: {'; '.join(told)}" if told else call)
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
-        """Ask the late ranks of this host for their lines by a signal; return them, and words. Local; may wait."""
+        """Ask this host's late ranks by a signal for their lines of code; return them, and a text. Local; may wait."""
         begun = self.record.calls
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
@@ -148,7 +148,7 @@ class StatusBoard:
         return Answer(late, "; ".join(texts))
 
     def describe(self, ranks: Sequence[int]) -> list[str]:
-        """Ask the first of some ranks, if on this host, for their lines; return words for each. Local; may wait."""
+        """Ask the first four ranks, if on this host, for their lines of code; return a text each. Local; may wait."""
         return [self._describe(rank) for rank in ranks[:_MOST_ASKED] if rank in self._ranks]
 
     def give_up(self) -> None:
@@ -175,7 +175,7 @@ class StatusBoard:
         return tuple(rank for rank, slot in asked if not _ask_if_waiting(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
-        """Ask a rank of this host for its line; return words for its last call and that line. Local; may wait."""
+        """Ask a rank of this host for its line of code; return a text with its last call and that. Local; may wait."""
         slot = self._slots[self._ranks.index(rank)]
         last = f"began {call_of(slot)} last" if slot["call"] else "has begun no collective call yet"
         return f"rank {rank} {last} and {whereabouts(slot)}"
@@ -234,7 +234,7 @@ def _is_in_use(number: int) -> bool:
 
 
 def whereabouts(slot: Any) -> str:
-    """Ask a slot's process by a signal where it is; return words, as "is now at ...". Local; half a second at most."""
+    """Ask a slot's process by a signal for its line of code; return "is now at ..." or the like. Local; may wait."""
     pid = int(slot["pid"])
     if is_gone(slot):
         return _GONE
@@ -269,12 +269,12 @@ def _ask_if_waiting(slot: Any) -> bool:
 
 
 def _pid_space() -> int:
-    """Return which numbers of processes this one sees. Containers may share memory, and not these."""
+    """Return the number of this process's PID namespace: two containers that share memory may use one pid for two."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _state(slot: Any) -> str:
-    """Return whether a process is ``running``, as one not seen from here, ``stopped``, ``dead`` or ``gone``. Local."""
+    """Return a process's state: ``running``, also if not seen from here, ``stopped``, ``dead`` or ``gone``. Local."""
     pid = int(slot["pid"])
     if (peer := present().peer(pid)) is not None:
         return str(peer.state())
@@ -351,12 +351,13 @@ class Inquiry:
         group.witness = self.answer
 
     def ask(self) -> None:
-        """Send all other hosts a question, without waiting. Local."""
+        """Send each other host a question for its late ranks, to up to four of its ranks; without waiting. Local."""
         self.number += 1
         for _, ranks in self._others:
             self._group.send_notice(str(self.number).encode(), self._asked(ranks), ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Return up to four of a host's ranks to ask; each asker's begin with another one."""
         # Each asker begins with another rank: a host is not asked through one late rank alone.
         begin = self._group.rank % len(ranks)
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
@@ -374,7 +375,7 @@ class Inquiry:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Return this host's late ranks, asked by signals, and words; kept for a second in a call. Local; may wait."""
+        """Ask this host's late ranks by signals, once a second in a call; return them, and a text. Local; may wait."""
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:
@@ -382,7 +383,7 @@ class Inquiry:
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Wait for other hosts, a second at most; return an answer for each, if silent too; answer theirs. May wait."""
+        """Await other hosts' answers for a second, and answer their questions; return one each. Local; may wait."""
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:
@@ -399,5 +400,6 @@ class Inquiry:
 
 
 def _silence(name: str, ranks: Sequence[int]) -> Answer:
+    """Return the answer to put for a host that sent none: its asked ranks, and a text. Local."""
     who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
     return Answer(tuple(ranks), f"host {name} {_SILENT}: its {who} late or gone, or the network is cut")

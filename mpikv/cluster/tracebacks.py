@@ -173,14 +173,17 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame runs code of this package other than its programs and tests."""
     name = frame.f_globals.get("__name__", "")
     return f"{name}.".startswith(f"{_PACKAGE}.") and (name == _BETWEEN or not name.startswith(_CALLERS))
 
 
 def _is_installed(frame: FrameType) -> bool:
+    """Return whether a frame's file is in a directory of installed packages."""
     return bool({"site-packages", "dist-packages"} & {*Path(frame.f_code.co_filename).parts})
 
 
 def _is_library(frame: FrameType) -> bool:
+    """Return whether a frame runs a module of Python's own, or of a library that this package calls."""
     top = frame.f_globals.get("__name__", "").partition(".")[0]
     return top in _LIBRARIES or (top in sys.stdlib_module_names and frame.f_code.co_filename.startswith(_STANDARD))
