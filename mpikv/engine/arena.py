@@ -80,18 +80,18 @@ class Block:
         pages for it only where it is written. To give it back, set None: no plan may refer to it."""
 
     def sums_of(self, low: int, high: int) -> Array:
-        """Return memory for sums of ``[low, high)``, one range of the kept elements; may allocate it. Local."""
+        """Return a view of ``sums`` for ``[low, high)``, one range of kept elements; may allocate ``sums``. Local."""
         return self.ensure_sums()[self.kept.locate(low, high)]
 
     def ensure_sums(self) -> Array:
-        """Return the memory for sums of ``kept``, allocated if there is none; MemoryError if a GPU is full. Local."""
+        """Return ``sums``, memory for sums of kept elements; allocate zeros if None, may raise MemoryError. Local."""
         if self.sums is None:
             dtype = accumulator(self.values.dtype)
             self.sums = self.memory.zeros(self.kept.size * dtype.itemsize).view(dtype)
         return self.sums
 
     def ensure_state(self, slots: Slots) -> None:
-        """Allocate zeros for the slots that the block's state lacks. On GPUs collective, and may raise MemoryError."""
+        """Add zeroed arrays to ``state`` for slots that it lacks. On GPUs collective, and may raise MemoryError."""
         self.state |= self.new_state(
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
@@ -101,11 +101,11 @@ class Block:
         return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
 
     def new_state(self, slots: Slots, kept: Spans) -> dict[str, Array]:
-        """Return new zeroed state of the elements ``kept``. On GPUs collective, and may raise MemoryError."""
+        """Allocate and return zeroed state for the elements ``kept``. On GPUs collective, and may raise MemoryError."""
         return {name: self.allocate(kept.size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
     def state_of(self, low: int, high: int) -> dict[str, Array]:
-        """Return views of the state of elements that this rank keeps, side by side. Local."""
+        """Return views of the optimizer state of elements ``[low, high)``, one range that this rank keeps. Local."""
         where = self.kept.locate(low, high)
         return {name: array[where] for name, array in self.state.items()}
 
@@ -141,7 +141,7 @@ class _Holes:
         self._starts: dict[tuple[int, int], int] = {}
 
     def copy(self) -> _Holes:
-        """Return a copy, so that placing can be undone."""
+        """Return a copy of the record of free ranges, so that placing can be undone. Local."""
         other = _Holes()
         other._by_size, other._sizes, other._starts = self._by_size[:], self._sizes.copy(), self._starts.copy()
         return other
@@ -168,7 +168,7 @@ class _Holes:
         return size
 
     def remove_last(self, kind: str, memory: int, end: int) -> None:
-        """Remove the hole that ends there, if there is one."""
+        """Remove the hole that ends at ``end``, if there is one, so that nothing is placed there. Local."""
         if (start := self._starts.get((memory, end))) is not None:
             self.remove(kind, memory, start)
 
@@ -247,7 +247,7 @@ class Arena:
 
     @contextmanager
     def restored_on_memory_error(self) -> Iterator[None]:
-        """In a with block: a MemoryError, which all ranks have, puts back segments, holes and blocks. Local."""
+        """In a with block: a MemoryError, raised on all ranks, restores segments, holes and blocks as before. Local."""
         names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
@@ -359,7 +359,7 @@ class Arena:
         return block
 
     def _divide(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
-        """Return each rank's bounds: values in order, about equally much; a single one to the least loaded. Local."""
+        """Return bounds that deal values to ranks in order, about equally; a single one to the least loaded. Local."""
         ranks = self._transport.size
         if len(starts) == 2:  # one value: it goes to the rank that owns least
             owner = self._load.index(min(self._load))
@@ -370,6 +370,7 @@ class Arena:
         return (0, *(starts[first] for first in firsts), size)
 
     def _add_load(self, block: Block, sign: int) -> None:
+        """Add each rank's bytes, by the bounds of the block, to its load; subtract them if ``sign`` is -1. Local."""
         for rank, (low, high) in enumerate(pairwise(block.grid.bounds)):
             self._load[rank] += sign * (high - low) * block.values.itemsize
 
@@ -381,20 +382,20 @@ class Arena:
         return (cell, 1) if self._on_host or cell < lines else (cell // lines * lines, line)
 
     def _room(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return how many elements there are from a value's first to the next one's first."""
+        """Return how many elements of a block a value of ``size`` takes; on GPUs a multiple, for alignment. Local."""
         return rounded(size, self._grid(dtype)[1])
 
     def _padded(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return the elements of a block for so many, padded on GPUs to equally many per rank."""
+        """Return the length of a block for ``size`` elements; on GPUs padded to equally many per rank. Local."""
         line = self._grid(dtype)[1]
         return size if line == 1 else rounded(size, line * self._transport.size)
 
     def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return the bytes that a block for so many elements takes of a segment."""
+        """Return how many bytes of a segment a block for ``size`` elements takes, padding included. Local."""
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, bytes_to_come: int) -> tuple[int, int]:
-        """Add a segment of at least both sizes, free beyond ``nbytes``; return its number, and byte 0. Collective."""
+        """Allocate a segment of both sizes at least, free beyond ``nbytes``; return its number, byte 0. Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

@@ -229,7 +229,7 @@ class RangeCompression:
         return total
 
     def _pack(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return a bucket in float32: a caller's array, or a copy in scratch memory with undefined gaps. Local."""
+        """Return a bucket in float32: a caller's array, or a copy in scratch; gaps are undefined, on GPUs 0. Local."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -320,7 +320,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Sum a push's values into the blocks' sums, change residuals; return a function that finds one. Collective."""
+        """Sum values over ranks into the blocks' sums, change residuals; return a getter of each sum. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size = entry.place
             if size:
@@ -398,5 +398,5 @@ Compression: TypeAlias = "RangeCompression | ValueCompression"
 
 
 def _flags(position: int, length: int) -> int:
-    """Return the flags of a rank with lists of this length, at a position."""
+    """Return the flags for ``position`` in lists of ``length``: has an array; has more after it. Local."""
     return (position < length) * _PRESENT + (position + 1 < length) * _MORE

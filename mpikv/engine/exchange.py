@@ -74,7 +74,7 @@ class Exchange:
     # --- Updaters
 
     def steps(self, plan: Plan) -> Steps:
-        """Return the updater's numbers of each key's next update; check a changed updater before; may raise. Local."""
+        """Return numbers of each key's next update, e.g. learning rate; recheck a changed updater; may raise. Local."""
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
@@ -100,7 +100,7 @@ class Exchange:
         self._prepare_kernels(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
-        """Return a placement for an updater; set its number of ranks, compile its kernels, or raise. Local."""
+        """Return a placement for an updater, to use later; set its rank count, compile its kernels, or raise. Local."""
         placement = place(self._wanted, self.transport, updater, self._root, self.compression is not None)
         self._prepare_kernels(updater, self.values.dtypes | dtypes)
         return placement
@@ -187,7 +187,7 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return a push's arrays, checked if compressed, lists summed on GPUs; None for uncompressed buffers. Local.
+        """Return a push's arrays (None: buffers); check those to compress, allocate residuals; sum GPUs' lists. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.

@@ -40,11 +40,11 @@ class Grid:
         return cut(low, high, self.cell_size)
 
     def shard(self, placement: Placement, low: int, high: int) -> Shard:
-        """Return the owners of ``[low, high)``, all in one cell."""
+        """Return how many of ``[low, high)``, all in one cell, each rank owns, and this rank's range of them."""
         return placement.shard(low, high, self.cell(low), self.bounds, self.number + low // self.cell_size)
 
     def shares(self, placement: Placement, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield (elements, owner) for the ranges of ``[low, high)``, in order; replicated ones once per rank."""
+        """Yield (element count, owner) for the ranges of ``[low, high)``, in order; replicated ones once per rank."""
         for begin, end in self.cut(low, high):
             counts = self.shard(placement, begin, end).counts
             yield from ((count, rank) for rank, count in enumerate(counts) if count)
@@ -60,7 +60,7 @@ class Grid:
         return min(bisect_right(self.bounds, element), len(self.bounds) - 1) - 1
 
     def end_of(self, element: int) -> int:
-        """Return the end of the padding that follows a value's last element."""
+        """Return the end of the padding behind a value that ends before ``element``."""
         # With the padding, messages of neighbours touch, and are sent and updated as one range.
         end = rounded(element, self.line)
         return end if end < self.size - self.padding else self.size

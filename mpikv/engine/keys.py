@@ -51,13 +51,13 @@ class Entry:
         return view
 
     def buffer(self, place: int) -> Array:
-        """Return this key's part of row ``place`` of the block's buffers, in its shape. The block has buffers."""
+        """Return a view of this key's push buffer in row ``place``, one for each rank sharing memory. Local."""
         assert self.place.block.buffers is not None
         row: Array = self.place.block.buffers[place]
         return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
 
     def residuals(self) -> list[Array]:
-        """Return the residuals of this rank's compressed pushes, flat, one for each position in lists of arrays."""
+        """Return flat views of this rank's residuals of the value, one for each position in pushed lists. Local."""
         low, high = self.place.start, self.place.start + self.place.size
         return [residual[low:high] for residual in self.place.block.residuals]
 
@@ -67,12 +67,12 @@ class Entry:
         return self.place.block.kept.have(self.place.start, self.place.start + self.place.size)
 
     def state_of(self, begin: int, end: int) -> dict[str, Array]:
-        """Return the optimizer state of elements of the value that this rank keeps, side by side."""
+        """Return views of the optimizer state of the value's elements ``[begin, end)``, kept by this rank. Local."""
         return self.place.block.state_of(self.place.start + begin, self.place.start + end)
 
     @property
     def state(self) -> dict[str, Array]:
-        """The optimizer state of the value, in its shape. Only where this rank keeps all of it."""
+        """Views of the optimizer state of the value, in its shape. Only where this rank keeps all of it."""
         return {name: array.reshape(self.shape) for name, array in self.state_of(0, self.place.size).items()}
 
 
@@ -150,7 +150,7 @@ class KeyTable:
         return int(self.counts[row] + self.earlier[row])
 
     def start_counts(self) -> None:
-        """Begin to count the updates of a new updater."""
+        """Set all keys' update counts to zero, for a new updater; add them to the earlier pushes. Local."""
         self.earlier += self.counts
         self.counts[:] = 0
 
@@ -275,10 +275,12 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 @lru_cache(maxsize=256)
 def _joined(name: Key, below: tuple[Key, ...]) -> list[str]:
+    """Return the keys of a nested dict, each after the key of that dict and ``/``. Cached."""
     return [f"{name}/{each}" for each in below]
 
 
 def _keys(keys: Sequence[Any]) -> Sequence[Key]:
+    """Return keys as Python's int or str, the same sequence if they are; raise TypeError for other types."""
     return keys if set(map(type, keys)) in _KINDS else [_key(key) for key in keys]
 
 

@@ -83,7 +83,7 @@ class Pipeline:
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Copy residuals; return a ``confirm`` that puts them back if it raises. Without compression, itself. Local."""
+        """Copy residuals; return a ``confirm`` that restores them if it raises; the same if uncompressed. Local."""
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
@@ -100,7 +100,7 @@ class Pipeline:
             self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
-        """Publish values if one is stale; copy all to the targets, if any; return ``result``. Collective if stale."""
+        """Fetch the owners' values if one is stale; copy all to any targets; return ``result``. Collective if stale."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
         # The flags are the same on all ranks, so all publish or none does.
         if not self.current and self._values.table.stale[plan.rows].any():
@@ -147,7 +147,7 @@ class Pipeline:
             return None
         if not targets or not disjoint(groups_of(sources), groups_of(targets)):
             return ()
-        return targets if are_plain(targets) else _flat_copies(plan, targets)
+        return targets if are_plain(targets) else _flat_views(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
         """Return whether all ranks pull into the buffers that they push. Collective in large calls in shared memory."""
@@ -168,7 +168,7 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Take a push's messages through their stages, and count it; with ``outs``, a pull's too. Collective.
+        """Pack, sum and update each message of a push, count the push; with ``outs``, fill these, too. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
         update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers;
@@ -216,7 +216,7 @@ class Pipeline:
     # --- Pack and reduce
 
     def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
-        """Exchange a message of a push; return the addends, or the sum, of this rank's elements of it. Collective."""
+        """Pack and exchange a message of a push; return addends, or the sum, of this rank's elements. Collective."""
         if sources is None:
             assert bucket.buffer is not None
             if bucket.buffers:
@@ -288,7 +288,7 @@ class Pipeline:
         outs: Sequence[Array] = (),
         lane: Sequence[Update] | None = None,
     ) -> None:
-        """Add up the addends of this rank's elements; update these, unless the updater takes whole values. Local.
+        """Sum the addends of own elements; run the updater, unless it takes whole values; copy results to outs. Local.
 
         It copies each new piece to ``outs``; these may be the addends. Kernels that can, add and update in one loop.
         Threads make the updates of a ``lane`` each.
@@ -411,10 +411,12 @@ class TransferPipeline(Pipeline):
     """The :class:`Pipeline` of a transport that carries messages while others are packed, updated and unpacked."""
 
     def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
+        """As :meth:`Pipeline._run`, with transfers beside other work if the plan overlaps them. Collective."""
         with self._apart(plan):
             super()._run(plan, *arguments, **options)
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
+        """As :meth:`Pipeline.publish`, with transfers beside other work if the plan overlaps them. Collective."""
         with self._apart(plan):
             super().publish(plan, outs)
 
@@ -438,7 +440,7 @@ class _Delivery:
         self._coming: deque[tuple[Bucket, Any]] = deque()
 
     def add(self, bucket: Bucket) -> None:
-        """Publish a message, and unpack an earlier one, if enough are on their way. Collective."""
+        """Send all ranks a message's new values; unpack an earlier message if enough are on their way. Collective."""
         self._pipeline.deliver(bucket)
         self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
         # One behind, at least: the owners of the last message may still be updating it.
@@ -446,7 +448,7 @@ class _Delivery:
             self._unpack()
 
     def end(self) -> None:
-        """Unpack what is left. Local."""
+        """Unpack all messages still on their way, oldest first; wait for each. Local."""
         while self._coming:
             self._unpack()
 
@@ -460,12 +462,12 @@ class _Delivery:
 
 
 def are_plain(arrays: Arrays) -> bool:
-    """Return whether each item is plain, as defined at :data:`Arrays`."""
+    """Return whether each key has one plain array, not a tuple, as defined at :data:`Arrays`; False without keys."""
     return len(arrays) > 0 and type(arrays[0]) is not tuple
 
 
 def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
-    """Return the arrays of each key."""
+    """Return each key's arrays as a sequence: a tuple of one for a plain array. No copies."""
     return [(array,) for array in arrays] if are_plain(arrays) else arrays
 
 
@@ -482,7 +484,7 @@ def _layers(sources: Arrays) -> Layers:
     return [[array.reshape(-1) for array in sources]] if are_plain(sources) else list(zip(*sources, strict=True))
 
 
-def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
+def _flat_views(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
     """Return flat views of the arrays to fill; without a value's own view, as it is filled already."""
     pairs = zip(plan.entries, groups, strict=True)
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]

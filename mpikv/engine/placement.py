@@ -43,7 +43,7 @@ class Sharded:
         self._transport = transport
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many of a cell's elements ``[start, stop)`` each rank owns; its own range, less ``start``."""
+        """Return how many of a cell's ``[start, stop)`` each rank owns, and this rank's range, less ``start``."""
         first, last = cell
         owners = self._owners(last - first, number)
         # Of the cell, not of the range: an element has the same owner whatever keys the call names.
@@ -72,7 +72,7 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many elements ``[start, stop)`` each rank owns by bounds; its own range, less ``start``."""
+        """Return how many of ``[start, stop)`` each rank owns by ``bounds``, and this rank's range, less ``start``."""
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]

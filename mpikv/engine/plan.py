@@ -147,20 +147,21 @@ class Bucket:
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
-        """This rank's updates for different steps: cut at keys, or with a step for each key of a joint one."""
+        """This rank's updates for keys with different steps: one per key, or on a GPU one launch for many keys."""
         return tuple(self._cut_updates())
 
     @lazy
     def parts(self) -> tuple[tuple[Array, ...], BoundList | None]:
-        """The pieces of the value, in their shapes; the same, bound to kernels that copy from them, or None."""
+        """Views of each key's part of the values, in its shape; these bound to a kernel that reads them, or None."""
         return self._parts_of(self.value)
 
     @lazy
     def slots(self) -> tuple[tuple[tuple[Array, ...], BoundList | None], ...]:
-        """The pieces of each of the sends, in their shapes; the same, bound to kernels that copy to them, or None."""
+        """Views of each key's part of each send buffer; these bound to a kernel that writes them, or None."""
         return tuple(map(self._parts_of, self.sends))
 
     def _parts_of(self, message: Array) -> tuple[tuple[Array, ...], BoundList | None]:
+        """Return views of each key's part of a message, in its shape; and these bound to kernels, or None. Local."""
         pairs = zip(self.pieces, self.shapes, strict=True)
         parts = tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
         return parts, self.kernels.bind_list(parts)
@@ -233,17 +234,18 @@ class Plan:
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare_updates(self) -> None:
-        """Make the buckets' updates for different steps, once; MemoryError before ranks agree. Local."""
+        """Make, once, the buckets' updates for keys with different steps; may raise MemoryError here alone. Local."""
         for bucket in self.buckets:
             _ = bucket.updates
 
     @lazy
     def buckets(self) -> tuple[Bucket, ...]:
+        """The messages of the keys, cut at first use; this may allocate sums."""
         return tuple(self.planner.buckets(self.entries))
 
     @lazy
     def totals(self) -> tuple[Array | None, ...]:
-        """For updaters of whole values: memory for the sum of each key; None for keys of other owners."""
+        """For updaters of whole values: memory for each key's sum, allocated at first use; None for others' keys."""
         if not self.planner.whole:
             return (None,) * len(self.entries)
         return tuple(self.planner.memory_for_total(entry) for entry in self.entries)
@@ -255,7 +257,7 @@ class Plan:
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
-        """Updates all whole values that this rank owns, in few launches; None where each is updated by itself."""
+        """A function that updates this rank's whole values in few GPU launches; None to update each by itself."""
         planner = self.planner
         if not planner.whole or planner.updater.may_raise or not isinstance(planner.kernels, GpuKernels):
             return None
@@ -265,7 +267,7 @@ class Plan:
 
     @lazy
     def views(self) -> list[Array]:
-        """The values, read-only."""
+        """Views of the values, each in its shape: read-only on the host, writable on a GPU."""
         return [entry.view for entry in self.entries]
 
 
@@ -294,7 +296,7 @@ class Plans:
         self._held += len(plan.keys)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all plans. Local."""
         self.single.clear()
         self.lists, self._held = {}, 0
 
@@ -410,7 +412,7 @@ class Planner:
 
     @lazy
     def adds(self) -> bool:
-        """Whether this rank adds up the terms of its elements: those of ranks that share memory, or its own alone."""
+        """Whether this rank adds up sums itself (ranks share memory, or it is alone), not the transport's library."""
         return self.transport.sharing_size > 1 or (self.transport.size == 1 and self.transport.memory.is_host)
 
     @lazy
@@ -503,7 +505,7 @@ class Planner:
     def cut_updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
-        """Yield the updates of this rank's elements of the ranges, bound to kernels. Local."""
+        """Cut this rank's elements of the ranges into short pieces; yield each as an update, not run yet. Local."""
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
@@ -552,6 +554,7 @@ def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, in
 
 
 def _shape_of(piece: Range, entry: Entry) -> tuple[int, ...]:
+    """Return the shape of a piece: the key's if it is all of the value, else flat."""
     size = piece.end - piece.begin
     return entry.shape if size == entry.place.size else (size,)
 

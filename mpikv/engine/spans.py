@@ -81,6 +81,7 @@ class Spans:
 
     @cached_property
     def _offsets(self) -> list[int]:
+        """For each range the number of elements before it in all ranges; at the end, the number of all."""
         return list(accumulate((high - low for low, high in self.ranges), initial=0))
 
     def _last_before(self, element: int) -> int:

@@ -67,7 +67,7 @@ class Team:
         return self._started
 
     def close(self) -> None:
-        """Let the threads end; idempotent. Local."""
+        """Tell the threads to end, without a wait for them; idempotent. Local."""
         self._end()
 
 
@@ -88,7 +88,7 @@ def _work(jobs: SimpleQueue[Any], news: SimpleQueue[None]) -> None:
 
 
 def deal(targets: Sequence[Array], sources: Sequence[Array], count: int) -> list[tuple[list[Array], list[Array]]]:
-    """Return arrays to copy and their sources in ``count`` lanes of about as many bytes. Pairs have one shape. Local.
+    """Divide pairs of arrays to copy into ``count`` lists of about as many bytes; cut long ones. Copy nothing. Local.
 
     >>> deal([np.zeros((2, 65536))], [np.ones((2, 65536))], 2)[1][0][0].shape
     (2, 32768)

@@ -23,7 +23,7 @@ class PlanListener(Protocol):
     """An object that keeps plans, or things made of them, such as a captured step."""
 
     def invalidate(self) -> None:
-        """Drop them: values move, or are updated in another way, from now on. All ranks do so alike. Local."""
+        """Drop plans and things made of them: values move, or are updated in another way, on all ranks alike. Local."""
         ...
 
 
@@ -58,7 +58,7 @@ class Values:
             each.invalidate()
 
     def invalidate(self) -> None:
-        """Drop all plans: values move, or are updated in another way, from now on. Local."""
+        """Drop all plans, the listeners', too: values move, or are updated in another way, from now on. Local."""
         self.invalidate_listeners()
         self.plans.clear()
 
