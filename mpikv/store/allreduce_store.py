@@ -120,19 +120,19 @@ class AllReduce(RankedStore):
         return self._make_call("pushpull", key, value, out, priority)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, else ``value``, with the root's ``value``, and return it. Collective, and repeatable."""
+        """Fill ``out``, else ``value``, with the root's values; return it, or new arrays if unwritable. Collective."""
         return self._make_call("broadcast", key, value, out, priority)
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
-        """Not in this store. Collective; raises Unsupported."""
+        """Raise Unsupported on every rank: this store keeps no values. Collective."""
         self._cannot("init")
 
     def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
-        """Not in this store. Collective; raises Unsupported."""
+        """Raise Unsupported on every rank: this store keeps no values. Collective."""
         self._cannot("push")
 
     def pull(self, key: Any, out: Any = None, priority: Any = 0) -> None:
-        """Not in this store. Collective; raises Unsupported."""
+        """Raise Unsupported on every rank: this store keeps no values. Collective."""
         self._cannot("pull")
 
     def barrier(self) -> None:
@@ -151,11 +151,11 @@ class AllReduce(RankedStore):
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """Raise an error of this rank in place of the next call; the others raise PeerFailed. Collective."""
+        """Raise the error here, and have the other ranks' next call, whatever it is, raise PeerFailed. Collective."""
         self._store.raise_on_all_ranks(error, verb)
 
     def close(self) -> None:
-        """End the store. Collective, idempotent."""
+        """End the store; free its buffers, its transport and its communicators. Collective, idempotent."""
         self._store.close()
 
     def __exit__(self, *failure: object) -> None:
@@ -167,7 +167,7 @@ class AllReduce(RankedStore):
         self.raise_on_all_ranks(error, verb)
 
     def _make_call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        """Make a sum or a broadcast, checked unless arrays are those of the last; may open NCCL first. Collective."""
+        """Check (or reuse the last call's checks) and make a pushpull or broadcast; may open NCCL first. Collective."""
         if type(priority) is int and not priority and (known := self._recall(verb, key, value, out)) is not None:
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
@@ -181,7 +181,7 @@ class AllReduce(RankedStore):
         return self._store._collective(verb, self._prepare, key, verb, form, on_gpus, filled, out is None, priority)
 
     def _can_sum_on_gpus(self, form: Form) -> bool:
-        """Return whether all are mutable GPU arrays and NCCL has not failed; ValueMismatch if a key has none. Local."""
+        """Return whether all are mutable GPU arrays and NCCL may be used; ValueMismatch if a key has none. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
@@ -246,7 +246,7 @@ class AllReduce(RankedStore):
         return call, partial(self._run, here, verb, work, result)
 
     def _recall(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Call, list[Pair]] | None:
-        """Return the cached call, and its flat arrays, if the last call of these names had the same; else None. Local.
+        """Return the cached call and flat arrays if the last call of these keys had these arrays; else None. Local.
 
         To check and describe them anew takes longer than to sum small ones.
         """
@@ -301,7 +301,7 @@ class AllReduce(RankedStore):
         return total
 
     def _plan_work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
-        """Return a call's copies and sums; allocate arrays in place of those that cannot be sent or filled. Local."""
+        """Return a call's copies and sums, none made yet; allocate arrays for those not fit to send or fill. Local."""
         work, gpu = _Work([], [], []), memory.gpu if isinstance(memory, DeviceMemory) else None
         address = address_of if gpu is None else gpu.address
         apart = disjoint([[source] for source in sources], outs, address)
@@ -346,13 +346,13 @@ class AllReduce(RankedStore):
 
 
 def _copy(pairs: Sequence[Pair], memory: Memory) -> None:
-    """Copy to the first array of each pair from the second. Local."""
+    """Copy the second array of each pair to the first. Local; queued on a GPU."""
     if pairs:
         memory.copy([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _fits(out: Array, dtype: np.dtype[Any], gpu: Gpu | None) -> bool:
-    """Return whether results can be received in an array of the caller's as it is. Local."""
+    """Return whether the caller's array can receive results directly: contiguous, of this dtype and GPU. Local."""
     return (gpu is None or gpu.owns(out)) and out.dtype == dtype and bool(out.flags.c_contiguous)
 
 
@@ -384,5 +384,6 @@ class TestStore(KVStoreBase):
 
 
 def _fill(outs: Sequence[Any], array: Array) -> None:
+    """Copy an array to each of these, cast within its kind; TypeError for one that cannot be written. Local."""
     for out in outs:
         np.copyto(target(out), array, casting="same_kind")

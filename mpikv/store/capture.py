@@ -72,7 +72,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recording fits these steps; their numbers are written later. Changes nothing. Local."""
+        """Return whether the recorded graph can serve these update numbers, written later. Changes nothing. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -141,7 +141,7 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call: plain, first, queued to be recorded next, recorded, or launched; may allocate. Local.
+        """Prepare the next call: plain pushpull, warm-up, recording or graph launch. Local; its run is collective.
 
         What is known of the step changes only in the call's run, which is collective.
         """
@@ -177,7 +177,7 @@ class CapturedStep:
         return self._describe(call, how), run
 
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
-        """Return a new state from the step's arguments: plan, arrays, GPU table, or why it cannot record. Local."""
+        """Check the step's arguments; return a new state: plan, arrays, GPU table, or why it cannot record. Local."""
         plan, sources, targets, result = _bind(self._verbs, self._given)
         # Rows were refused when the step was made.
         assert not isinstance(sources, Brought)
@@ -190,7 +190,7 @@ class CapturedStep:
         return self._add_table(_Known(plan, sources, targets, result, lack), steps)
 
     def _add_table(self, known: _Known, steps: Steps) -> _Known:
-        """Return ``known`` with a GPU table for these steps: the one that it has, or a new one if unfit. Local."""
+        """Return a copy of ``known`` with a GPU table for these update numbers: its own, or a new one. Local."""
         table = known.table
         # A table of other options has other numbers, and kernels that were compiled for them.
         if table is None or not table.fits(steps.each[0]):
@@ -200,7 +200,7 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Ask whether all ranks can record, and note it; make the plain call, or queue it if they can. Collective."""
+        """Note whether all ranks can record; if so, queue the work as warm-up, else run it plainly. Collective."""
         known = self._known = replace(known, agreed=True, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._queue_first(known)
 
@@ -211,7 +211,7 @@ class CapturedStep:
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _queue_first(self, known: _Known) -> Any:
-        """Queue the work as it will be recorded. Collective."""
+        """Queue the work as a warm-up for the recording in the next call; return the result. Collective."""
         self._known = replace(known, ready=True)
         return self._run(known)
 
@@ -231,7 +231,7 @@ class CapturedStep:
         return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Write the present steps; queue the work or launch its graph; return the result, filled later. Collective."""
+        """Write update numbers; launch the graph or queue the work; return the result, filled later. Collective."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
@@ -252,7 +252,7 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Check a pushpull's arguments; the call's run returns them, with lists and dicts copied, for a step. Local."""
+    """Check a pushpull's arguments, pushing nothing; the call's run returns them, lists and dicts copied. Local."""
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
@@ -289,6 +289,7 @@ def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Ar
 
 
 def _has_rows(given: Fixed) -> bool:
+    """Return whether a pushpull's arguments hold a RowSparse. Local."""
     return any(isinstance(each, RowSparse) for arrays in given[:3] for each in leaves(arrays))
 
 

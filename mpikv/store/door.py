@@ -79,7 +79,7 @@ class Door:
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Check that a call may begin; if some are pending, wait, claim the store, return their unseen error. Local."""
+        """Raise unless a call may begin; if some are pending, wait, mark the store busy, return their error. Local."""
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
@@ -105,7 +105,7 @@ class Door:
     # --- Calls without an agreement of their own
 
     def run_without_agreement(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run a function that may wait for ranks, the store busy; return its result; some failures end the store."""
+        """Return ``run()``, the store marked busy, no call compared; some failures end the store. May await ranks."""
         # So that an updater, or another thread, finds the store busy.
         self.running = verb
         self._agreement.record.rewrite(note(verb))
@@ -157,11 +157,11 @@ class Door:
                 self.state = before
 
     def end(self, why: str) -> None:
-        """Let nothing in any more. Local; it frees nothing."""
+        """Have later calls raise Closed, with ``why``. Local; it frees nothing and tells nobody."""
         self.state, self.why = State.ENDED, why
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """End the store after an error that not all ranks know of, or of queued GPU work; complete its text. Local."""
+        """Count an error that all ranks know; after others, or failed GPU work, end the store here. May wait."""
         if is_settled(error):
             self.failed_calls += 1
             if self._memory.order.failed:  # whoever has been told of it
@@ -172,11 +172,12 @@ class Door:
         self._abandon_after(error, tell=not isinstance(error, Stalled))
 
     def _abandon_after(self, error: BaseException, tell: bool = True) -> None:
+        """Make the store unusable on this rank after an error; ``tell`` ranks that would wait on GPUs for it. Local."""
         self._abandon(f"the store ended in an earlier call ({text_of(error, repr)}); create a new store", tell)
 
 
 def show_keys(key: Any = None) -> str:
-    """Return the keys of a call, good or bad, shortened for a message. Local."""
+    """Return a call's keys, valid or not, as a short text for a message. Local."""
     if key is None:
         return ""
     return brief(label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key), _MOST_SHOWN)

@@ -14,7 +14,7 @@ from .kvstore import lost_stores, open_stores
 
 
 def prepare_endings(on_gpu: bool) -> None:
-    """Register functions for the end of the process and for a fork, to run before MPI and CuPy end. Local."""
+    """Have stores closed at exit, before MPI and CuPy end, and made unusable in a forked child. Local."""
     _register()
     if on_gpu:  # before CuPy ends, which may have been imported after the first store was made
         # Functions run in reverse: registered again, this one comes before CuPy's.
@@ -24,6 +24,7 @@ def prepare_endings(on_gpu: bool) -> None:
 
 @cache
 def _register() -> None:
+    """Register, once per process, the functions for its exit and for a forked child. Local."""
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=_end_in_child)
 
@@ -36,7 +37,7 @@ def tell_unseen() -> None:
 
 
 def _close_all() -> None:
-    """At the exit: close the open stores, wait for ranks that lost theirs or end the job, leave MPI. Collective."""
+    """At exit: close open stores, print unseen errors, wait for ranks that lost stores or end the job. Collective."""
     # In the order of their creation, the same on all ranks: closing is collective.
     while stores := open_stores():
         store = stores[0]
@@ -69,6 +70,7 @@ def _complain(error: BaseException) -> None:
 
 
 def _tell(error: BaseException) -> None:
+    """Print an error and its notes to standard error, as one at the end of the program. Local; raises nothing."""
     text = "; ".join([f"{type(error).__name__}: {text_of(error)}", *notes(error)])
     print_lines(text, "mpikv: at the end of the program: ")
 

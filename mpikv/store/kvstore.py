@@ -154,7 +154,7 @@ class KVStore(RankedStore):
 
     @property
     def transport(self) -> str:
-        """How bytes move: ``local``, ``shm``, ``hierarchical`` or ``mpi``."""
+        """How bytes move between ranks: ``local``, ``shm``, ``hierarchical``, ``mpi`` or ``nccl``."""
         return self._transport.name
 
     @property
@@ -179,18 +179,20 @@ class KVStore(RankedStore):
 
     @lazy
     def _checkpoints(self) -> Checkpoints:
+        """The part that saves and loads the store, made and imported at first use. Local."""
         from ..checkpoint.checkpoints import Checkpoints  # as many programs save nothing
 
         return Checkpoints(self._exchange, self._agreement, self._root, self._collective)
 
     @property
     def _assigns(self) -> bool:
-        """Whether a push replaces the value by the sum, as it does without an updater. Local."""
+        """Whether a push replaces the value by the sum, as without an updater; waits for pending calls. Local."""
         self._pending.drain()
         return self._exchange.updater.assigns
 
     @property
     def _joining(self) -> bool:
+        """Whether the store is in a block of ``join``. Local."""
         return self._door.state is State.JOINING
 
     def _update_count(self, key: Key) -> int:
@@ -199,6 +201,7 @@ class KVStore(RankedStore):
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
+        """Mark the keys' values as mere sums, with the owner of their weights; checkpoints leave them out. Local."""
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def is_capable(self, capability: str) -> bool:
@@ -462,7 +465,7 @@ class KVStore(RankedStore):
         return CapturedStep(given, number, self._verbs, self._door, self._issue_unless)
 
     def _issue_unless(self, wait: bool, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Make a call now, or leave it to the thread of pending calls, as ``wait`` says. Collective."""
+        """Make a call and return its result; or, if ``wait`` is False, queue it and return its Work. Collective."""
         return (self._collective if self._waits(verb, wait) else self._issue)(verb, prepare, *arguments)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
@@ -685,7 +688,7 @@ class KVStore(RankedStore):
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """Raise an error of this rank in place of the next call; the other ranks raise PeerFailed. Collective.
+        """Raise the error here, and have the other ranks' next call, whatever it is, raise PeerFailed. Collective.
 
         The others may make any call: they raise ``PeerFailed`` with the text of the error, and all may go on.
 
@@ -703,7 +706,7 @@ class KVStore(RankedStore):
         raise error  # never reached: the call has raised it
 
     def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
-        """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        """Register the function that :meth:`command` calls at the root; None removes it. Local; the root's is used."""
         if controller is not None and not callable(controller):
             raise TypeError(f"a controller is a function of the command's body, not {a_kind(controller)}")
         self._control.controllers[check_head(head)] = controller
@@ -985,7 +988,7 @@ class KVStore(RankedStore):
     # --- Restarts
 
     def keep(self, /, **objects: Any) -> None:
-        """Name objects of the program that :meth:`steps` restores after a death, beside the store. Local.
+        """Register objects of the program that :meth:`steps` copies with the store, and restores after a death. Local.
 
         Each rank keeps its own. Objects are restored in place, so that the program's names for them stay valid.
 
@@ -1010,7 +1013,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return the steps of a loop that keeps copies if asked; restore one, pull into ``fill``. Collective then.
+        """Return the steps left; if copies are kept, restore one, pull into ``fill``, commit more. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1202,7 +1205,7 @@ class KVStore(RankedStore):
         return None if isinstance(failure, Closed) else failure
 
     def abandon(self, why: str, tell: bool = True) -> None:
-        """Make the store unusable on this rank, and ``tell`` others that would wait on GPUs for it. Local.
+        """Make the store unusable on this rank, note it as lost, ``tell`` ranks that would wait on GPUs. Local.
 
         It asks no other rank: used where a collective call could wait for ever.
         """
@@ -1227,7 +1230,7 @@ class KVStore(RankedStore):
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Tell the other ranks that this one ends; return a function that lists those that did not, and a limit. Local.
+        """Send other ranks the notice that this one ends; return a lister of ranks yet to do so, and a limit. Local.
 
         Returns:
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
@@ -1236,6 +1239,7 @@ class KVStore(RankedStore):
         return self._parting(), self._config.timeout + _LAST_STEPS
 
     def _parting(self) -> Callable[[], list[int]]:
+        """Send other ranks the notice that this one ends; return a function that lists those yet to do so. Local."""
         return self._group.announce_shutdown()
 
     def __enter__(self) -> KVStore:
@@ -1291,13 +1295,13 @@ class KVStore(RankedStore):
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
-        """Run a call in the order of streams, after pending calls of other stores on GPUs. Collective."""
+        """Run a call on the store's stream, after the pending calls of other stores on GPUs. Collective."""
         if self._has_stream and len(self._stores) > 1:
             drain_gpu_stores(self)
         return self._order.run(quietly, run)
 
     def _waits(self, verb: str, wait: object) -> bool:
-        """Return whether the caller waits for a call. Collective where ``wait`` is no truth value: all ranks raise."""
+        """Return ``wait`` as a bool; if it is no truth value, raise TypeError on every rank. Collective only then."""
         if not isinstance(wait, (bool, np.bool_)):
             self.raise_on_all_ranks(TypeError(f"wait={wait!r} is neither True nor False"), verb)
         return bool(wait)
@@ -1323,6 +1327,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:
+        """In a with block: mark this thread, on the status board and for streams, as maker of the calls. Local."""
         with self._board.on_worker(), self._order.on_worker():
             yield
 
@@ -1352,7 +1357,7 @@ def open_stores() -> list[KVStore]:
 
 
 def lost_stores() -> list[Any]:
-    """Return the list itself of stores, and of what ends as these do, that ranks did not close together. Local.
+    """Return the list itself of stores, and similar objects, that ended here without a common close. Local.
 
     They have :meth:`KVStore.announce_shutdown` and :meth:`KVStore.unseen`: not all ranks may come to the end of MPI.
     """
@@ -1360,7 +1365,7 @@ def lost_stores() -> list[Any]:
 
 
 def drain_gpu_stores(but: KVStore | None = None) -> None:
-    """Wait for pending calls of all stores on GPUs ``but`` one; nothing in a thread of such calls. Local; may wait.
+    """Wait for pending calls of all GPU stores ``but`` one; return at once in a thread that makes such calls. Local.
 
     So all ranks use NCCL in the order of the program.
     """
@@ -1370,4 +1375,5 @@ def drain_gpu_stores(but: KVStore | None = None) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
+    """Raise the error: the preparation of :meth:`KVStore.raise_on_all_ranks`. Local."""
     raise error

@@ -66,17 +66,17 @@ class KVStoreBase:
 
     @property
     def type(self) -> str:
-        """The name of the store."""
+        """The name of the store: its class's in lower case, unless a subclass says another."""
         return type(self).__name__.lower()
 
     @property
     def rank(self) -> int:
-        """This process's number among the ranks, from 0."""
+        """This process's number among the ranks; 0 unless a subclass says another."""
         return 0
 
     @property
     def num_workers(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; 1 unless a subclass says another."""
         return 1
 
     @property
@@ -94,15 +94,15 @@ class KVStoreBase:
         return 0
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
-        """Mark the values of keys as sums from now on, so that nobody takes them for weights. Local."""
+        """Do nothing; a store marks the keys' values as mere sums, with the owner of their weights. Local."""
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that was set, or None. Local."""
+        """The optimizer that was set; None unless a subclass has one. Local."""
         return None
 
     def keys(self) -> Sequence[Key]:
-        """Return the keys that have a stored value. Local."""
+        """Return the keys that have a stored value; none unless a subclass stores some. Local."""
         return ()
 
     def __bool__(self) -> bool:
@@ -110,52 +110,52 @@ class KVStoreBase:
         return True
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether the store can do what the word says, as :attr:`OPTIMIZER`. Local."""
+        """Return whether the store has a capability, as :attr:`OPTIMIZER`; False unless overridden. Local."""
         return False
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or ``value`` where there is none, with the root's value. Collective."""
+        """Fill ``out``, else ``value``, with the root's value; Unsupported unless overridden. Collective."""
         self._cannot("broadcast")
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, else ``value``, with the sum over ranks, or the result of an updater. Collective."""
+        """Fill ``out``, else ``value``, with the sum or updated value; Unsupported unless overridden. Collective."""
         self._cannot("pushpull")
 
     def set_optimizer(self, optimizer: Any, **arguments: Any) -> None:
-        """Set the optimizer that runs where values are stored. Collective."""
+        """Set the optimizer that runs where values are stored; Unsupported unless overridden. Collective."""
         self._cannot("set_optimizer")
 
     def delete(self, key: Any) -> None:
-        """Forget keys and their values. Collective. A Trainer asks for it where it has frozen integers."""
+        """Remove keys and their values, as a Trainer asks; Unsupported unless overridden. Collective."""
         self._cannot("delete")
 
     def set_gradient_compression(self, compression: Any) -> None:
-        """Set what stands for a gradient between ranks. Collective."""
+        """Set the codec that compresses pushed gradients; Unsupported unless overridden. Collective."""
         self._cannot("set_gradient_compression")
 
     def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
-        """Write the state of the optimizer to a file. Collective."""
+        """Write the state of the optimizer to a file; Unsupported unless overridden. Collective."""
         self._cannot("save_optimizer_states")
 
     def load_optimizer_states(self, fname: Any) -> None:
-        """Take the state that :meth:`save_optimizer_states` wrote. Collective."""
+        """Restore the state from a :meth:`save_optimizer_states` file; Unsupported unless overridden. Collective."""
         self._cannot("load_optimizer_states")
 
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """Raise an error of this rank, in place of the next call of the others, where they can be told. Collective."""
+        """Raise the error here; an override also has the other ranks' next call raise PeerFailed. Collective."""
         raise error
 
     def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """Compare a text with the other ranks', where the store can. Collective."""
+        """Do nothing; an override compares the text with the other ranks', and raises if they differ. Collective."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether a rank passed True. Collective."""
+        """Return whether any rank passed True; Unsupported for several ranks unless overridden. Collective."""
         if self.num_workers > 1:
             self._cannot("any_rank")
         return flag
 
     def close(self) -> None:
-        """End the store. Collective."""
+        """End the store; do nothing unless overridden. Collective."""
 
     def __enter__(self: _Store) -> _Store:
         return self
@@ -165,6 +165,7 @@ class KVStoreBase:
             self.close()
 
     def _cannot(self, verb: str) -> NoReturn:
+        """Raise Unsupported: the store has no such call. Local."""
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call")
 
 
@@ -205,7 +206,7 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return the store class of a lower-case name, or None; may register a package's, ConfigError if bad. Local."""
+    """Return a lower-case name's store class or None; may import and register a package's; ConfigError if bad."""
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package
