@@ -15,23 +15,25 @@ class NumpyKernels:
     """The rules of the optimizers in numpy."""
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        pass
+        """Do nothing: numpy needs no compilation."""
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        """Return the updater's own function, which updates these arrays in place, given a step."""
         return updater.bind(total, value, state)
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        return None  # numpy gains nothing: a sum is one more pass over memory, as each operation of a rule is
+        """Return None: numpy gains nothing, as a sum is one more pass over memory, like each operation of a rule."""
 
     def bind_list(self, arrays: Sequence[Array]) -> None:
-        return None
+        """Return None: numpy has no code for a list of arrays."""
 
     def codec(self, codec: Codec) -> Codec:
+        """Return the codec itself."""
         return codec
 
 
 def find_kernels(name: str) -> Kernels:
-    """Return the kernels of a name in :data:`mpikv.config.KERNELS`; import numba if named, or TransportUnavailable.
+    """Return numpy's kernels, or import numba and return its kernels; TransportUnavailable if that fails.
 
     Raises:
         TransportUnavailable: numba cannot be imported.

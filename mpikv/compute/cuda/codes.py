@@ -82,4 +82,5 @@ class CudaCodec(SamePayloads):
         return given
 
     def _blocks(self, payload: Array) -> int:
+        """Return the number of blocks of a launch for this payload."""
         return -(-payload.size * 8 // (self._bits * PART))

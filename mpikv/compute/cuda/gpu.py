@@ -61,7 +61,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
-    """Return a rank's GPU, now the thread's current one, or raise TransportUnavailable; ``sharing`` sets variables.
+    """Make a rank's GPU this thread's current one; return it, or raise; ``sharing`` sets environment variables. Local.
 
     It becomes the thread's current GPU, so new arrays lie on it.
 
@@ -267,6 +267,7 @@ class CupyGpu:
 
     @property
     def gpu(self) -> CupyGpu:
+        """This GPU itself; a stream names its GPU the same way."""
         return self  # as of its streams
 
     def lacking(self, error: Exception) -> MemoryError:
@@ -289,7 +290,7 @@ class CupyGpu:
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
-        """Make this the thread's current GPU; from now on its queries of events end no other thread's graph capture."""
+        """Make this the thread's current GPU; set a mode: its event queries end no other thread's graph capture."""
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
@@ -299,9 +300,11 @@ class CupyGpu:
 
     @_translated()
     def stream(self) -> Stream:
+        """Return a new stream of high priority that does not wait for the default stream."""
         return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
 
     def current(self) -> Stream:
+        """Return the thread's current stream on this GPU."""
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
     @_translated()
@@ -313,25 +316,31 @@ class CupyGpu:
 
     @_translated()
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of undefined content on this GPU."""
         return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
 
     @_translated()
     def zeros(self, nbytes: int) -> Array:
+        """Return so many new zeroed bytes on this GPU."""
         return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
 
     @_translated()
     def release(self, stream: Any) -> None:
+        """Free the unused memory that CuPy's pool keeps for a stream, so that other libraries can allocate it."""
         self.cupy.get_default_memory_pool().free_all_blocks(stream=stream.beneath)
 
     def owns(self, value: object) -> bool:
+        """Return whether this is an array of CuPy on this GPU."""
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
+        """Return the arrays' addresses if all are plain arrays of CuPy on this GPU; else, or for none, None."""
         if set(map(type, values)) != {self.kind} or set(map(_device_of, values)) != {self.ordinal}:
             return None
         return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
+        """Return an array over another library's memory, not copied; queue a wait for its work unless ``ordered``."""
         if type(value).__module__.partition(".")[0] == "torch":
             return self._adopt_tensor(value, ordered)
         return self._adopt(value)
@@ -378,7 +387,7 @@ class CupyGpu:
 
     @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
-        """Queue a copy of a numpy array to the GPU, or ``out``; return it. The array may be changed at once."""
+        """Queue a copy of a numpy array to ``out``, or new GPU memory; return that. The source may change at once."""
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
         if out is None or out is whole:
@@ -405,6 +414,7 @@ class CupyGpu:
             return self._staging
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy of bytes between two addresses, of host or GPU, on the current stream."""
         stream = self.cuda.get_current_stream().ptr
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
@@ -419,6 +429,7 @@ class CupyGpu:
             return made
 
     def _now(self) -> Any:
+        """Record a new event on the current stream, and return it."""
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
     @_translated()
@@ -440,11 +451,13 @@ class CupyGpu:
         copies.copy([array for array, _ in apart], [copied for _, copied in apart])
 
     def kernels(self) -> GpuKernels:
+        """Return new CUDA kernels for this GPU; nothing is compiled yet."""
         from .kernels import CudaKernels
 
         return CudaKernels(self.present)
 
     def address(self, array: Any) -> int:
+        """Return the address of an array's first byte."""
         return int(array.data.ptr)
 
     @_translated()
@@ -469,6 +482,7 @@ class CupyGpu:
         return flagged
 
     def workspace(self) -> Workspace:
+        """Return a new workspace on this GPU, for one thread at a time."""
         return CupyWorkspace(self)
 
 
@@ -507,6 +521,7 @@ class CupyWorkspace:
 
     @_translated()
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        """Compile or load the kernels that move and add rows of this dtype. Local."""
         cuda_rows.prepare(dtype, accumulator(dtype))
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
@@ -533,6 +548,7 @@ class CupyWorkspace:
 
     @_translated()
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        """Queue an addition of rows to the rows of these numbers; each number must occur once. Local."""
         cuda_rows.add(table, self._there(ids), rows)
 
     @_translated()
@@ -544,6 +560,7 @@ class CupyWorkspace:
         return total
 
     def _there(self, ids: Array) -> Array:
+        """Return row numbers on the GPU: as they are if they lie there, else by a queued upload."""
         return ids if self.gpu.owns(ids) else self.gpu.upload(ids, self.empty(ids.shape, ids.dtype))
 
 
@@ -591,23 +608,28 @@ class CupyStream:
 
     @_translated("nothing can be queued on {0}")
     def record(self) -> Event:
+        """Record an event behind all work queued so far, and return it."""
         return CupyEvent(self.gpu, self.beneath.record(self.gpu.event()))
 
     @_translated("nothing can be queued on {0}")
     def wait(self, event: Any) -> None:
+        """Make work queued from now on wait for the event; return at once."""
         self.beneath.wait_event(event.beneath)
 
     @_translated("what was queued on {0} failed")
     def synchronize(self) -> None:
+        """Block until all queued work is done."""
         self.beneath.synchronize()
 
     @_translated("work of {0} cannot be recorded")
     def begin_capture(self) -> None:
+        """Record work queued on this stream from now on, instead of running it."""
         # Relaxed mode: other threads, such as the watchdog's, may query events during a capture.
         self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
 
     @_translated("work of {0} could not be recorded")
     def end_capture(self) -> Graph:
+        """Stop recording; return the recorded work as a graph."""
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
@@ -638,6 +660,7 @@ class CupyGraph:
         graph.launch()
 
     def close(self) -> None:
+        """Drop the recorded work; a later launch raises."""
         self._graph = None
 
 
@@ -712,7 +735,7 @@ class Staging:
                 _receive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """Yield the begin of each part, and a pinned piece once that is free; the caller must :meth:`_send` it."""
+        """For each part wait for a free pinned piece; yield the part's begin and it. The caller must :meth:`_send`."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]
@@ -731,10 +754,12 @@ class Staging:
 
 
 def _keep_busy(pieces: deque[tuple[Array, Any]]) -> None:
+    """Keep the pieces with a copy that may be in flight in ``_left``, for the next staging."""
     # CuPy gives freed pinned memory to the next caller, even if a copy is in flight, e.g. when a thread has ended.
     _left.extend(pair for pair in pieces if pair[1] is not None)
 
 
 def _receive(target: Array, piece: Array, event: Any) -> None:
+    """Wait for a copy's event, then copy the pinned piece into ``target``."""
     event.synchronize()
     target[...] = piece[: target.size]

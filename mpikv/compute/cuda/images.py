@@ -54,13 +54,13 @@ def _name_file(cupy: Any, facts: tuple[str, ...]) -> str:
 
 @cache
 def _build_of(compiler: Any, architecture: str) -> str:
-    """Return the compiler's output for an empty source: two builds may have one version. It takes 40 ms."""
+    """Return the compiler's output for an empty source, which tells apart builds of one version. It takes 40 ms."""
     found: str = compiler._preprocess("", (), architecture, "nvrtc")
     return found
 
 
 def _ask_cache(cupy: Any, verb: str, file: str, *given: Any) -> Any:
-    """Return the answer of CuPy's cache; log a failure, and return None."""
+    """Load or save a file by CuPy's cache on disk, and return its answer; log a failure, and return None."""
     try:
         return getattr(cupy.cuda.compiler._kernel_cache_backend, verb)(file, *given)
     except Exception as error:  # of any kind: the cache may be the user's own

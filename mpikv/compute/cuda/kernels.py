@@ -113,10 +113,10 @@ class CudaKernels:
         return layerwise.bind(updater, wholes) if layerwise.has_kernels(updater) else None
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        return None  # NCCL sums completely; there is no second addend left
+        """Return None: NCCL sums completely, so no second addend is left for an update."""
 
     def bind_list(self, arrays: Sequence[Array]) -> None:
-        return None  # one launch copies many arrays
+        """Return None: lists of arrays need no code of their own, as one launch copies many arrays."""
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         """Return a table in new GPU memory for steps of ``count`` keys, and compile the updates that read it. Local."""
@@ -196,4 +196,5 @@ def _preload(rule: Rule, dtype: np.dtype[Any]) -> None:
 
 
 def _kernel_of(rule: Rule, dtype: str, room: Room) -> Kernel:
+    """Return a rule's kernel for a dtype, compiled or loaded if new; ``room``: for how many ranges."""
     return kernel("rules.cu", f"update<{rule.name}, {dtype}_kind, {room.name}>", rule)

@@ -40,7 +40,7 @@ def launch_of(part: str, rule: Rule, dtype: str) -> tuple[str, Rule]:
 
 
 def bind(optimizer: Layerwise, wholes: Sequence[Whole]) -> Callable[[Sequence[Step]], None]:
-    """Return a function that queues updates of some values, by a step each, and keeps them alive. Local.
+    """Return a function that queues updates of values, a step each, and keeps them alive; LAMB spoils the sums. Local.
 
     It takes three launches for 44 values of a dtype. LAMB leaves undefined content in the sums.
 

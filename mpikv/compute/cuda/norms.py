@@ -86,7 +86,7 @@ def scale(arrays: Sequence[Array], factor: float) -> None:
 
 
 def cells_of(size: int) -> int:
-    """Return the number of cells of an array."""
+    """Return the number of cells, of ``CELL`` elements each, of an array of this size."""
     return -(-size // CELL)
 
 

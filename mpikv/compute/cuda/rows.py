@@ -34,26 +34,27 @@ def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
 
 
 def take(table: Array, ids: Array, out: Array) -> None:
-    """Gather the rows ``ids`` of a table into ``out``."""
+    """Queue a copy of the rows ``ids`` of a table into ``out``."""
     _move("take_rows", table, out, ids)
 
 
 def put(table: Array, ids: Array, rows: Array | None) -> None:
-    """Scatter rows of the table's dtype, or zeros, to the rows ``ids`` of a table. ``ids`` must be distinct."""
+    """Queue a copy of rows of the table's dtype, or zeros, to the rows ``ids`` of a table. ``ids`` must be distinct."""
     _move("put_rows", rows, table, ids)
 
 
 def add(table: Array, ids: Array, rows: Array) -> None:
-    """Add rows to the rows ``ids`` of a table. ``ids`` must be distinct: two threads would race for a row."""
+    """Queue an addition of rows to a table's rows ``ids``, which must be distinct: two threads would race for a row."""
     _add(_adding(rows.dtype, table.dtype), rows, table, ids, ids.size, 0)
 
 
 def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
-    """Fill ``out`` with sums of rows: ``out[i]`` sums the rows ``order[starts[i]:starts[i + 1]]``."""
+    """Queue sums of rows into ``out``: ``out[i]`` sums the rows ``order[starts[i]:starts[i + 1]]``."""
     _add(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), _address(starts))
 
 
 def _adding(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
+    """Return the C++ name of the kernel that adds rows of a dtype to rows of ``wide``."""
     return f"add_rows<{dtype.name}_kind, {wide.name}_kind>"
 
 

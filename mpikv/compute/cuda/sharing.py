@@ -39,7 +39,7 @@ def sharing(rank: int) -> dict[str, str]:
 
 
 def share_gpus(rank: int) -> None:
-    """Set the variables of :func:`sharing`, but keep those already set; none if the user shares GPUs otherwise. Local.
+    """Set the environment variables of :func:`sharing` that are unset; none if the user shares GPUs otherwise. Local.
 
     The user does so if NCCL_HOSTID or NCCL_MULTI_RANK_GPU_ENABLE is set.
     """

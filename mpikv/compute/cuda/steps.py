@@ -65,6 +65,7 @@ class Table:
         self._launch = kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:
+        """Return whether updates that read this table serve a step: the same rule, with other numbers at most."""
         return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:

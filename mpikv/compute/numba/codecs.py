@@ -59,11 +59,11 @@ class CompiledRanges(SamePayloads):
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Encode as the codec does, in one pass."""
+        """Write the encoded gradient into the payload, and the encoding error into the residual, in one pass."""
         self._encode(gradient, payload, residual, self._bound)
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Decode and add as the codec does, in one pass."""
+        """Add the decoded payload to ``total``, in place and in one pass."""
         self._decode_add(payload, total, self._decoded)
 
 

@@ -36,5 +36,5 @@ def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str =
 
 
 def inner(function: Function) -> Function:
-    """Make a function callable from loops. A decorator."""
+    """Compile a function so that compiled loops can call it. A decorator."""
     return cast(Function, numba.njit(function, error_model="numpy"))

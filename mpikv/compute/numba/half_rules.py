@@ -56,6 +56,7 @@ def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
 
 
 def _bits(value: Array) -> Array:
+    """Return a contiguous array of half precision as flat uint16, a view."""
     return value.reshape(-1).view(np.uint16)
 
 
@@ -101,21 +102,25 @@ def bfloat16_of(number: Any) -> Any:
 
 
 def _round_float16(singles: Any, halves: Any) -> None:
+    """Write float32 numbers, rounded to float16, into ``halves``."""
     for i in range(halves.size):
         halves[i] = float16_of(singles[i])
 
 
 def _add_float16(first: Any, second: Any, halves: Any) -> None:
+    """Write the sums of two arrays of float16, rounded to float16, into ``halves``."""
     for i in range(halves.size):
         halves[i] = float16_of(float16_as_single(first[i]) + float16_as_single(second[i]))
 
 
 def _round_bfloat16(singles: Any, halves: Any) -> None:
+    """Write float32 numbers, rounded to bfloat16, into ``halves``."""
     for i in range(halves.size):
         halves[i] = bfloat16_of(singles[i])
 
 
 def _add_bfloat16(first: Any, second: Any, halves: Any) -> None:
+    """Write the sums of two arrays of bfloat16, rounded to bfloat16, into ``halves``."""
     for i in range(halves.size):
         halves[i] = bfloat16_of(bfloat16_as_single(first[i]) + bfloat16_as_single(second[i]))
 

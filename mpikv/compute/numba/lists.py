@@ -49,7 +49,7 @@ class BoundList:
         self._begin = address_of(self._objects)
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
-        """Return whether the others are as many arrays, contiguous, of the same classes, shapes and dtypes. Local."""
+        """Return whether the others have this list's length, classes, shapes and dtypes, and are contiguous. Local."""
         # Lengths first: the loop below reads as many addresses as this list has.
         if len(others) != self._count:
             return False
@@ -57,13 +57,15 @@ class BoundList:
         return bool(compile_cached(_all_alike)(address_of(objects), self._begin, self._count, flags, own))
 
     def take(self, others: Sequence[Any]) -> bool:
+        """Copy the others into these arrays; return False at the first misfit: earlier pairs are copied then."""
         return self._copy(_objects_of(others), len(others), taking=True)
 
     def give(self, others: Sequence[Any]) -> bool:
+        """Copy these arrays into the others; return False at the first misfit: earlier pairs are copied then."""
         return self._copy(_objects_of(others), len(others), taking=False)
 
     def _copy(self, objects: Array, count: int, taking: bool) -> bool:
-        """Copy from the others, or to them; return False at the first misfit: earlier pairs are copied then."""
+        """Copy from the others if ``taking``, else to them; return False at a misfit: earlier pairs are copied then."""
         if count != self._count:
             return False
         theirs = address_of(objects)

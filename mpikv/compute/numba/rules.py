@@ -73,6 +73,7 @@ def bind_adding(
 
 
 def _has_loop(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
+    """Return whether a loop can update such arrays: contiguous, all float32 or all float64, by a recordable rule."""
     dtype = arrays[0].dtype
     fits = all(array.flags.carray and array.dtype == dtype for array in arrays)
     return fits and dtype.name in ("float32", "float64") and is_recordable(updater)
