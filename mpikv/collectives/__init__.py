@@ -2,7 +2,7 @@
 
 ``operations`` are the reductions, and which dtypes they take. ``collectives`` moves and reduces arrays of any length,
 once ranks have agreed. ``communicator`` makes one call at a time: it stages a small message, lets ranks agree, and runs
-the call. ``mailbox`` sends from one rank to another. The stores that keep no values, and the process group of
-``mpikv.torch``, stand on it. Verbs have the names of torch and NCCL, as ``all_reduce``; those of a transport that adds
-have MPI's, as ``allreduce``. It knows transports by their Protocol alone, and imports no layer above ``engine``.
+the call. The stores that keep no values, and the process group of ``mpikv.torch``, stand on it. Verbs have the names of
+torch and NCCL, as ``all_reduce``; those of a transport that adds have MPI's, as ``allreduce``. It knows transports by
+their Protocol alone, and imports no layer above ``engine``.
 """

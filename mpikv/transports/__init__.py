@@ -1,9 +1,10 @@
 """How bytes move between ranks, and the choice of transport.
 
 Here: one rank alone (``local``), shared memory with single copies between processes (``cma``), MPI, NCCL, and
-``hierarchical``, which sums inside of each host first; requests to one rank (``rpc``); the choice among them; the
-checks before NCCL is called and the thread that watches it (``preflight``, ``watchdog``); a group of ranks without MPI
-(``meeting``). It imports ``memory``, and waits as ``cluster.waiting`` does. It never sees a key.
+``hierarchical``, which sums inside of each host first; requests to one rank (``rpc``), and messages between two ranks
+(``mailbox``, on one host by ``rings``); the choice among them; the checks before NCCL is called and the thread that
+watches it (``preflight``, ``watchdog``); a group of ranks without MPI (``meeting``). It imports ``memory``, and waits
+as ``cluster.waiting`` does. It never sees a key.
 """
 
 from __future__ import annotations

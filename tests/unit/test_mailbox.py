@@ -13,10 +13,10 @@ from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.runtime import present
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.cluster.waiting import Waiting
-from mpikv.collectives.mailbox import Mailbox, Message
 from mpikv.errors import Closed, Stalled, TransportError, ValueMismatch
 from mpikv.testing import cluster
 from mpikv.transports import rings
+from mpikv.transports.mailbox import Mailbox, Message
 
 RING, LARGE, INTERRUPTED = 1 << 12, 1 << 18, 1 << 19
 WAYS = pytest.mark.parametrize(

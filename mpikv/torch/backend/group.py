@@ -22,12 +22,12 @@ import torch.distributed as dist
 from ...cluster.calls import Call
 from ...cluster.printing import log
 from ...cluster.runtime import owned
-from ...collectives.mailbox import Message
 from ...engine.plan import digest
 from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, notes, text_of
 from ...protocols import Array
 from ...store.endings import prepare_endings
 from ...store.kvstore import lost_stores
+from ...transports.mailbox import Message
 from .queue import Queue, Work
 from .rendezvous import open_group
 from .tensors import Reduction, as_flat, check_kinds, check_movable, describe, join_parts, read, read_parts, split

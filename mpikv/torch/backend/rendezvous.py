@@ -25,12 +25,12 @@ from ...cluster.status_board import StatusBoard
 from ...cluster.waiting import Waiting
 from ...collectives.collectives import Collectives
 from ...collectives.communicator import Communicator
-from ...collectives.mailbox import Mailbox
 from ...config import OWN_AFFAIRS, Config
 from ...errors import ConfigError, RankMismatch, Stalled, TransportError, Unsupported, text_of
 from ...protocols import Group
 from ...transports import open_transport
 from ...transports.cma import attach
+from ...transports.mailbox import Mailbox
 from ...transports.meeting import HostGroup
 from ...transports.requests import AbortableWaiting
 from ...transports.rings import Rings

@@ -2,7 +2,7 @@
 
 As in MPI, messages from one rank to another with the same tag keep their order, and a receive gets the first message
 that fits, of those that come for it; one without a source takes from any rank. The ranks of one host send by
-the rings of ``transports/rings.py``: a rank takes messages from another only while a receive may want one of them,
+the rings of ``rings.py``: a rank takes messages from another only while a receive may want one of them,
 and those that nobody has asked for wait in its memory. Ranks of several hosts send by MPI, which does all that itself.
 
 A call moves what can be moved at once, and more while its caller waits, who looks, and then naps between two looks.
@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from ..cluster.runtime import present
 from ..cluster.status_board import StatusBoard
 from ..errors import Closed, Stalled, TransportError, ValueMismatch
 from ..protocols import Array, Group
+from .rings import Rings
 
 # Seconds of the naps of a caller that waits for MPI, and of the thread.
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
@@ -71,31 +72,6 @@ class Message:
         way = "to" if self.verb == "send" else "from"
         peer = "any rank" if self.peer is None else f"rank {self.peer}"
         return f"{self.verb} of {self.bytes.nbytes} bytes with tag {self.tag} {way} {peer}"
-
-
-class Rings(Protocol):
-    """Streams of bytes between each two ranks of a host. All methods are local, and never wait but for one."""
-
-    def send(self, to: int, tag: int, data: Array) -> Iterator[None]:
-        """Send a message; yields where nothing can be sent now."""
-
-    def receive_head(self, source: int) -> Generator[None, None, Sequence[int]]:
-        """Receive tag, length and address of the next message of a rank."""
-
-    def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the message after the latest head."""
-
-    def look(self) -> None:
-        """Begin a look at all rings."""
-
-    def sleep(self) -> None:
-        """Return soon after something may move since the look, or after a nap."""
-
-    def give_up(self) -> None:
-        """Mark this rank's messages as lost."""
-
-    def find_lost(self) -> Sequence[int]:
-        """Return the ranks that have given up."""
 
 
 class Mailbox:
