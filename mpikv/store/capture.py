@@ -72,7 +72,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recorded graph can serve these update numbers, written later. Changes nothing. Local."""
+        """Return whether the recorded graph can serve these steps' rates, written later. Changes nothing. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -190,7 +190,7 @@ class CapturedStep:
         return self._add_table(_Known(plan, sources, targets, result, lack), steps)
 
     def _add_table(self, known: _Known, steps: Steps) -> _Known:
-        """Return a copy of ``known`` with a GPU table for these update numbers: its own, or a new one. Local."""
+        """Return a copy of ``known`` with a GPU table for the rates of these steps: its own, or a new one. Local."""
         table = known.table
         # A table of other options has other numbers, and kernels that were compiled for them.
         if table is None or not table.fits(steps.each[0]):
@@ -231,7 +231,7 @@ class CapturedStep:
         return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Write update numbers; launch the graph or queue the work; return the result, filled later. Collective."""
+        """Write the updates' rates; launch the graph or queue the work; return the result, filled later. Collective."""
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)

@@ -47,13 +47,13 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_i
 
 
 def checked_out(entry: Entry, out: Any) -> Array:
-    """Return a value's own view itself, which nothing has to be copied to; check any other array to fill. Local."""
+    """Return the array to fill for ``out``, checked; the value's own view unchecked, as it needs no copy. Local."""
     memory = entry.place.block.memory
     return out if out is entry.view else checked_target(out, entry.key, entry.shape, entry.dtype, memory)
 
 
 def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
-    """Return the array to fill for ``out``; for a GPU's, maybe one copied there later; raise if unfit. Local."""
+    """Return the array over ``out``, or a new one noted to be copied there after the call; raise if unfit. Local."""
     array = memory.target(out)
     if array.shape != shape:
         raise ValueMismatch(
@@ -189,6 +189,7 @@ def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_integers: boo
 
 
 def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
+    """Return a message's part: an array's dtype, the stored dtype, and that only one kind is cast."""
     return f"{what} has dtype {given.name} and the stored value {stored.name}; only dtypes of one kind are cast"
 
 

@@ -26,12 +26,12 @@ _digest = lru_cache(maxsize=256)(digest)
 
 
 def text_call(verb: str, text: str, shown: str | None = None) -> Call:
-    """Return a call for ranks to compare a text. Messages show ``shown``, and the first line that differs. Local."""
+    """Return a :class:`Call` of a verb and a text for ranks to compare later; messages show ``shown``. Local."""
     return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=text.splitlines)
 
 
 def add_text(call: Call, text: str) -> Call:
-    """Return a call with one more text to compare."""
+    """Return a copy of a call with one more text for ranks to compare. Local."""
     return replace(call, token=call.token ^ digest(text), describe=lambda: [*call.describe(), text])
 
 
@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's description, its steps, and ``confirm`` if the updater may raise; may allocate. Local."""
+        """Return a push's description, steps (rates by key), ``confirm`` if updates may raise; may allocate. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:

@@ -32,12 +32,15 @@ class ControlVerbs:
         """The functions that commands call at the root, by their numbers."""
 
     def barrier(self) -> PreparedCall:
+        """Prepare a barrier: ranks meet where they compare the call, and its run does nothing. Local."""
         return _BARRIER, lambda: None  # comparing the calls is the barrier
 
     def check_equal(self, text: str, verb: str) -> PreparedCall:
+        """Prepare a check of a text: ranks compare it with the call, and its run does nothing. Local."""
         return text_call(verb, text, text.partition("\n")[0]), lambda: None
 
     def any_rank(self, flag: bool) -> PreparedCall:
+        """Prepare to ask whether any rank passes True. Local; its run is collective, and returns the answer."""
         return _VOTE, lambda: not self._agreement.least(int(not flag))
 
     def mean(self, value: Any) -> PreparedCall:

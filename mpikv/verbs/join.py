@@ -24,7 +24,7 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Return the run of a part in others' call, None for a barrier; raise if it differs; may zero buffers. Local.
+        """Prepare an empty part in others' call; return its run, None for a barrier; may zero buffers, or raise. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """
@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Prepare a call of others without arrays, own buffers zeroed ``until_done``. Local; its run is collective."""
+        """Prepare an empty part in others' call; zero own buffers ``until_done`` if pushed. Its run is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":

@@ -105,7 +105,7 @@ class Operands:
         return plan, arrays
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return arrays, one per key, if of the store's memory, shape, dtype; else None; may prepare the plan. Local.
+        """Return the given arrays themselves if each fits its key as it is; else None; may prepare the plan. Local.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
         in this form thousands of times; the slower path of the caller handles all other forms. A new plan is prepared.
@@ -192,7 +192,7 @@ class Operands:
         return plan, arrays, filled
 
     def find_targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return checked arrays to fill, or stand-ins, and the result; ``implied``: they were to be pushed. Local."""
+        """Return checked arrays to fill, maybe new ones, and the result; ``implied``: not given as ``out``. Local."""
         names, outs = key, given
         if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
             names, outs = tuple(given), list(given.values())
@@ -223,7 +223,7 @@ class Operands:
         return fill(renewed.arrays, renewed)
 
     def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
-        """Return the checked arrays to fill for each key, or stand-ins, and the call's final result. Local."""
+        """Return checked arrays to fill for each key, wider ones for narrow integers, and the call's result. Local."""
         fillable, pairs = self._exchange.values.fillable, zip(plan.entries, groups, strict=True)
         outs = [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
         return widened(plan.keys, plan.dtypes, outs, self._memory, result)
@@ -231,7 +231,7 @@ class Operands:
     def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any, result: Any
     ) -> tuple[Arrays, Any]:
-        """Return checked arrays to fill with ``stored`` shapes and dtypes, of any keys, and the result. Local."""
+        """Return checked arrays to fill, of any keys, by ``stored`` shapes and dtypes, and the call's result. Local."""
         outs = [
             tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
@@ -249,7 +249,7 @@ class GpuOperands(Operands):
         self._gpu, self._kind, self._on_host = memory.gpu, memory.gpu.kind, False
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return a tuple of the arrays if all are plain, contiguous and on this GPU; else None. Local."""
+        """Return a tuple of the arrays if each fits its key as it is, contiguous and on this GPU; else None. Local."""
         arrays = super()._plain_arrays(plan, key, given, filled)
         if arrays is None or not all(map(_is_contiguous, arrays)) or self._gpu.addresses(arrays) is None:
             return None

@@ -73,7 +73,7 @@ Filled = (Renewed, Widened)
 
 
 def answer(result: Any) -> Any:
-    """Return a call's result for the caller; finish it first if arrays stand in for others. Local."""
+    """Return a call's result; if new arrays stand in for the caller's, first copy or convert from these. Local."""
     return result.finish() if type(result) in Filled else result
 
 

@@ -39,7 +39,7 @@ class Asked(NamedTuple):
 
 
 def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
-    """Return whether a call brings rows. Its groups hold arrays for each key."""
+    """Return whether one of a call's arrays, in groups by key, is a :class:`RowSparse`. Local."""
     return any(type(given) is RowSparse for group in groups for given in group)
 
 
@@ -53,7 +53,7 @@ def asks_rows(out: Any) -> bool:
 
 
 def sum_given(entries: Sequence[Entry], groups: Sequence[Sequence[Any]], exchange: Exchange) -> Brought:
-    """Return this rank's rows for each key, checked and summed; copies those that may change. Local."""
+    """Check each key's RowSparse; return their sum in the value's dtype, maybe the given one itself. Local."""
     return Brought([_sum_group(entry, group, exchange) for entry, group in zip(entries, groups, strict=True)])
 
 
@@ -207,6 +207,7 @@ def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
 
 
 def _empty(entry: Entry) -> RowSparse:
+    """Return a new RowSparse without rows, of a value's shape, dtype and memory. Local."""
     none = entry.place.block.memory.empty((0, *entry.shape[1:]), entry.dtype)
     return RowSparse(np.empty(0, np.int64), none, entry.shape)
 

@@ -70,7 +70,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Prepare a push of checked rows, and a pull of these, or of all, into ``result``. Its run is collective."""
+        """Prepare to push checked rows and fill ``result``: a RowSparse's rows, or arrays. Its run is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -95,6 +95,7 @@ class RowVerbs:
     # --- Call and run
 
     def push(self, plan: Plan, given: Sequence[RowSparse], priority: Any = 0) -> PreparedCall:
+        """Prepare a push of checked rows. Local; its run is collective."""
         call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
         return call, lambda: self._rows.push(plan, given, steps, confirm)
 

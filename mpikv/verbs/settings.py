@@ -25,6 +25,7 @@ class SettingVerbs:
         """The codec as the user set it: a GPU's store may run another implementation of it."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
+        """Prepare to set an updater function, or None for none; raise if it is unfit. Local; its run is collective."""
         new = Assign() if updater is None else CallableUpdater(updater_function(updater))
         return self._change_updater("set_updater", new)
 
@@ -53,7 +54,7 @@ class SettingVerbs:
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _implement(self, codec: Codec) -> Codec:
-        """Return a codec's implementation for this memory, maybe itself, logged; raise if it cannot work. Local."""
+        """Return a codec for this memory, itself or a GPU's version; may log; Unsupported if there is none. Local."""
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._exchange.values.planner.kernels.codec(codec)
@@ -67,6 +68,7 @@ class SettingVerbs:
         return codec
 
     def _compress(self, meant: Codec | None, working: Codec | None) -> None:
+        """Compress pushes by ``working`` from now on, or stop; show ``meant`` as the codec. Collective."""
         # First what may fail: the codec is shown from then on.
         self._exchange.compress(working)
         self.codec = meant
