@@ -266,6 +266,7 @@ def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> No
 
 
 def _check_store(kv: Any, verb: str) -> None:
+    """Raise TypeError, on this rank alone, unless ``kv`` is a store. Local."""
     if not isinstance(kv, KVStoreBase):
         raise TypeError(f"{verb}: kv is {a_kind(kv)}, not a store; pass mpikv.create('allreduce')")
 

@@ -166,7 +166,7 @@ class Attached:
         return named
 
     def _prepare(self) -> None:
-        """Make what passes and steps need, with hooks of optimizers; register the release of each. Collective."""
+        """Make the objects for passes and steps; hook the optimizers; register how each is undone. Collective."""
         kv, ending, optimizers = self.kv, self._ending, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
@@ -332,7 +332,7 @@ class Attached:
         return self.kv.steps(total, path=path, save_every=save_every)
 
     def object_state(self) -> ObjectState:
-        """Return how :meth:`mpikv.KVStore.keep` keeps the model and its optimizers. Local."""
+        """Return functions that get and set the state of model and optimizers, for ``KVStore.keep``. Local."""
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:
@@ -378,7 +378,7 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: note it; raise unless gradients were exchanged, or let a closure do so. Collective.
+        """In a hook before a step: count it; raise unless gradients were exchanged; a closure checks later. Collective.
 
         Collective unless a closure is given.
         """
@@ -456,7 +456,7 @@ class _Remains:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the keys."""
+        """The beginning of this attachment's keys in its store."""
         return f"torch{self.number}/"
 
     def __call__(self) -> None:
@@ -468,7 +468,7 @@ class _Remains:
             sync.check_end("close")
 
     def is_dropped(self) -> bool:
-        """Return whether this rank has dropped the model; for an own store, all models on it. Local."""
+        """Return whether this rank has dropped the model; of attach's own store, all models on it. Local."""
         ends = [one for one in self.kv.before_close if isinstance(one, _Remains)] if self.own else [self]
         return all(one.attached() is None for one in ends)
 

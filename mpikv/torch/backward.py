@@ -184,9 +184,9 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Write a gradient, divided by the number of ranks, to its buffer, if any; return if there was one. Local.
+        """Divide a gradient by the number of ranks into its buffer; return if it was there. Local; faults raise on all.
 
-        A fault is raised on all.
+        Before there is a buffer, the gradient is only checked. Zeros stand for a gradient that is None.
         """
         made = gradient.parameter.grad
         try:
@@ -207,7 +207,7 @@ class BackwardSync:
         self.refuse(Unsupported(text))
 
     def _send(self, complete: bool) -> None:
-        """Send buckets in their order: all, or with ``complete`` up to the first incomplete one. Collective.
+        """Begin to sum buckets, in order: all, or with ``complete`` those before the first incomplete one. Collective.
 
         Waits for sums if ``blocking``.
         """
@@ -223,7 +223,7 @@ class BackwardSync:
                 self._works.append(work)
 
     def _restart(self) -> None:
-        """Count anew; every rank does so after an error."""
+        """Set the counts of passes and steps to zero; every rank does so after an error. Local."""
         self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
@@ -261,7 +261,7 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Send the other buckets, zeros for missing gradients; return for each whether this rank has it. Collective."""
+        """Make missing buckets, send the rest, zeros for absent gradients; return if each is present. Collective."""
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -292,7 +292,7 @@ class BackwardSync:
         return sum(store.count_failed() for store in {self._sums, self._kv})
 
     def complete(self) -> None:
-        """After a pass cut short, or a failed call of the store, bring all ranks to one call. Collective then."""
+        """After a broken pass or failed call: fail the other ranks' pass, wait for all, count anew. Collective then."""
         if self._task is None and self._count_failed() == self._failed_then:
             return
         if self._task == torch._C._current_graph_task_id():
@@ -309,7 +309,7 @@ class BackwardSync:
         self._restart()
 
     def note_met(self) -> None:
-        """Forget a pass cut short, and failed calls: all ranks are at one call, and no bucket is queued. Local."""
+        """Forget the pass and the failed calls so far: all ranks are at one call. Local; waits for pending calls."""
         self._end_pass()
         self._failed_then = self._count_failed()
 
@@ -364,7 +364,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if ranks else None
 
     def _compare(self, brought: Sequence[bool]) -> None:
-        """Sum the census and take the root's buffers; RankMismatch if passes, steps or settings differ. Collective."""
+        """Sum facts of the pass over ranks, copy the root's buffers; RankMismatch if the facts differ. Collective."""
         self._census[:_HEAD] = 1, self.number, self.number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]

@@ -20,7 +20,7 @@ OWNER = "_mpikv_attached"
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
-    """Raise ConfigError if an option of ``attach`` is bad, or the store more than adds up. Local."""
+    """Raise ConfigError for a bad option of ``attach``, or a store that does more than add up pushed arrays. Local."""
     check_choice("update", update, ("local", "store"))
     check_choice("buffers", buffers, ("root", "each"))
     check_whole("bucket_bytes", bucket_bytes, 1)

@@ -16,13 +16,15 @@ class RandomState:
     """The generators that PyTorch's programs draw from by default: PyTorch's on the host, numpy's and Python's."""
 
     def object_state(self) -> ObjectState:
-        """Return how :meth:`mpikv.KVStore.keep` keeps them. Local."""
+        """Return the functions that get and set the generators' states, for :meth:`mpikv.KVStore.keep`. Local."""
         return ObjectState(self._state, self._take_state, draws=True)
 
     def _state(self) -> dict[str, Any]:
+        """Return the states of PyTorch's, numpy's and Python's generators. Local."""
         return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False), "python": random.getstate()}
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
+        """Set the generators to a result of :meth:`_state`. Local."""
         torch.set_rng_state(state["torch"])
         np.random.set_state(state["numpy"])
         random.setstate(state["python"])

@@ -113,9 +113,11 @@ def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[l
 
 
 def _kind(tensor: Any) -> tuple[Any, Any, Any]:
+    """Return a tensor's dtype, shape and device, which stay the same while attached."""
     return tensor.dtype, tensor.shape, tensor.device
 
 
 def _form(kind: tuple[Any, Any, Any]) -> str:
+    """Return such a kind as a text for errors."""
     dtype, shape, device = kind
     return f"{dtype}{list(shape)} on {device}"

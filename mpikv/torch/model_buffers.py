@@ -61,6 +61,7 @@ class ModelBuffers:
             torch._foreach_copy_(tensors, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
 
     def _tensors(self, dtype: Any) -> list[Any]:
+        """Return the buffers of a dtype that the model has now; None for one that it lost. Local."""
         return [buffers.get(name) for buffers, name, _ in self._places[dtype]]
 
     def _fault(self, dtype: Any, found: list[int]) -> Unsupported:
@@ -74,6 +75,7 @@ class ModelBuffers:
 
 
 def _length(buffer: Any) -> int:
+    """Return a buffer's number of elements; 0 for None."""
     return 0 if buffer is None else buffer.numel()
 
 

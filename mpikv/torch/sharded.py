@@ -33,6 +33,7 @@ _WHOLE = ("Adafactor", "Muon")
 
 
 def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
+    """Return the classes of torch.optim with these names, without those that this PyTorch lacks."""
     return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
 
 
@@ -152,7 +153,7 @@ class ShardedStep:
             begin += size
 
     def undivided(self) -> list[Any]:
-        """Return the optimizer's parameters with a gradient and without a part. Local."""
+        """Return the optimizer's parameters that have a gradient but were not divided among ranks yet. Local."""
         groups = self.optimizer.param_groups
         return [one for group in groups for one in _with_gradient(group) if one not in self._parts]
 
@@ -248,9 +249,11 @@ class ShardedStep:
                 state[part.shard] = {name: _cut(part, name, value) for name, value in whole.items()}
 
     def _gather_state(self, optimizer: Any) -> None:
+        """In a hook before ``state_dict``: put the whole parameters' state in the optimizer. Collective."""
         self._full_state, optimizer.state = optimizer.state, self._gather_whole_state()
 
     def _drop_state(self, optimizer: Any, _: Any) -> None:
+        """In a hook after ``state_dict``: put back the state of this rank's part. Local."""
         optimizer.state, self._full_state = self._full_state, None
 
     def _gather_whole_state(self) -> Any:

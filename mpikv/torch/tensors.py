@@ -45,18 +45,18 @@ def check_dense(name: str, tensor: Any) -> None:
 
 
 def init_sums(kv: Any, prefix: str, keys: Sequence[str], rows: Sequence[Any], overwrite: bool = False) -> None:
-    """Enter keys whose values last one step; no checkpoint has them. Collective."""
+    """Init keys with ``rows``, marked as sums of one step, so that no checkpoint has them. Collective."""
     kv.init(keys, rows, overwrite)
     kv._only_sums(keys, prefix)
 
 
 def row_of(tensor: Any) -> Any:
-    """Return a dense tensor's memory as a tensor of one dimension, in the order of memory."""
+    """Return a detached view of a dense tensor's memory, of one dimension, in the order of memory."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
 
 
 def tensor_over(array: Array, pattern: Any) -> Any:
-    """Return a tensor over a row of memory, of the dtype, shape and strides of a dense tensor. Local."""
+    """Return a tensor over the memory of a flat array, with dtype, shape and strides of ``pattern``. Local."""
     assert array.size == prod(pattern.shape)
     if pattern.dtype == torch.bfloat16:  # numpy's is a dtype of ml_dtypes, unknown to torch: pass the bits
         row = torch.from_numpy(array.view("int16")).view(torch.bfloat16)

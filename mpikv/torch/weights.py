@@ -89,12 +89,12 @@ class Weights:
             self.accept()
 
     def release(self) -> None:
-        """Remove the hooks. Local."""
+        """Remove the hooks of optimizers. Local."""
         for handle in self._handles:
             handle.remove()
 
     def is_touched(self) -> bool:
-        """Return whether weights have changed, or a state was loaded, since the last step. Local."""
+        """Return whether weights have changed, or a state was loaded, on this rank since the last step. Local."""
         return self._is_loaded or self._marks != self._find_marks()
 
     def is_suspect(self) -> bool:
@@ -102,11 +102,11 @@ class Weights:
         return bool(self._states) or self.is_touched()
 
     def accept(self) -> None:
-        """Accept the weights as results of training. Local; called at the end of each step."""
+        """Note the versions of weights: only later changes count as made outside of a step. Local; after each step."""
         self._marks, self._is_loaded = self._find_marks(), False
 
     def forget(self) -> None:
-        """Accept weights and states as equal on all ranks, after a copy from one. Local."""
+        """Forget loaded states and changes of weights so far, as all ranks count as equal now. Local."""
         self._states.clear()
         self.accept()
 
@@ -204,4 +204,5 @@ def _finite(tensor: Any) -> Any:
 
 
 def _some(names: list[str]) -> str:
+    """Return up to three names as a text, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

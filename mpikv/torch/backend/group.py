@@ -319,7 +319,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """Receive a tensor from any rank. Local."""
+        """Begin to receive a tensor from any rank, and return the handle. Local."""
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
@@ -345,7 +345,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return Work(text, tensors, self._queue)
 
     def _follow(self, work: Work, message: Message) -> Work:
-        """Let a wait for a Work move its message; return the Work. Local."""
+        """Have a wait for ``work`` move its message, unless that has ended; return ``work``. Local."""
         if message.end is not None:
             work.help = partial(self._meeting.mailbox.wait, message, self._timeout.total_seconds())
         return work
@@ -401,10 +401,12 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         self._name = name
 
     def _get_backend(self, device: Any) -> Any:
+        """Return this group itself: it is the backend for every device. Local."""
         return self
 
     @property
     def _device_types(self) -> list[Any]:
+        """The devices of the tensors that the group takes: the CPU alone."""
         return [torch.device("cpu")]
 
     def supports_tensor_alloc(self, device: Any) -> bool:
@@ -446,7 +448,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
             self._give_up("it has aborted the process group")
 
     def _give_up(self, why: str) -> None:
-        """End the group on this rank alone, tell the others why, and wait for them at the exit. Local."""
+        """End the group on this rank alone, tell the others why; the exit, not this call, waits for them. Local."""
         self._meeting.abort(why)
         # At its end this rank waits for the others, which may work on for as long as a call may take.
         self._meeting.deadline.timeout = self._timeout.total_seconds()
@@ -456,36 +458,41 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
 @lru_cache(maxsize=4096)
 def _describe_call(verb: str, *facts: object) -> Call:
-    """Return the cached call of a verb and facts, for ranks to compare. Local."""
+    """Return a record of a verb and facts, with their hash, for ranks to compare; kept in a cache. Local."""
     texts = list(map(str, facts))
     text = ", ".join(texts)
     return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: texts)
 
 
 def _open_groups() -> list[MpikvProcessGroup]:
+    """Return the list itself of this rank's groups that have not ended; callers change it. Local."""
     return owned("process groups")
 
 
 @cache
 def _end_at_exit() -> None:
-    """Arrange for the end of groups that the program leaves open. After MPI is loaded, so that MPI ends later."""
+    """Register, once, an exit function that ends open groups. After MPI is loaded, so that MPI ends later. Local."""
     atexit.register(_shut_down_all)
 
 
 def _shut_down_all() -> None:
+    """At the exit: end all groups that are still open, in the reverse order of their names. Collective."""
     # In PyTorch's own order, as some ranks may have destroyed them all by PyTorch's call.
     for group in sorted(_open_groups(), key=lambda one: one.group_name, reverse=True):
         group.shutdown()
 
 
 def _listed(tensors: Any) -> Sequence[Any]:
+    """Return a list of the tensor if it is one, else the list that was given."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _reduction(options: Any) -> Reduction:
+    """Return the operation and factor that PyTorch's options name; the sum if they name none. Local."""
     asked = getattr(options, "reduceOp", options)
     return Reduction.of(dist.ReduceOp.SUM if asked is None else asked)
 
 
 def _kind(tensor: Any) -> str:
+    """Return the name of a tensor's dtype, without "torch."."""
     return str(tensor.dtype)[6:]

@@ -123,6 +123,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         return self._future
 
     def _value(self, _: Any) -> Any:
+        """In the future: return the tensors that the call fills, or raise its error. Local."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -211,7 +212,7 @@ class Queue:
         return noted(unseen[0], f"in {unseen[1]}, for which nobody has waited; {advice}")
 
     def saw(self, error: BaseException) -> None:
-        """Note that somebody has seen an error."""
+        """Note that the program has seen an error, so that the next call does not raise it."""
         if (unseen := self._unseen) is not None and unseen[0] is error:
             self._unseen = None
 
@@ -228,9 +229,11 @@ class Queue:
             return self._runs_here() or self._changed.wait_for(lambda: not (self._calls or self._busy), patience)
 
     def _runs_here(self) -> bool:
+        """Return whether this thread is the queue's own."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _free(self) -> None:
+        """Note that no call runs any more, and wake the threads that wait for this."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()

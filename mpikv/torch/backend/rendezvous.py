@@ -73,7 +73,7 @@ class Meeting:
         return "; ".join(self._board.describe(self._board.gone()))
 
     def close(self) -> None:
-        """Free all. Collective; ranks have agreed on it."""
+        """Free the mailbox, the transport, the status board and the group. Collective; ranks have agreed on it."""
         self.mailbox.close()
         self._transport.close()  # it may wait, and warn by the board
         self._board.close()
