@@ -252,7 +252,7 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array, own: int | None = None) -> None:
-    """Write the sum of the terms' elements ``[low, high)`` to ``out``: the sum of both halves' sums, and so on.
+    """Write a binary tree's sum of the terms' ``[low, high)`` to ``out``; with ``own``, overwrite all other terms.
 
     With ``own``, all terms but that number are overwritten, and have the dtype of ``out``.
     """

@@ -38,10 +38,10 @@ class _Codes(ABC):
 
     @abstractmethod
     def values(self) -> tuple[float, ...]:
-        """Return the value of each code."""
+        """Return the number that each code decodes to, in the order of the codes."""
 
     def nbytes(self, count: int) -> int:
-        """Return the bytes of whole words."""
+        """Return the payload's size in bytes for ``count`` elements: whole words of 4 bytes."""
         return 4 * -(-count // (4 * self.per_byte))
 
     def decode_add(self, payload: Array, total: Array) -> None:
@@ -93,7 +93,7 @@ class TwoBit(_Codes):
         object.__setattr__(self, "threshold", check_float32("2bit: threshold", self.threshold, "(0, inf)"))
 
     def values(self) -> tuple[float, ...]:
-        """Return none, none, the negative threshold and the threshold."""
+        """Return the numbers that the codes 0 to 3 decode to: 0, 0 (not used), -threshold, threshold."""
         return 0.0, 0.0, -self.threshold, self.threshold
 
     def settings(self) -> str:
@@ -150,7 +150,7 @@ class OneBit(_Codes):
         object.__setattr__(self, "threshold", check_float32("1bit: threshold", self.threshold, "(-inf, inf)"))
 
     def values(self) -> tuple[float, ...]:
-        """Return -1 and 1."""
+        """Return the numbers that the codes 0 and 1 decode to: -1 and 1."""
         return -1.0, 1.0
 
     def settings(self) -> str:

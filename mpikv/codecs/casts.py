@@ -21,7 +21,7 @@ class _Cast:
     feedback: ClassVar[Literal[False]] = False
 
     def nbytes(self, count: int) -> int:
-        """Return two per element."""
+        """Return the payload's size in bytes for ``count`` elements: two for each."""
         return 2 * count
 
 

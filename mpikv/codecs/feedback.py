@@ -65,7 +65,7 @@ class ElementwiseFeedback(SamePayloads):
         np.subtract(residual, self._read(payload, residual.size), out=residual)
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Decode as the codec does."""
+        """Add the decoded payload to ``total`` in place, as the inner codec does."""
         self.codec.decode_add(payload, total)
 
     def _read(self, payload: Array, count: int) -> Array:
@@ -97,7 +97,7 @@ class ValueFeedback:
         return f"{self.codec.settings()} with error feedback"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the codec's state."""
+        """Return the arrays that the inner codec keeps for a value of this shape."""
         return self.codec.state(shape)
 
     def exchange(

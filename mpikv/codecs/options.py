@@ -33,11 +33,11 @@ class SamePayloads:
     codec: ElementwiseCodec
 
     def settings(self) -> str:
-        """Describe the codec: its payloads are the same."""
+        """Return the inner codec's description, since both have the same payloads."""
         return self.codec.settings()
 
     def nbytes(self, count: int) -> int:
-        """Return the codec's size."""
+        """Return the payload's size in bytes for ``count`` elements, the inner codec's."""
         return self.codec.nbytes(count)
 
     def __repr__(self) -> str:

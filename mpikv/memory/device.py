@@ -70,10 +70,12 @@ class DeviceMemory:
         self._warned = False
 
     def zeros(self, nbytes: int) -> Array:
+        """Return so many new zeroed bytes on the GPU, allocated on the store's stream. Local."""
         with self.order.stream:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new GPU array of any content; inside a call it is allocated on the caller's stream. Local."""
         return self.order.new(shape, dtype)
 
     def source(self, value: Any) -> Array:
@@ -105,6 +107,7 @@ class DeviceMemory:
         return array
 
     def _adopted(self, value: Any) -> Array:
+        """Return an array over the memory of another library's GPU array, ordered after that library's work. Local."""
         # An issued call runs after the work on the caller's stream already, so a worker needs no second wait.
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 

@@ -42,12 +42,15 @@ class HostMemory:
 
     @property
     def workspace(self) -> HostMemory:
+        """This object itself: it also moves rows."""
         return self
 
     def zeros(self, nbytes: int) -> Array:
+        """Return so many new zeroed bytes of host memory, in huge pages if they are many. Local."""
         return arrays.zeros(nbytes, huge_pages=True)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new numpy array of any content."""
         return np.empty(shape, dtype)
 
     # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
@@ -71,16 +74,19 @@ class HostMemory:
             return self._stand_in(out)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy each source to its target, cast where the dtypes differ. Local."""
         for target, source in zip(targets, sources, strict=True):
             target[...] = source  # which begins in half the time that copyto takes
 
     def over(self, memory: Array) -> AbstractContextManager[None]:
+        """Return a context that does nothing: numpy makes its own memory."""
         return nullcontext()
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
-        pass
+        """Do nothing: numpy needs no compilation."""
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        """Return the row numbers as they are."""
         return every
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
@@ -91,6 +97,7 @@ class HostMemory:
         return table.take(ids, axis=0, out=out, mode="clip")
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        """Overwrite the rows of these numbers by rows, or by zeros. Local."""
         table[ids] = 0 if rows is None else rows
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
@@ -110,9 +117,11 @@ class HostMemory:
         return total.astype(rows.dtype, copy=False)
 
     def to_host(self, array: Array) -> Array:
+        """Return the array itself."""
         return array
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array if it has NaN or a magnitude above ``bound``. Local."""
         return [array.size > 0 and not _largest(array) <= bound for array in every]
 
     # --- Arrays of GPUs

@@ -137,7 +137,7 @@ class RowSparse:
         return dense
 
     def replace(self, indices: Array, values: Array) -> None:
-        """Replace numbers and rows, without a copy or a check. Local.
+        """Replace the numbers and rows of this object by these arrays, without a copy or a check. Local.
 
         ``indices`` must be int64 and rise. ``values`` must have a row for each, in the same memory (host or GPU) as the
         rows before.
@@ -186,7 +186,7 @@ class RowSparse:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers as flat int64; ValueMismatch for fractions, IndexError if not below ``count``. Local.
+    """Return row numbers, a GPU's after a wait, as flat int64; raise for fractions, or if not below ``count``. Local.
 
     It waits for a GPU's numbers.
 

@@ -54,6 +54,7 @@ class HostOrder:
 
     @property
     def failed(self) -> bool:
+        """Whether calls on GPU arrays, which this store may make beside, are known to have failed."""
         return self.beside is not None and self.beside.failed
 
     def add(self, fill: Callable[[], object]) -> None:
@@ -62,7 +63,7 @@ class HostOrder:
         self.needed = True
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call ``function``, copy stand-ins to their GPU arrays, forget them; return the function's result. Local."""
+        """Call ``function``, then the noted functions that fill GPU arrays; forget these; return the result. Local."""
         try:
             result = function(*arguments)
             for fill in self._fills:
@@ -72,10 +73,12 @@ class HostOrder:
             self.cancel()
 
     def cancel(self) -> None:
+        """Forget the noted functions that would fill GPU arrays, as their call is not made. Local."""
         self._fills.clear()
         self.needed = False
 
     def on_worker(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: on the host no stream orders calls."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -84,6 +87,7 @@ class HostOrder:
     begin = check_new = issue = rejoin = close = wait
 
     def abandon(self, why: str) -> None:
+        """Abort the store's calls on GPU arrays, if it makes any, and with ``why`` tell other ranks. Local."""
         if self.beside is not None:
             self.beside.abandon(why)
 
@@ -161,7 +165,7 @@ class GpuOrder:
         self.check = check
 
     def begin(self) -> None:
-        """Make the store's stream wait for an issued call's caller; raise if the GPU failed or is captured. Local."""
+        """Raise if the GPU failed or is captured; for an issued call, queue a wait for work before the issue. Local."""
         self.check()
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
@@ -169,7 +173,7 @@ class GpuOrder:
             self.stream.wait(self.call.begin)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new GPU array of any content; inside a call its memory is the caller's stream's. Local."""
+        """Return a new GPU array of any content; inside a call it is allocated on the caller's stream. Local."""
         call = self.call
         if call.caller is None or 0 in shape:
             return self._gpu.empty(shape, dtype)
@@ -218,7 +222,7 @@ class GpuOrder:
             self._keep(done, (arguments, made))
 
     def cancel(self) -> None:
-        pass
+        """Do nothing: a call that is not made leaves nothing behind."""
 
     def issue(self) -> Issued:
         """Return a note of the caller's stream, for a call on another thread; Unsupported if it is captured. Local."""
@@ -240,6 +244,7 @@ class GpuOrder:
             call.on_worker = False
 
     def rejoin(self) -> None:
+        """Queue a wait on the current stream for all calls that worker threads made. Local."""
         if self._some_issued:
             self._gpu.current().wait(self.stream.record())
 
@@ -309,7 +314,7 @@ class GpuOrder:
             self._lags = self._lags and sent is not self._last_sent
 
     def note_read(self) -> None:
-        """Note that the call has read the caller's arrays: the caller's stream waits for no later work of it."""
+        """Record that the call has read the caller's arrays: the caller's stream will not wait for its later work."""
         self.call.read = self.lane.record()
 
     # --- Recorded work
@@ -392,9 +397,10 @@ class Issued:
             order._keep(self.done, (call, made))
 
     def rejoin(self) -> None:
+        """Queue a wait on the current stream for this call, if it was made. Local."""
         if self.done is not None:
             self._order._gpu.current().wait(self.done)
 
 
 def _nothing(*_: object) -> None:
-    pass
+    """Do nothing."""
