@@ -147,7 +147,7 @@ def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] =
 
 
 def lengthen_tcp_reads(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let MPICH's UCX take up to 1 MiB from a TCP socket at once, unless variables say else; before MPI starts.
+    """Set UCX_TCP_RX_SEG_SIZE=1m, for longer reads by MPICH, unless it or its TX twin is set; before MPI starts.
 
     >>> lengthen_tcp_reads(environ := {})
     >>> environ

@@ -82,7 +82,7 @@ class Recorder:
         """When all ranks had come to the call, by :attr:`clock`; set by whoever finds so."""
 
     def use(self, slot: Array) -> None:
-        """Write to this slot from now on. Local."""
+        """Write this rank's calls to another slot of the board from now on, and release the old one. Local."""
         for view in self._views:
             view.release()
         self._views = slot["call"].data, slot["ring"][0].view(np.uint8).data, slot["labels"].reshape(-1).data
@@ -115,7 +115,7 @@ class Recorder:
             self._began, self._left, self._input = 0, now, 0
 
     def rewrite(self, noted: bytes) -> None:
-        """Show another text for the last call. Local."""
+        """Show another text for the last call on the board. Local."""
         place = self.calls % LABELS
         self._notes[place] = noted
         _PACK_NOTE(self._labels, place * NOTE_BYTES, noted)
@@ -152,7 +152,7 @@ class Lateness:
         self._before = self._apart[:, 0, :-1].copy()
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
-        """Add calls before ``number`` to the sums, set ``next``; log a report if due. Collective on several hosts."""
+        """Add calls before ``number`` to the sums, set ``next``; may log a report. Collective on several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
         sums, memory = self._sum(number - 1, all_gather)
@@ -179,7 +179,7 @@ class Lateness:
         return {"ranks": ranks, "late": late and late._asdict()}
 
     def _sum(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return sums up to ``last``, and memory for new ones; on several hosts collective, or without all_gather old.
+        """Return sums up to ``last``, and the array for the next; on several hosts by all_gather, else old sums.
 
         On several hosts the sums of :meth:`fold` are returned without it.
         """

@@ -50,7 +50,7 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``, or TransportUnavailable; its import starts MPI, collective, unless ``start`` is False.
+    """Return ``mpi4py.MPI``, or raise TransportUnavailable; starts MPI, collective, unless ``start`` is False.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
@@ -127,7 +127,7 @@ def _knows_munge(library: Path) -> bool:
 
 
 def find_mapped_files(pattern: str) -> list[str]:
-    """Return the paths that match a pattern, of files that this process has mapped. Local."""
+    """Return the paths of files that this process has mapped, as far as they match a pattern. Local."""
     maps = Path("/proc/self/maps")  # Linux only; elsewhere nothing is known
     return sorted(set(re.findall(pattern, maps.read_text()))) if maps.exists() else []
 
