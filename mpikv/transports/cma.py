@@ -117,13 +117,13 @@ class CopyChoice:
         self._chosen, self._pace = 0, [0.0, 0.0]
 
     def next(self) -> int:
-        """Count a choice, and return a way: each once in 32 choices, else the faster, or one not measured yet."""
+        """Count a choice, and return 0 or 1: each once in 32 choices, else the faster way, or one not measured yet."""
         # By the count alone, no clock and no chance: ranks then try a way in the same exchange.
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
         return turn if turn < 2 else int(self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
-        """Renew the mean pace of a way by the seconds that it took for an amount; the first two do not count."""
+        """Renew the mean pace of way 0 or 1 by the seconds that it took for an amount; the first two do not count."""
         if self._chosen <= _UNCOUNTED:
             return
         new, mean = seconds / amount, self._pace[way]

@@ -99,10 +99,12 @@ class HierarchicalTransport:
 
     @property
     def slot(self) -> int:
+        """The index of the send buffer for the next sum or all_to_all."""
         return self._inner.slot
 
     @property
     def control(self) -> HierarchicalTransport:
+        """The transport by which ranks agree: this one."""
         return self
 
     def allocate(self, nbytes: int) -> Array:
@@ -116,20 +118,22 @@ class HierarchicalTransport:
 
     @property
     def _has_trees(self) -> bool:
-        """Whether MPI's trees may carry values of one rank: other ranks then send a part of the messages. Apart, the
-        sums of several messages would share ``recv``.
+        """Whether to use MPI's own reduce and broadcast: each host has one rank, and no :meth:`apart` is open. Local.
+
+        In MPI's trees other ranks send a part of the messages. Apart, the sums of several messages would share
+        ``recv``.
         """
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return, at the root, arrays that add up to the sum of every rank's ``send``, elsewhere any. Collective."""
+        """Return, at the root, arrays that add up to the sum of ranks' ``send``; may fill ``recv``. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Return, on every rank, arrays that add up to the sum of every rank's ``send``. Collective."""
+        """Return, on every rank, arrays that add up to the sum of every rank's ``send``; fill ``recv``. Collective."""
         # Used where every rank has values of its own: such ranks are alone on their hosts. The fence uses up a
         # send_ready buffer: it was announced for this sum, and no later one may take it.
         self._inner.fence()
@@ -173,6 +177,7 @@ class HierarchicalTransport:
             self._flying.clear()
 
     def sent(self) -> _Flight | None:
+        """Return the latest exchange's messages, for :meth:`wait_for`, and forget them; None without any. Local."""
         flight, self._last = self._last, None
         return flight
 
@@ -185,7 +190,7 @@ class HierarchicalTransport:
                 self._inner.fence()
 
     def note_read(self) -> None:
-        pass  # the caller waits for the whole call
+        """Do nothing: the caller waits for the whole call. Local."""
 
     @contextmanager
     def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
@@ -227,9 +232,11 @@ class HierarchicalTransport:
             self._send_values("broadcast", part, 1, self._all_at(root, part.size), ends)
 
     def carry(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
+        """Send arrays to ranks, and receive arrays from ranks, each list in order; wait for all. Collective."""
         self._flat.carry(sends, receives)
 
     def fence(self) -> None:
+        """Wait for this host's ranks, so that their writes to shared memory are visible. Collective over the host."""
         self._inner.fence()
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
@@ -248,10 +255,12 @@ class HierarchicalTransport:
         self._comm, self.send_buffers, self._outgoing, self._incoming = None, (), [], []
 
     def _is_shared(self, buffer: Array) -> bool:
+        """Return whether an array is a view of memory that :meth:`allocate` has returned. Local."""
         # By identity, as all views of an allocation have it as their base.
         return id(buffer.base) in self._allocated
 
     def _all_at(self, owner: int, count: int) -> tuple[int, ...]:
+        """Return the counts of all ranks if one owns all elements. Local."""
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
 
     def _divide_sum(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:

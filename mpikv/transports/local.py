@@ -28,6 +28,7 @@ class LocalTransport(Unshared):
 
     @property
     def control(self) -> LocalTransport:
+        """The transport by which ranks agree: this one, or for a GPU's memory a new one in host memory. Local."""
         # Of a GPU's memory a new one for the host: arrays of agreements are numpy's.
         return self if self.memory.is_host else LocalTransport(self.limit)
 
@@ -40,6 +41,7 @@ class LocalTransport(Unshared):
             raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        """Return ``send``, the only term; on a GPU a copy in ``recv``, cast where the dtypes differ. Local."""
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
@@ -51,22 +53,25 @@ class LocalTransport(Unshared):
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
+        """Return ``send``, the only term; on a GPU a copy in ``recv``, cast where the dtypes differ. Local."""
         return self.allreduce(send, recv)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Return ``send`` itself, as the bytes of the only rank. Local."""
         return (send,)
 
     def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
-        """Fill the one array with the other."""
+        """Copy the only array of ``sends`` to that of ``receives``, cast where the dtypes differ. Local."""
         self.memory.copy(receives, sends)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        pass  # the only part is in place
+        """Do nothing: the only part is in place. Local."""
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        pass  # the root has it
+        """Do nothing: the only rank is the root. Local."""
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return True: this rank is all ranks. Local."""
         return True
 
     def close(self) -> None:

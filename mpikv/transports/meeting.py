@@ -33,7 +33,7 @@ class Words(Protocol):
     """How ranks that share nothing yet learn of each other."""
 
     def allgather(self, word: bytes) -> list[bytes]:
-        """Return the words of all ranks, in rank order. Collective.
+        """Send a word to all ranks, and return the words of all, in rank order. Collective.
 
         Raises :class:`~mpikv.errors.Stalled`, which names the missing ranks, if not all come in time.
         """
@@ -79,11 +79,11 @@ class HostGroup:
         """The length of each rank's reason to end, 0 as long as it has none."""
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return memory that all ranks share. Collective."""
+        """Return zeros that all ranks share; raise on all of them if there is no room. Collective."""
         return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order, whatever their lengths. Collective, with a deadline.
+        """Send a text of any length to all ranks, and return all texts, in rank order. Collective, with a deadline.
 
         Raises:
             Stalled: not all ranks have come within the timeout.
@@ -117,7 +117,7 @@ class HostGroup:
         return list
 
     def close(self) -> None:
-        """Exchange nothing more; shared memory stays. Local, idempotent."""
+        """Free the memory for texts, so later exchanges raise Closed; other shared memory stays. Local, idempotent."""
         if self._texts is not None:
             self._texts.close()
             self._texts = None

@@ -108,13 +108,15 @@ class MpiTransport(Unshared):
 
     @property
     def control(self) -> MpiTransport:
+        """The transport by which ranks agree: this one."""
         return self
 
     def allocate(self, nbytes: int) -> Array:
+        """Return zeros of this rank alone; MemoryError on all ranks if one has too little memory. Collective."""
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return, at the root, arrays that add up to the sum of every rank's ``send``, elsewhere any. Collective."""
+        """Sum every rank's ``send`` at the root; return ``recv`` there, or all terms if it only carries. Collective."""
         if self._gathers:
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
@@ -176,9 +178,11 @@ class MpiTransport(Unshared):
         self._requests.complete(*started)
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
+        """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
         return self._tickets.agree(token)
 
     def close(self) -> None:
+        """Release the memory of messages; the communicator stays open, as it is the group's. Local."""
         self._comm = None
         self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 

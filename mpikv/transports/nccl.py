@@ -170,6 +170,7 @@ class NcclTransport(Unshared):
         self._check()
 
     def _warn_of_joining(self, waited: float, _: Sequence[int]) -> None:
+        """Log that this rank still waits for NCCL to connect the ranks. Local."""
         log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
@@ -210,6 +211,7 @@ class NcclTransport(Unshared):
         self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Array:
+        """Return zeros of this rank's GPU; MemoryError on all ranks if one has too little memory. Collective."""
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes)
 
     def _for_messages(self, nbytes: int) -> Array:
@@ -220,12 +222,12 @@ class NcclTransport(Unshared):
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Queue a sum of every rank's ``send`` at the root; return arrays that add up to it there. Collective."""
+        """Queue a sum of every rank's ``send`` at the root; return there ``recv``, or all terms to add. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self.reduce_scatter(send, recv[: counts[self.rank]], counts, name="reduce")
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return arrays that add up to it. Collective."""
+        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return ``recv``, or all terms to add. Collective."""
         if self._gathers:
             return self._terms(send, None)
 
@@ -255,7 +257,7 @@ class NcclTransport(Unshared):
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str = "", name: str = "reduce_scatter"
     ) -> Sequence[Array]:
-        """Queue a sum, or ``op``, of ranks' arrays; return arrays that add up to this rank's part. Collective.
+        """Queue a sum, or ``op``, of ranks' arrays; return this rank's part, ``recv``, or its terms to add. Collective.
 
         ``name`` is the call's, for messages.
         """
@@ -308,6 +310,7 @@ class NcclTransport(Unshared):
         return (recv,)
 
     def _sort(self, wire: Wire, op: str = "") -> tuple[int, int]:
+        """Return NCCL's constants for a type, and for ``op`` or else the type's own operation. Local."""
         return getattr(self._nccl, wire.constant), getattr(self._nccl, op or wire.operation)
 
     # --- Bytes
@@ -526,6 +529,7 @@ def _as_wire(array: Array, wire: Wire) -> Array | None:
 
 
 def _aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of 16."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 

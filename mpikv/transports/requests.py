@@ -57,6 +57,7 @@ class AbortableWaiting:
         self._waiting.until(_raising(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
+        """Return a TransportError with the reason if another rank has ended the store, else None. Does not wait."""
         return TransportError(why) if (why := self._find_end()) else None
 
 
@@ -82,7 +83,7 @@ class Requests:
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true, and look at nothing else; if that raises, tell other ranks of it."""
+        """Wait until ``ready()`` is true, and look for no notices; if that raises, tell other ranks of it. May wait."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
@@ -122,6 +123,7 @@ class Requests:
         _abandoned.extend(requests)
 
     def _give_up(self) -> None:
+        """Send all other ranks, without waiting, a notice that this one has given up waiting. Local."""
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.
         self._group.send_notice(b"", self._group.others, GONE)
 

@@ -46,7 +46,7 @@ class _Ring:
         self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
 
     def write(self, data: Array) -> int:
-        """Write as many of the bytes as there is room for; return their number. By the sender alone."""
+        """Write to the ring as many of the bytes as there is room for; return their number. By the sender alone."""
         size, written = self._bytes.size, self.words[_WRITTEN]
         count = min(data.size, size - (written - self.words[_READ]))
         if count:
@@ -61,7 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Fill an array as far as bytes are there; return their number, and whether to wake the sender."""
+        """Take bytes from the ring into an array, as far as there; return their number, and whether it was full."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -151,7 +151,7 @@ class Rings:
         wake_sleepers(self._address + rank * _LINE)
 
     def look(self) -> None:
-        """Remember the bell before a look at all rings, for a sleep after it."""
+        """Remember this rank's bell, so that :meth:`sleep` ends if another rank has rung since. Local."""
         self._seen = self._bells[self._rank]
 
     def sleep(self) -> None:
@@ -163,11 +163,11 @@ class Rings:
             here.nap(_NAP, here.now() + _NAP, lambda: self._bells[self._rank] != self._seen)
 
     def give_up(self) -> None:
-        """Mark this rank's messages as lost."""
+        """Mark all messages that this rank sends as lost, for their receivers to find. Does not wait."""
         for ring in self._to:
             ring.words[_GIVEN_UP] = 1
         self._order()
 
     def find_lost(self) -> list[int]:
-        """Return the ranks that have given up."""
+        """Return the ranks that have marked their messages to this one as lost."""
         return [rank for rank, ring in enumerate(self._from) if ring.words[_GIVEN_UP]]

@@ -114,7 +114,7 @@ class Endpoint:
         self._thread = present().thread(self._work, "mpikv rpc")
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread that answers other ranks. Local."""
         self._thread.start()
 
     def flush(self) -> None:
@@ -129,7 +129,7 @@ class Endpoint:
             self._wake()
 
     def stop(self) -> None:
-        """Answer no more requests after the present one."""
+        """Wake the thread to end after its present request; does not wait for that. Local."""
         self._ending = True
         self._wake()
 
@@ -198,7 +198,7 @@ class Endpoint:
                 here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
 
     def _serve_promptly(self, request: Request) -> bool:
-        """Serve a request; send the collected replies if the last were sent a millisecond ago. Local."""
+        """Serve a request, or return False if too early; send what is collected if due for over 1 ms. Local."""
         served = self._serve(request)
         if present().now() - self._flushed > _PROMPT:
             self.flush()
@@ -293,7 +293,7 @@ class _Outbox:
         self._free: dict[int, list[Array]] = {}
 
     def add(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Copy a part of a message; send what is collected for its rank if that is long. Does not wait. Local.
+        """Copy a request or reply for a rank; send what is collected for it if that is long. Does not wait. Local.
 
         ``head`` has seven numbers at most.
         """

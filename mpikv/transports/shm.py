@@ -66,7 +66,7 @@ class Arrivals:
         self._spins = _SPINS if size <= group.host_cores else 0
 
     def _await_peers(self, peer: int, arrivals: int) -> None:
-        """Wait until a peer has arrived, or if it is late, until all have; if they stall, note that and raise."""
+        """Wait for a late peer, and then for all; if they stall, show others that this rank has given up, and raise."""
         flags = self._flags
         for _ in range(self._spins):
             if arrivals <= flags[peer] < GONE:
@@ -139,18 +139,23 @@ class ShmTransport(Arrivals):
 
     @property
     def control(self) -> ShmTransport:
+        """The transport by which ranks agree: this one."""
         return self
 
     def allocate(self, nbytes: int) -> Array:
+        """Return zeros that this host's ranks share; raise on all of them if there is no room. Collective."""
         return self._group.allocate(nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        """Return, at the root, every rank's ``send``, for it to add; elsewhere empty arrays. Collective."""
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        """Return every rank's ``send``, in rank order, for the caller to add; ``recv`` is unused. Collective."""
         return self._staged_terms(send, None) if send.nbytes < self._large else self._large_terms(send, None)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        """Return this rank's part of every rank's ``send``, for the caller to add; ``recv`` is unused. Collective."""
         counts = tuple(counts)
         return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
@@ -161,6 +166,7 @@ class ShmTransport(Arrivals):
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Send the r-th part to rank r, or all to every rank; return each rank's, in shared memory. Collective."""
         # The terms of a sum are every rank's part, not yet added: just an exchange.
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
@@ -188,9 +194,11 @@ class ShmTransport(Arrivals):
             self._choice_of_gather.took(way, perf_counter() - began, longest)
 
     def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to every rank's, in place. Collective."""
         self.all_gather(buffer, [buffer.size if rank == root else 0 for rank in range(self.size)])
 
     def fence(self) -> None:
+        """Wait until all ranks have come; what they wrote to shared memory is then visible. Collective."""
         self._arrive()
         self._send_ready = False
 
@@ -247,9 +255,10 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Meet, and return the address of each rank's array; None if one shows none, or, unmet, if small. Collective.
+        """Show this array if it ``offers``, meet, return all ranks' addresses; None if any shows none. Collective.
 
-        Unmet too where ranks cannot read each other. A rank shows its own if it ``offers`` it and others can read it.
+        None without meeting if the array is small, or ranks cannot read each other. A rank shows its own if it
+        ``offers`` it and others can read it.
         """
         if self._attached is None or whole.size < self._large:
             return None

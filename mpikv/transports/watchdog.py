@@ -33,6 +33,7 @@ class Work:
 
     @property
     def done(self) -> bool:
+        """Whether the call has failed, or the GPU has done the work that it queued. Never waits."""
         return self.failed or (self.event is not None and self.event.done)
 
 
@@ -64,7 +65,7 @@ class Watchdog:
         self.wake()
 
     def wake(self) -> None:
-        """Have finished memory released again: there is some since the thread's last look."""
+        """Start the thread, unless one runs or :meth:`stop` was called, to release memory of finished work. Local."""
         if not (self._alive or self._stopped) and self._take_place():
             threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
@@ -103,6 +104,7 @@ class Watchdog:
             self._works.clear()
 
     def _may_end(self) -> bool:
+        """Give up the thread's place, drop finished memory; return False if there is new work for it. In the thread."""
         # A caller adds work, then reads _alive. So this clears _alive first, then looks for work once more: one of the
         # two sees the other.
         self._alive = False
@@ -116,5 +118,6 @@ class Watchdog:
         return False
 
     def _warn(self, waited: float, _: Sequence[int]) -> None:
+        """Log that this rank has waited for the GPU, and the oldest call. Local."""
         call = self._works[0].call
         log("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)
