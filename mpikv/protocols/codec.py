@@ -29,7 +29,7 @@ class ElementwiseCodec(Protocol):
         """Whether :meth:`encode` needs a residual. The store keeps it: a float32 for every element, at first zero."""
 
     def settings(self) -> str:
-        """Describe the codec so that two ranks' descriptions are equal exactly when their payloads are."""
+        """Return a text for ranks to compare, equal exactly if two codecs make equal payloads. Local."""
 
     def nbytes(self, count: int) -> int:
         """Return the size in bytes of the payload of ``count`` elements. It must not depend on their values."""
@@ -79,13 +79,13 @@ class TensorCodec(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """As :attr:`ElementwiseCodec.feedback`."""
+        """Whether :meth:`exchange` needs a residual, which the store keeps; as :attr:`ElementwiseCodec.feedback`."""
 
     def settings(self) -> str:
-        """As :meth:`ElementwiseCodec.settings`."""
+        """Return a text for ranks to compare, equal exactly if two codecs make equal payloads. Local."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the arrays kept for a value of this shape between exchanges. They are the same on every rank."""
+        """Return the new arrays to keep for a value of this shape between exchanges, the same on every rank."""
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None

@@ -28,7 +28,7 @@ class Stream(Protocol):
     """The address of the CUDA stream, for NCCL."""
 
     def record(self) -> Event:
-        """Return the point behind all work queued so far."""
+        """Queue an event behind all work queued so far, and return it. Does not wait."""
 
     def wait(self, event: Event) -> None:
         """Make work queued from now on wait for the event, which may belong to another stream. Returns at once."""
@@ -44,7 +44,7 @@ class Stream(Protocol):
         """
 
     def end_capture(self) -> Graph:
-        """Return the recorded work; the stream runs again its queued work.
+        """Stop the recording, and return the recorded work; work queued later runs again.
 
         Raises:
             TransportError: some work meanwhile cannot be recorded.
@@ -59,10 +59,10 @@ class Graph(Protocol):
     """Recorded work with its addresses and arguments. It keeps no memory alive."""
 
     def launch(self) -> None:
-        """Queue all of it on this thread's current stream, as one."""
+        """Queue all the recorded work on this thread's current stream, as one."""
 
     def close(self) -> None:
-        """Release it, before NCCL's communicator ends. Queued work is done all the same. Idempotent."""
+        """Release the recorded work, before NCCL's communicator ends. Queued work is done all the same. Idempotent."""
 
 
 class Gpu(Protocol):

@@ -39,10 +39,10 @@ class Group(Protocol):
         """
 
     def exchange(self, text: str) -> Sequence[str]:
-        """Return the texts of the ranks of this host, in rank order. Collective over the host."""
+        """Send a text to this host's ranks, and return the texts of all, in rank order. Collective over the host."""
 
     def gather(self, text: str) -> Sequence[str]:
-        """Return the texts of all ranks, in rank order. Collective.
+        """Send a text to all ranks, and return the texts of all, in rank order. Collective.
 
         Raises :class:`~mpikv.errors.Stalled` if not all ranks come within the timeout.
         """

@@ -35,7 +35,7 @@ class Kernels(Protocol):
         """
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function as of :meth:`Updater.bind`. It uses the updater's options at the time of each call."""
+        """Return a function of a step that updates these arrays by the updater, with its options at each call."""
 
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
@@ -66,10 +66,10 @@ class BoundList(Protocol):
         """
 
     def take(self, others: Sequence[Any]) -> bool:
-        """Copy the others into the arrays. Returns False if others do not fit; some may be copied then."""
+        """Copy the others into the arrays; return False if others do not fit, and some may be copied then."""
 
     def give(self, others: Sequence[Any]) -> bool:
-        """Copy the arrays into the others. Returns False as :meth:`take` does."""
+        """Copy the arrays into the others; return False if others do not fit, and some may be copied then."""
 
 
 class StepTable(Protocol):

@@ -41,7 +41,7 @@ class Workspace(Protocol):
         """
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return row numbers in the memory that uses them. One call moves the numbers for several uses."""
+        """Return row numbers in the memory that uses them, on a GPU as copies. One call moves those of several uses."""
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
         """Return the rows of these numbers, one after the other: in ``out``, of the table's dtype, or a new array."""
@@ -74,11 +74,11 @@ class Memory(Protocol):
 
     @property
     def order(self) -> StreamOrder:
-        """The order of calls and copies."""
+        """The object that orders calls and copies with the work of callers' streams."""
 
     @property
     def workspace(self) -> Workspace:
-        """Moves rows of its arrays. Results belong to the store inside of :meth:`StreamOrder.run`."""
+        """The object that moves rows of its arrays. Results belong to the store inside of :meth:`StreamOrder.run`."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
@@ -112,7 +112,7 @@ class Memory(Protocol):
         """
 
     def to_host(self, array: Array) -> Array:
-        """Return a numpy array of the same content, complete: the array itself, or a copy."""
+        """Return a numpy array of the same content: the array itself, or a copy, once that is complete."""
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         """Return for each array of floats whether an element is NaN or larger in magnitude than the bound.
@@ -191,4 +191,4 @@ class Issue(Protocol):
         """
 
     def rejoin(self) -> None:
-        """Make the current stream wait for the call, which was made."""
+        """Make the current stream wait for the work of the issued call, once that was made."""

@@ -84,13 +84,19 @@ class Transport(Protocol):
         """
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return the terms. ``recv`` is ignored on other ranks. Collective."""
+        """Return terms that add up, at the root, to the sum of every rank's ``send``; may fill ``recv``. Collective.
+
+        ``recv`` is ignored on other ranks.
+        """
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Sum every rank's ``send`` at every rank, with the same bits on each; return the terms. Collective."""
+        """Return terms of the sum of every rank's ``send``, the same bits on each; may fill ``recv``. Collective."""
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Sum every rank's ``send``; return the terms of rank r's part, of ``counts[r]`` elements. Collective."""
+        """Return terms of this rank's part of the sum of every rank's ``send``; may fill ``recv``. Collective.
+
+        Rank r's part has ``counts[r]`` elements.
+        """
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Send the r-th part of ``send`` to rank r, or all of it to every rank; return each rank's bytes. Collective.
@@ -113,7 +119,7 @@ class Transport(Protocol):
         """Copy the root's ``buffer`` to every rank's, in place. Collective. Of memory, see :meth:`all_gather`."""
 
     def fence(self) -> None:
-        """Make what any rank wrote to allocated memory visible to the ranks that share it."""
+        """Wait until the writes of all ranks that share allocated memory are visible to each of them. Collective."""
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Collective; also a barrier and a fence.
@@ -136,16 +142,16 @@ class Transfers(Protocol):
     """How many messages may be on their way before the first is used."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """Let exchanges return before they are complete, inside. Collective."""
+        """Return a context: inside, exchanges return before they are complete. Collective."""
 
     def sent(self) -> Any:
-        """Return the last exchange, for :meth:`wait_for`; None if it is complete. Local."""
+        """Return the latest exchange, to be passed to :meth:`wait_for`; None if it is complete. Local."""
 
     def wait_for(self, sent: Any) -> None:
-        """Make later work wait for an exchange: its terms, or the values that it brings. Collective."""
+        """Wait, or make later work wait, for an exchange: its terms, or the values that it brings. Collective."""
 
     def note_read(self) -> None:
-        """Mark the last read of the caller's arrays. Local."""
+        """Note that the call has read the caller's arrays: the caller need not wait for its later work. Local."""
 
 
 @runtime_checkable
@@ -153,10 +159,10 @@ class SumsInPlace(Protocol):
     """A transport whose library adds arrays of any size where they lie."""
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether it makes sums of a dtype so. Local."""
+        """Return whether :meth:`allreduce_each` can sum arrays of a dtype. Local."""
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Sum every rank's first array of each pair into the second at every rank, or both in one. Collective."""
+        """Sum each pair's first array over all ranks, into the second of every rank, maybe the same one. Collective."""
 
 
 @runtime_checkable

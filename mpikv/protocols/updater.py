@@ -41,7 +41,7 @@ class Updater(Protocol):
     computes nothing again."""
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return the state arrays for a value of this dtype. They start as zeros, ``master`` as a copy of the value."""
+        """Return names and dtypes of a value's state arrays: zeros at first, ``master`` a copy of the value."""
 
     def step(self, key: Key, count: int) -> Any:
         """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first).
@@ -63,4 +63,4 @@ class Updater(Protocol):
         """
 
     def settings(self) -> str:
-        """Describe the updater so that two ranks' descriptions are equal exactly when their updates are."""
+        """Return a text for ranks to compare, equal exactly if two updaters make equal updates. Local."""
