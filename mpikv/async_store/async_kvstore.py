@@ -217,6 +217,7 @@ class AsyncKVStore(KVStore):
         self._lacks("join")
 
     def _lacks(self, verb: str) -> NoReturn:
+        """Raise Unsupported: this store has no such call. Local."""
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call; {_INSTEAD}")
 
     def _run_push(self, key: Any, value: Any, priority: Any) -> None:
@@ -243,7 +244,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
-        """Send values after the keys' earlier pushes, raise failed ones; fill ``filled``, if given. Not collective."""
+        """Wait for the keys' earlier pushes and slow ranks, raise failures, send values; may fill. Not collective."""
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -346,6 +347,7 @@ class AsyncKVStore(KVStore):
         return call, self._gather_counts
 
     def _gather_counts(self) -> None:
+        """Set all ranks' update counts to the owners', then freeze the updater. Collective."""
         self._exchange.values.gather_counts()
         self._freeze_updater()
 
@@ -360,7 +362,7 @@ class AsyncKVStore(KVStore):
             self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """Wait for own answers, let ranks go on that wait for own pushes; return an error for all ranks, or None."""
+        """End others' waits for this rank's pushes, await its own answers; return an error to tell all, or None."""
 
         def run() -> None:
             with self._asking():
@@ -386,7 +388,7 @@ class AsyncKVStore(KVStore):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """In a with block, ask other ranks; at its end leave unsent messages to the endpoint's thread. Local."""
+        """In a with block for requests: MPI's errors are TransportError; at its end send the collected ones. Local."""
         if self._endpoint is None:
             yield
             return
@@ -529,6 +531,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _owner_of(entry: Entry) -> int:
+    """Return the rank that owns a key's entry. Local."""
     return entry.place.block.grid.owner(entry.place.start)
 
 

@@ -103,7 +103,7 @@ class AsyncClient:
         number: int = 0,
         tick: Tick | None = None,
     ) -> int:
-        """Send a request without waiting, one to this rank itself by a call now; return the ticket of its answer."""
+        """Send a request without waiting, or run one to this rank now; return the ticket of its answer. Local."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
@@ -133,12 +133,13 @@ class AsyncClient:
             self._wait_until(lambda: self._has_answers(tickets))
 
     def wait_for_all(self) -> None:
-        """Wait for all outstanding answers and take them, those to timed-out questions included."""
+        """Wait for all outstanding answers and take them, those to timed-out questions, too; Stalled as of wait()."""
         self.receive()
         if self._outstanding:
             self._wait_until(lambda: self._has_answers(list(self._outstanding)))
 
     def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready()`` is true, or raise Stalled; note meanwhile, for others' questions, that it waits."""
         self._is_waiting = True
         try:
             self._waiting.until(ready, self._awaited_ranks)
@@ -146,6 +147,7 @@ class AsyncClient:
             self._is_waiting = False
 
     def _has_answers(self, tickets: Iterable[int]) -> bool:
+        """Take the answers that have come; return whether none of these tickets is left. Does not wait."""
         self.receive()
         return not any(ticket in self._outstanding for ticket in tickets)
 
@@ -195,7 +197,7 @@ class AsyncClient:
         del self._outstanding[ticket]
 
     def raise_failures(self, keys: Iterable[Key] | None = None) -> None:
-        """Raise once the failures of pushes of these keys, or of any: the first, with the number of the others."""
+        """Forget the failures of pushes of these keys, or of all, and raise the first, with the count of the others."""
         names = [key for key in list(self._failures if keys is None else keys) if key in self._failures]
         failures = [self._failures.pop(name) for name in names]
         if len(failures) > 1:
@@ -212,7 +214,7 @@ class AsyncClient:
         return [one.owner for one in outstanding if one.key is not None] if self._is_waiting else [self._rank]
 
     def _awaited_ranks(self) -> list[int]:
-        """Return the silent owners; without any, the ranks that are behind, or for whom these wait. May wait."""
+        """Ask ranks who holds this one up; return silent owners, or else late ranks, or whom these await. May wait."""
         owners = {outstanding.owner for outstanding in list(self._outstanding.values())}
         behind, silent = self._ask_who(owners, 0)
         # Ranks that are behind may be so by waiting for the same silent owner.

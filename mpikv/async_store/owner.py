@@ -67,7 +67,7 @@ class KeyOwner:
             raise failure
 
     def pull(self, rank: int, ticket: int, row: int) -> None:
-        """Answer with the value."""
+        """Answer a rank's ticket, by ``answer``, with a key's value itself and its version. Local."""
         self._answer(rank, ticket, self._version(row), self._entries[row].value)
 
     def _update(self, entry: Entry, payload: Array) -> None:
@@ -106,4 +106,5 @@ class KeyOwner:
         return self._bindings.setdefault(entry.index, (total, self._updater.bind(total, value, state)))
 
     def _version(self, row: int) -> int:
+        """Return how many updates a key's value has seen, in all calls."""
         return int(self._table.counts[row] + self._table.earlier[row])

@@ -53,17 +53,17 @@ class SspClocks:
         self._release()
 
     def leave(self, rank: int, ticket: int, clock: int) -> None:
-        """Stop waiting for a rank that pushes nothing after push number ``clock``; answer once that is applied."""
+        """Count a rank as not active once its push ``clock`` is applied, then answer its ticket. Does not block."""
         self._leaving.append(_Wait(rank, ticket, clock))
         self._release()
 
     def wait(self, rank: int, ticket: int, least: int) -> None:
-        """Answer once every active rank's clock is at least ``least``."""
+        """Answer a ticket once all active clocks are ``least`` or more, now or in a later call. Does not block."""
         self._waits.append(_Wait(rank, ticket, least))
         self._release()
 
     def list_awaited(self, rank: int) -> list[int]:
-        """Return the other ranks that a rank waits for. Whose pushes are not applied knows their owners itself."""
+        """Return the other ranks with clocks below one that a rank waits for."""
         least = max((wait.least for wait in self._waits if wait.rank == rank), default=0)
         return [other for other, clock in self._clocks.items() if clock < least and other != rank]
 
