@@ -64,7 +64,7 @@ class Collectives:
         self._received = private_allocator(transport)(2 * transport.limit)
 
     def close(self) -> None:
-        """Release the memory, which is the transport's. Local."""
+        """Drop the receive buffer, which is the transport's memory. Local."""
         self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
@@ -159,12 +159,12 @@ class Collectives:
             receive.view(_BYTES)[:] = sends[rank].view(_BYTES) if rank == self._rank else row
 
     def gather(self, part: Array, receives: Sequence[Array] | None, root: int) -> None:
-        """Fill ``receives``, which only the root has, with every rank's part. Parts may differ in size."""
+        """Fill the root's ``receives`` with every rank's part, of any size. Collective."""
         sends = [part if rank == root else part[:0] for rank in range(self._size)]
         self.all_to_all(sends, receives or [part[:0]] * self._size)
 
     def scatter(self, parts: Sequence[Array] | None, receive: Array, root: int) -> None:
-        """Fill ``receive`` with this rank's part of ``parts``, which only the root has. Parts may differ in size."""
+        """Fill ``receive`` with this rank's part of the root's ``parts``, of any size. Collective."""
         none = [receive[:0]] * self._size
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
@@ -283,7 +283,7 @@ class Collectives:
         return self._transport.reduce_scatter(send, recv[: counts[self._rank]], counts)
 
     def _exchange(self, send: Array, counts: Sequence[int] | None) -> list[Array]:
-        """Return every rank's part for this one, or its whole message. Collective."""
+        """Send rank r its part, or all ranks the whole message; return what each has sent this rank. Collective."""
         nbytes = None if counts is None else [count * send.itemsize for count in counts]
         return [row.view(send.dtype) for row in self._transport.all_to_all(send.view(_BYTES), nbytes)]
 

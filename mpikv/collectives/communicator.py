@@ -29,12 +29,12 @@ class Standing:
         self._failure: Exception | None = None
 
     def check_usable(self) -> None:
-        """Raise the failure after which no call is made. Local."""
+        """Raise the failure that has ended all calls, if there is one. Local."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
     def end(self, error: Exception) -> None:
-        """Let no call in any more after a failure outside of the calls, and tell other ranks. Local."""
+        """Note a failure outside of the calls, for later calls to raise, and tell other ranks. Local; does not wait."""
         self._failure = error
         self._group.announce_end(text_of(error))
 

@@ -65,7 +65,7 @@ class Message:
     """The rank whose message a receive has got."""
 
     def fits(self, source: int, tag: int) -> bool:
-        """Return whether a receive may get a message."""
+        """Return whether this receive may get a message of that source and tag. Local."""
         return tag == self.tag and self.peer in (None, source)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Mailbox:
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
-        """Begin to send a contiguous array to a rank; the caller may change it once ``end`` was called."""
+        """Begin to send a contiguous array; return the call; the caller may change the array once ``end`` is called."""
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
@@ -140,7 +140,7 @@ class Mailbox:
                 self._carrier.sleep(waited)
 
     def abort(self, why: str) -> None:
-        """End all calls, present and later ones, with an error."""
+        """End all calls, present and later ones, with an error, and call ``end`` of the present ones. Does not wait."""
         with self._lock:
             self._break(Closed(f"{why}{self._where}"))
         self._tell()
@@ -350,7 +350,7 @@ class _Streams:
         self._rings.sleep()
 
     def find_lost(self) -> dict[int, str]:
-        """Return the ranks that move no more messages, and why."""
+        """Return the ranks of this host that move no more messages, and why. Does not wait."""
         end = self._group.find_end()
         lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
         return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
@@ -400,12 +400,14 @@ class _Messages:
         here.nap(nap, here.now() + nap)
 
     def find_lost(self) -> dict[int, str]:
+        """Receive other ranks' notices of their ends; return the ranks that have ended, and why. Does not wait."""
         self._group.find_end()
         return dict(self._group.left)
 
     def give_up(self) -> None:
-        pass  # MPI has the bytes of what it sends
+        """Do nothing: MPI has the bytes of what this rank sends. Local."""
 
     def close(self) -> None:
+        """Free the communicator. Collective."""
         with self._group.translated("closing"):
             self._comm.Free()
