@@ -110,7 +110,7 @@ class Commits:
         return {"made": self._made, "seconds": self._seconds}
 
     def close(self) -> None:
-        """Let another loop have the files: an error may keep this one in memory, with its locks. Local."""
+        """Unlock and close the files, for another loop: an error may keep this object, with its locks. Local."""
         if self._slots is not None:
             self._slots.release()
 
@@ -137,12 +137,13 @@ class Commits:
                     began, since = present().now(), 0
 
     def _save(self, disk: Disk, step: int) -> None:
-        """Wait for the last save, and begin one of this step in the background. Collective."""
+        """Complete a pending save; then write a checkpoint of this step, and wait for the file. Collective."""
         disk.checkpoints.finish()
         self._collective("save", self._prepare_save, disk, step)
         self._saved = present().now()
 
     def _prepare_save(self, disk: Disk, step: int) -> PreparedCall:
+        """Prepare a save, complete on return, of store, step and kept objects. Local; its run is collective."""
         objects = {_OBJECT + name: state.get() for name, state in self._states.items()}
         return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **objects})
 

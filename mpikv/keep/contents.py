@@ -53,6 +53,7 @@ class Contents:
         self.layout, self._identity = self._describe(), self._identify()
 
     def _list_kept(self) -> list[Entry]:
+        """Return the entries that a commit holds: all but sums of gradients."""
         table = self._exchange.values.table
         return [entry for entry in table.entries() if entry.key not in table.summed]
 
@@ -91,6 +92,7 @@ class Contents:
         self._identity = now
 
     def _identify(self) -> tuple[object, ...]:
+        """Return objects that stay the same as long as the layout does, to notice a change of it soon."""
         return self._exchange.values.planner, *self._list_kept()
 
     def collect(self) -> dict[str, Any]:

@@ -30,19 +30,19 @@ class Commit(NamedTuple):
 
 
 def seal(commit: Commit) -> bytes:
-    """Return the header of a commit."""
+    """Return a commit's header as bytes, with their CRC-32."""
     return HEADER.pack(*commit, zlib.crc32(str(tuple(commit)).encode()))
 
 
 def read_header(file: int) -> Commit:
-    """Return the whole commit of an open file; if there is none, one of epoch 0."""
+    """Read from an open file the header of its whole commit; if there is none, return one of epoch 0."""
     text = os.pread(file, HEADER.size, 0)
     commit = Commit(*HEADER.unpack(text)[:3]) if len(text) == HEADER.size else Commit()
     return commit if text == seal(commit) else Commit()
 
 
 def read_note(file: int) -> tuple[int, int]:
-    """Return how many steps were begun by all starts, and the process of the last one."""
+    """Return from a rank's open file how many steps all starts have begun, and the process of the last start."""
     text = os.pread(file, _NOTE.size, NOTE_AT)
     begun, process = _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
     return begun, process
@@ -81,11 +81,11 @@ class Briefing(NamedTuple):
 
 
 def write_briefing(folder: Path, briefing: Briefing) -> None:
-    """Tell the ranks that are about to start how and why."""
+    """Write to a file of the folder the briefing that ranks read when they start. Local."""
     (folder / BRIEFING).write_text(json.dumps(briefing))
 
 
 def read_briefing(folder: Path) -> Briefing:
-    """Return what the ranks were told."""
+    """Read the briefing from its file in the folder; return an empty one if there is none. Local."""
     path = folder / BRIEFING
     return Briefing(*json.loads(path.read_text())) if path.exists() else Briefing()

@@ -91,11 +91,11 @@ class Slots:
     __del__ = close
 
     def newest(self) -> Commit:
-        """Return the newest whole commit."""
+        """Read both files' headers, and return that of the newest whole commit, of epoch 0 if there is none."""
         return max(map(read_header, self._files))
 
     def void_after(self, epoch: int) -> None:
-        """Void commits after an epoch: not all ranks have them, and new ones may get their numbers."""
+        """Overwrite with zeros the headers of commits after an epoch: not all ranks have these commits."""
         for file in self._files:
             if read_header(file).epoch > epoch:
                 _void(file)
@@ -143,6 +143,7 @@ class Slots:
         self._flush(file)
 
     def _flush(self, file: int) -> None:
+        """If commits outlive the host, wait until the file's content is on its disk."""
         # A host that is lost could else leave a header, and not what precedes it.
         if self._flushes:
             os.fsync(file)
@@ -162,7 +163,7 @@ class Slots:
         return text, take
 
     def read_note(self) -> tuple[int, int]:
-        """Return how many steps were begun by all starts, and the process of the last one."""
+        """Return from this rank's file how many steps all starts have begun, and the process of the last start."""
         return read_note(self._files[0])
 
     def map_note(self) -> memoryview:
@@ -176,6 +177,7 @@ class Slots:
 
 
 def _align(place: int) -> int:
+    """Return a place in a file, rounded up to a multiple of 64."""
     return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -189,4 +191,5 @@ def _write(file: int, content: Any, offset: int) -> None:
 
 
 def _void(file: int) -> None:
+    """Overwrite a file's header with zeros, so that it holds no commit."""
     _write(file, bytes(HEADER.size), 0)

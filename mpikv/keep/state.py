@@ -80,13 +80,16 @@ def _renew(old: Any, new: Any) -> Any:
 
 
 def _are_alike(old: Any, new: Any) -> bool:
+    """Return whether both are arrays or tensors, with the same dtype and shape."""
     return _is_array(old) and _is_array(new) and _show(old) == _show(new)
 
 
 def _is_array(kept: Any) -> bool:
+    """Return whether this is a numpy array or a tensor."""
     return isinstance(kept, np.ndarray) or is_tensor(kept)
 
 
 def _show(array: Any) -> str:
+    """Return an array's dtype and shape as a text."""
     # A tensor's dtype begins with torch.
     return f"{array.dtype}{list(array.shape)}"
