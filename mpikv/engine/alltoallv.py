@@ -87,7 +87,7 @@ class Alltoallv:
         return received, table[:, len(parts) :]
 
     def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Send parts of sizes that all ranks know; return the parts for this rank, in new arrays. Collective.
+        """Send parts as :meth:`send`, of sizes that all ranks know; return all received, in new arrays. Collective.
 
         It sends no lengths, and uses no memory of the host.
 

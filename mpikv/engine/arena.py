@@ -258,7 +258,7 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Free places for later values, contents unchanged; a block without values left ends. Local.
+        """Free places for later values, contents unchanged; free the memory of a block without values left. Local.
 
         The caller zeroes the state and residuals of places in blocks that values share: these live on for other values.
         """

@@ -54,7 +54,7 @@ class GpuPipeline(TransferPipeline):
         return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """As :meth:`.Pipeline.restoring`, with the copies queued on the store's stream. Local."""
+        """Copy residuals on the store's stream; return a ``confirm`` that puts them back if it raises. Local."""
         kept: Confirm | None = self._order.run(super().restoring, plan, confirm)
         return kept
 

@@ -51,7 +51,7 @@ class Entry:
         return view
 
     def buffer(self, place: int) -> Array:
-        """Return a view of this key's push buffer in row ``place``, one for each rank sharing memory. Local."""
+        """Return a view of the key's push buffer of rank ``place`` among the ranks that share memory. Local."""
         assert self.place.block.buffers is not None
         row: Array = self.place.block.buffers[place]
         return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all elements of the value have state on this rank, side by side."""
+        """Whether this rank keeps optimizer state of all elements of the value, as one range."""
         return self.place.block.kept.have(self.place.start, self.place.start + self.place.size)
 
     def state_of(self, begin: int, end: int) -> dict[str, Array]:

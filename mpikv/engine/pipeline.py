@@ -83,7 +83,7 @@ class Pipeline:
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Copy residuals; return a ``confirm`` that restores them if it raises; the same if uncompressed. Local."""
+        """Copy residuals; return a ``confirm`` that restores them if it raises; uncompressed, the given one. Local."""
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
@@ -411,12 +411,12 @@ class TransferPipeline(Pipeline):
     """The :class:`Pipeline` of a transport that carries messages while others are packed, updated and unpacked."""
 
     def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
-        """As :meth:`Pipeline._run`, with transfers beside other work if the plan overlaps them. Collective."""
+        """Run a push as the base class does, transfers beside other work if the plan overlaps them. Collective."""
         with self._apart(plan):
             super()._run(plan, *arguments, **options)
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        """As :meth:`Pipeline.publish`, with transfers beside other work if the plan overlaps them. Collective."""
+        """Give every rank the owners' values, transfers beside other work if the plan overlaps them. Collective."""
         with self._apart(plan):
             super().publish(plan, outs)
 

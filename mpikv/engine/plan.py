@@ -357,7 +357,7 @@ def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, sorted by their memory, at the cells of the block's grid; yield the ranges in each cell.
+    """Cut keys, sorted by their memory, at the grid's cells; yield each cell's first element in them, and its ranges.
 
     Yields, for each cell with elements of them: the first such element, and the ranges, counted from there.
     """
@@ -548,7 +548,7 @@ class Planner:
 
 
 def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield the item of each range, and its elements in the shard as ``low, high``: none where low is not below."""
+    """Yield (item, low, high): each range's key, and its part of this rank's shard, empty where low >= high."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
 

@@ -177,7 +177,7 @@ class Values:
         counts[rows] = latest
 
     def close(self) -> None:
-        """Drop the values; the transport frees their memory. Local."""
+        """Drop all keys, values and plans; the transport frees the memory later. Local."""
         self.invalidate()
         self.table, self._arena = KeyTable(), Arena(self.transport)
 

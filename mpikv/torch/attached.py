@@ -349,7 +349,7 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, and give gradients and optimizer their own memory. Collective.
+        """End the averaging: compare ranks, remove hooks, move gradients to own memory, free the store's. Collective.
 
         Idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of

@@ -393,7 +393,7 @@ class BackwardSync:
         return "\n".join([place, *settings, stamp])
 
     def check_end(self, verb: str) -> None:
-        """Compare the ranks' passes and steps; weights, too, unless a rank changed its own since a step. Collective."""
+        """Raise RankMismatch if passes, steps, or weights that no rank touched since a step, differ. Collective."""
         check_equal(self._kv, self._describe(), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)

@@ -113,7 +113,7 @@ def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[l
 
 
 def _kind(tensor: Any) -> tuple[Any, Any, Any]:
-    """Return a tensor's dtype, shape and device, which stay the same while attached."""
+    """Return a tensor's dtype, shape and device."""
     return tensor.dtype, tensor.shape, tensor.device
 
 

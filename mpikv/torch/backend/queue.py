@@ -217,7 +217,7 @@ class Queue:
             self._unseen = None
 
     def check_progress(self, call: str) -> None:
-        """Raise Unsupported if a call that is pending can never complete while this thread waits."""
+        """Raise Unsupported if this thread makes the queue's calls, and so must not wait for a later one."""
         if self._runs_here():
             raise Unsupported(f"a function of a future waits for {call}, which comes later; return the future instead")
 

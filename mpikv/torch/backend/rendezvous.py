@@ -87,7 +87,7 @@ class Meeting:
         self._group.announce_end(why)
 
     def unseen(self) -> None:
-        """Return no error: PyTorch's program has seen all. For the end of a program whose ranks closed not together."""
+        """Return None: PyTorch's program has seen all errors. For the end of programs with ranks that closed apart."""
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
         """Tell the other ranks that this one ends; return a function that lists those that did not, and a limit. Local.

@@ -61,14 +61,14 @@ class Reduction(NamedTuple):
 
 
 def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
-    """Raise Unsupported unless all tensors have such a reduction."""
+    """Raise Unsupported unless there is the reduction ``op`` for the dtypes of all tensors. Local."""
     for kind in {tensor.dtype for tensor in tensors}:
         _check_kind(op, kind)
 
 
 @cache
 def _check_kind(op: Op, kind: Any) -> None:
-    """Raise Unsupported unless tensors of a dtype have such a reduction. Cached. Local."""
+    """Raise Unsupported unless there is the reduction ``op`` for tensors of dtype ``kind``. Cached. Local."""
     if kind in _OF_NUMPY or kind == torch.bfloat16:
         check_reduction(op, flat(torch.empty(0, dtype=kind)).dtype)
     elif not (kind.is_complex and op.adds):
