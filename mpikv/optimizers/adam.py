@@ -30,6 +30,7 @@ class Moments(Optimizer):
     """Added to the divisor, as the rule says, against division by zero, in (0, inf), default 1e-8."""
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return ``1 - beta1**count`` and ``sqrt(1 - beta2**count)``."""
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
@@ -109,6 +110,7 @@ class AdamW(Moments):
     """False leaves out both divisions by 1 - beta^t, as the first BERT did."""
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return the corrections of :class:`Moments`; ones without ``correct_bias``."""
         return super().correction(count) if self.correct_bias else (1.0, 1.0)
 
     def rule(self, step: Step, block: Block) -> None:
@@ -165,6 +167,7 @@ class Nadam(Moments):
         return of_gradient, of_mean, math.sqrt(1.0 - self.beta2**count)
 
     def _momentum(self, count: int) -> float:
+        """Return the factor of the mean in an update: a half of ``beta1`` at first, it rises to all of it."""
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
 
     def rule(self, step: Step, block: Block) -> None:
@@ -207,6 +210,7 @@ class Adamax(Moments):
     """In [0, inf), default 0.002."""
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return ``1 - beta1**count``."""
         return (1.0 - self.beta1**count,)
 
     def rule(self, step: Step, block: Block) -> None:

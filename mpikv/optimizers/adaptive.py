@@ -139,6 +139,7 @@ class RMSProp(Optimizer):
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The names of the state arrays: the variance; with ``centered`` also mean and momentum."""
         return ("mean", "variance", "momentum") if self.centered else ("variance",)
 
     def rule(self, step: Step, block: Block) -> None:

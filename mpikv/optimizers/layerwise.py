@@ -51,7 +51,7 @@ class Layerwise(Optimizer):
         return math.sqrt(weights), math.sqrt(gradients)
 
     def direct(self, step: Step, block: Block) -> None:
-        """Change gradient and state before the norms are known; the weight must stay."""
+        """Change gradient and state, not the weight, before norms are computed. Here nothing; subclasses may."""
 
     @abstractmethod
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
@@ -94,16 +94,20 @@ class LARS(Layerwise):
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The names of the state arrays: the momentum, unless that option is 0."""
         return ("momentum",) if self.momentum else ()
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return 0.0, the mark of a key that is not skipped."""
         return (0.0,)
 
     def step(self, key: Key, count: int) -> Step:
+        """Return one update's numbers; their correction is 1.0 for a key that ends as one of ``skip``."""
         step = super().step(key, count)
         return replace(step, correction=(1.0,)) if str(key).endswith(self.skip) else step
 
     def norms(self, step: Step, blocks: Sequence[Block]) -> tuple[float, float]:
+        """Return the norms of weight and gradient; zeros at once, without reading a block, for a skipped key."""
         return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
 
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
@@ -158,6 +162,7 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
     """False leaves out both divisions by 1 - beta^t."""
 
     def correction(self, count: int) -> tuple[float, ...]:
+        """Return the corrections of :class:`Moments`; ones without ``bias_correction``."""
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def direct(self, step: Step, block: Block) -> None:
@@ -182,4 +187,5 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
         return step.rate * (weight_norm / direction_norm) if weight_norm and direction_norm else step.rate
 
     def rule(self, step: Step, block: Block) -> None:
+        """Subtract the rate times ``block.gradient``, the direction, from the weight; overwrite both in place."""
         descend(block.weight, block.gradient, step.rate)

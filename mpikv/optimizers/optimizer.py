@@ -70,12 +70,12 @@ class Block:
         object.__setattr__(self, name, value)
 
     def load(self) -> None:
-        """Begin an update: widen the stored elements."""
+        """Begin an update: copy the stored half-precision elements, if any, to ``weight``, unless that is kept."""
         if self.stored is not None and not self.kept:
             np.copyto(self.weight, self.stored)
 
     def store(self) -> None:
-        """End an update: round to the stored elements."""
+        """End an update: copy ``weight``, rounded, to the stored half-precision elements, if any."""
         if self.stored is not None:
             np.copyto(self.stored, self.weight, casting="unsafe")
 
@@ -195,6 +195,7 @@ class Optimizer:
             log("%s replaces base_lr=%r of its lr_scheduler", where, before)
 
     def _change(self) -> None:
+        """Take a new revision, which tells of a change of options, and compute derived attributes again."""
         # Revision goes back at the end of a having() block, _changes never: no number ever stands for two settings.
         self._changes += 1
         self.revision = self._changes
@@ -274,7 +275,7 @@ class Optimizer:
         self._steps.clear()
 
     def take_options(self, other: Optimizer) -> None:
-        """Take all options of an optimizer of the same kind; ranks see a change."""
+        """Take all options of an optimizer of the same kind, and a new revision, which ranks compare."""
         self._restore(other.chosen())
         self._change()
 
@@ -380,7 +381,7 @@ class Optimizer:
 
     @contextmanager
     def in_lane(self, lane: int, block: int) -> Iterator[None]:
-        """In a with block: bind functions with scratch memory of a lane, which may run beside those of other lanes.
+        """In a with block: bind updates to scratch memory of thread ``lane``; they may run beside those of others.
 
         ``block`` is the most elements that they change at once.
         """
@@ -421,7 +422,7 @@ class Optimizer:
         return {name: getattr(self, name) for name in self.options()}
 
     def prepare(self, step: Step, block: Block) -> None:
-        """Turn the sum in ``block.gradient`` into the rule's gradient, in place. It may overwrite the spare memory."""
+        """Turn the sum in ``block.gradient`` into the gradient, in place: scale, clip, add decay; overwrite a spare."""
         gradient = block.gradient
         if self.rescale != 1.0:
             np.multiply(gradient, self.rescale, out=gradient)
@@ -466,7 +467,7 @@ class Optimizer:
         return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
-        """Return at least ``number`` arrays of a block's elements. Calls in one lane return the same arrays."""
+        """Return at least ``number`` arrays of a block's elements, allocated at first, then the same in each lane."""
         arrays = self._scratch.setdefault((dtype, self._lane), [])
         arrays += (np.empty(self._lane[1], dtype) for _ in range(number - len(arrays)))
         return arrays

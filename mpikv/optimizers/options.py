@@ -48,12 +48,12 @@ _ELSEWHERE = {
 
 
 def rate(default: float) -> Any:
-    """Return the field ``learning_rate``: a non-negative number. None stands for the default."""
+    """Return a dataclass field for ``learning_rate``, a non-negative number. None stands for the default."""
     return field(default=None, metadata={**number(None, "[0, inf)").metadata, "default": default})
 
 
 def suffixes(*default: str) -> Any:
-    """Return the field of a tuple of key endings."""
+    """Return a dataclass field for endings of keys, a tuple of strings."""
     return field(default=default, metadata={"check": _check_strings})
 
 
@@ -114,6 +114,7 @@ def _check_callable(where: str, value: Any) -> Any:
 
 
 def _check_strings(where: str, value: Any) -> tuple[str, ...]:
+    """Return a sequence of strings as a tuple; ConfigError for a single string, or other items."""
     if isinstance(value, str) or not all(isinstance(item, str) for item in value):
         raise ConfigError(f"{where}={value!r} is not a sequence of strings")
     return tuple(value)

@@ -65,12 +65,12 @@ def is_recordable(updater: object) -> TypeGuard[Optimizer]:
 
 
 def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
-    """Return the rule for the optimizer's present options, recorded at first. Raises as :func:`call_of`."""
+    """Return the compilable record of the rule for the present options; record it if new. Raises as :func:`call_of`."""
     return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))), parts)[0]
 
 
 def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
-    """Return the rule for the present options, recorded at first, and a tuple of the step's bits and numbers.
+    """Return the rule's record for the present options, made if new, and its arguments: the step's bits and numbers.
 
     ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
     gradient in float64, and puts the rate in the place of the weight.
@@ -88,7 +88,7 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Record parts of an optimizer; return the rule, and a function of its calls; Unsupported if it cannot."""
+    """Run methods of an optimizer on stand-ins; return the record, and a function of its calls; or Unsupported."""
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
@@ -128,7 +128,7 @@ class _Recorder:
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
     def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
-        """Record the parts along all ways; return C++ statements from number ``begin`` on, and the call's expression.
+        """Record the parts on all branches; return C++ statements from number ``begin`` on, and the call's expression.
 
         Begin with no answers. The expression must not compute numbers of other ways: zeros stand for these.
         """
@@ -152,7 +152,7 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Record ``adapt`` along all ways; return its C++ statement and the call's numbers. Begin with no answers."""
+        """Record ``adapt`` on all branches; return its C++ statement and the call's numbers. Begin with no answers."""
         trial, step, _ = self._make_stand_ins(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"

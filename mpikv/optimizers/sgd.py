@@ -51,6 +51,7 @@ class SGD(Optimizer):
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The names of the state arrays: the momentum, unless that option is 0."""
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
@@ -107,6 +108,7 @@ class Signum(Optimizer):
 
     @property
     def states(self) -> tuple[str, ...]:
+        """The names of the state arrays: the momentum, unless that option is 0."""
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
@@ -137,4 +139,5 @@ class Test(Optimizer):
     """
 
     def rule(self, step: Step, block: Block) -> None:
+        """Subtract the rate times the gradient from the weight, in place; overwrite the gradient. Local."""
         descend(block.weight, block.gradient, step.rate)

@@ -65,12 +65,14 @@ class Assign:
     revision = 0
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
+        """Return {}: no state is kept."""
         return {}
 
     def step(self, key: Key, count: int) -> None:
-        return None
+        """Return None: an update needs no numbers."""
 
     def update(self, step: None, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Copy the sum to the value, rounded if need be. Local."""
         self.bind(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
@@ -81,6 +83,7 @@ class Assign:
         return lambda step: np.copyto(value, total, casting="unsafe")
 
     def settings(self) -> str:
+        """Return a constant text: any two are equal."""
         return "assign"
 
 
@@ -102,9 +105,11 @@ class CallableUpdater:
         self._rules = np.geterr()
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
+        """Return {}: no state is kept."""
         return {}
 
     def step(self, key: Key, count: int) -> Key:
+        """Return the key, the first argument of the user's function."""
         return key
 
     def update(self, step: Key, total: Array | RowSparse, value: Array, state: Mapping[str, Array]) -> None:
@@ -148,9 +153,11 @@ class CallableUpdater:
             )
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Key], None]:
+        """Return a function that calls :meth:`update` with the key that it is given and these arrays."""
         return lambda step: self.update(step, total, value, state)
 
     def settings(self) -> str:
+        """Return the module and qualified name of the user's function, for ranks to compare."""
         module = getattr(self._function, "__module__", "")
         return f"callable {module}.{getattr(self._function, '__qualname__', type(self._function).__name__)}"
 

@@ -35,6 +35,7 @@ class Kind(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of one row."""
         return self.width * self.dtype.itemsize
 
 
@@ -92,6 +93,7 @@ class Split:
 
     @property
     def sent(self) -> int:
+        """How many bytes this rank has sent to others so far, numbers and rows. Local."""
         return self._numbers.sent + self._rows.sent
 
     def send(
@@ -149,7 +151,7 @@ def _pack(every: Sequence[Array], rows: Sequence[Array] = ()) -> Part:
 
 
 def _flatten(rows: Sequence[Array]) -> Part:
-    """Flatten rows, widest elements first: so every array of the message starts aligned for a GPU."""
+    """Return rows as flat arrays, widest elements first: so each array of the message starts aligned for a GPU."""
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 

@@ -227,7 +227,7 @@ class Rows:
     # --- Updates
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
-        """Update this rank's elements of some rows by their sum; ASSIGN zeroes all others, sets ``nonzero``. Local."""
+        """Update own elements of rows by their sum; with no updater set them, zero others, note ``nonzero``. Local."""
         updater = self._exchange.updater
         if updater.assigns:
             # Without an updater a push replaces the value, so rows outside of the sum become zero.
@@ -413,6 +413,7 @@ def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies:
 
 
 def _kind(entry: Entry) -> Kind:
+    """Return the width and dtype of a value's rows."""
     return Kind(prod(entry.shape[1:]), entry.dtype)
 
 
@@ -422,4 +423,5 @@ def _table(entry: Entry, array: Array) -> Array:
 
 
 def _flat(rows: RowSparse) -> Array:
+    """Return a two-dimensional view of the rows: one flat row for each."""
     return rows.values.reshape(len(rows), prod(rows.shape[1:]))
