@@ -58,7 +58,7 @@ class Check(Standing):
         self._about = "" if made_by in ("Init", "checked") else _describe_origin(group, made_by)
         self._process, self._thread = os.getpid(), get_ident()
         self._board = StatusBoard(group, config.report, self._about)
-        waits = _heeding(group, Waiting(config.timeout, config.warn_after, self._board.warn))
+        waits = _make_waits(group, Waiting(config.timeout, config.warn_after, self._board.warn))
         self._tickets = (SharedTickets if group.one_host else Tickets)(group, waits)
         control: Any = self._tickets  # an agreement asks for less than a whole transport, as does that of GPUs
         super().__init__(Agreement(control, group, self._board), group)
@@ -139,7 +139,7 @@ class Check(Standing):
             self._compare_first()
 
     def _compare_first(self) -> None:
-        """Wait for all ranks' first nonblocking call not compared yet; end the checks if they differ. Collective."""
+        """Wait until all ranks have posted their oldest uncompared call; compare it, raise if unlike. Collective."""
         number, call, place = self._pending[0]
         try:
             equal = self._tickets.meet(number)
@@ -219,7 +219,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        """Add the communicator to a RankMismatch; end the checks if not all ranks know of the error. Local."""
+        """Name the communicator in a RankMismatch; end the checks, and tell ranks, if not all know it. May wait."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
@@ -259,7 +259,7 @@ class Check(Standing):
         self._agreement.record.begin(call.note)
         self._pending.append((self._tickets.post(call.token), call, ""))
         # Without a deadline: another rank may compute alone, as in plain MPI.
-        self._tickets.waiting = _heeding(self.group, Waiting(float("inf")))
+        self._tickets.waiting = _make_waits(self.group, Waiting(float("inf")))
 
     def await_end(self) -> None:
         """Compare calls not compared yet, last the end that :meth:`announce_end` has posted; no deadline. Collective.
@@ -272,12 +272,12 @@ class Check(Standing):
 
     @property
     def is_open(self) -> bool:
-        """Whether this process made it, and no failure has ended it."""
+        """Whether the checks go on: this process, not its parent, began them, and no failure has ended them."""
         return os.getpid() == self._process and self._failure is None
 
 
-def _heeding(group: ProcessGroup, waiting: Waiting) -> Requests:
-    """Return waits that end once another rank has given up, or has ended its calls."""
+def _make_waits(group: ProcessGroup, waiting: Waiting) -> Requests:
+    """Return a waiter that raises once another rank gives up waiting or ends its calls. Local."""
     return Requests(group, AbortableWaiting(group.find_end, waiting))
 
 

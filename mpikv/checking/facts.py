@@ -43,7 +43,7 @@ class Unknown(TypeError):
 
 
 def make_call(verb: str, facts: Callable[..., Facts], given: Sequence[Any], named: Mapping[str, Any]) -> Call:
-    """Return a :class:`Call` that ranks compare by the facts in these arguments, the first its communicator. Local."""
+    """Return a :class:`Call` of the facts in these arguments, to compare; one to match any if unknown. Local."""
     try:
         return call_of(verb, facts(*given, **named))
     except Unknown:
@@ -92,7 +92,7 @@ def _block(message: Any, blocks: int = 1) -> Fact:
 
 
 def _kind(message: Any) -> Fact:
-    """Return the kind alone, where each rank may have a count of its own."""
+    """Return a message's dtype without its count, as each rank may have its own; None if it has no elements."""
     fact = _block(message)
     return fact[0] if isinstance(fact, tuple) else None
 
@@ -146,13 +146,14 @@ def _dtypes_by_handle() -> dict[int, np.dtype[Any]]:
 
 
 def _pair(send: Fact, receive: Fact) -> Fact:
-    """Return the fact of two parts that must be alike; None stands for a part that the rank does not have."""
+    """Return the fact of a send and a receive that must be alike, or words for their difference; None: no such part."""
     if send is None or receive is None or send == receive:
         return receive if send is None else send
     return f"sends {text_of(send)}, receives {text_of(receive)}"
 
 
 def op_of(op: Any) -> str:
+    """Return the name of an operation of MPI, as "sum"; one text for all operations of the program. Local."""
     # An operation of the program has no name that other ranks know.
     return _OPS.get(getattr(op, "handle", None), "an operation of the program")
 
@@ -177,7 +178,7 @@ def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
 
 
 def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
-    """Return the facts of an Allgatherv: kind, all counts, and this rank's part if it fits none."""
+    """Return the facts of an Allgatherv: dtype, all counts, and words if this rank sends another part than its own."""
     (kind, counts), send = counts_of(recvbuf, comm.size), _block(sendbuf)
     own = (kind, count) if (count := counts[comm.rank]) else _EMPTY
     return kind, str(counts), None if send is None or send == own else f"sends {text_of(send)}"

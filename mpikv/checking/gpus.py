@@ -140,7 +140,7 @@ class Gpus:
 
 
 def _array(value: Any) -> Any:
-    """Return an array that DLPack knows. Local."""
+    """Return the value itself if it is an array with DLPack, else a CuPy array over its memory. Local."""
     return value if is_array(value) else find_cupy("arrays of GPUs").asarray(value)
 
 

@@ -69,6 +69,7 @@ class CheckedRequest(_Request, metaclass=_Alike):  # type: ignore[misc]  # MPI i
 
 
 def _with_checks(requests: Iterable[Any]) -> list[Any]:
+    """Return the requests with checks that nobody has completed yet, as a list. Local."""
     return [request for request in requests if getattr(request, "check", None) and request]
 
 
@@ -92,13 +93,13 @@ def _wait_for_any(requests: Sequence[Any]) -> None:
 
 
 def _look_at(requests: Iterable[Any]) -> None:
-    """Compare the nonblocking calls that every rank has made by now. Local, unless they differ."""
+    """Compare nonblocking calls on these requests' communicators that all ranks have made. Local, unless unlike."""
     for request in _with_checks(requests):
         request.check.look()
 
 
 def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
-    """Replace these methods of requests: they call ``first`` with their request, or requests, before MPI's part."""
+    """Define these methods of CheckedRequest: each calls ``first`` with its request, or requests, then MPI's method."""
     for name in names.split():
         raw: Any = getattr(_Request, name)
 
@@ -124,21 +125,21 @@ class CheckedMethods:
     check: Check | None = None
 
     def begin_checks(self: Any, config: Config, made_by: str, group: ProcessGroup | None = None) -> Any:
-        """Begin the checks, and return the communicator. Collective over it."""
+        """Begin checks of this communicator's calls from now on, and return it. Collective over it."""
         group = group or ProcessGroup(_Comm(self), config.simulate_ranks_per_host, config.timeout)
         self.check = Check(group, config, made_by)
         return self
 
 
 def _add(names: str, make: Callable[[str, Any], _Run]) -> None:
-    """Add checked methods; ``make`` is given each one's name, and MPI's method."""
+    """Define these methods of CheckedMethods: ``make`` returns each, given its name and MPI's own method. Local."""
     for name in names.split():
         plain = getattr(_Comm, name)
         setattr(CheckedMethods, name, wraps(plain)(make(name, plain)))
 
 
 def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
-    """Return a function of a name and MPI's method that makes a method: ``run`` with checks, else MPI's."""
+    """Return a function that makes a method: ``run`` with checks, NCCL for arrays of GPUs, else MPI's own. Local."""
 
     def make(name: str, plain: Any) -> _Run:
         def method(self: Any, *given: Any, **named: Any) -> Any:
@@ -154,13 +155,14 @@ def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
 
 
 def _run_on_gpus(*given: Any, **named: Any) -> None:
+    """Make a checked call on arrays of GPUs by NCCL; the first call imports that code. Collective, if the call is."""
     from .gpus import call  # most programs have nothing there
 
     call(*given, **named)
 
 
 def _nonblocking(name: str) -> str:
-    """Return the name of the call that starts what a call does."""
+    """Return the name of a call's nonblocking form: "Ibcast" for "Bcast", "isend" for "send". Local."""
     return ("I" if name[0].isupper() else "i") + name.lower()
 
 
@@ -256,7 +258,7 @@ def _call_and_wait(name: str, plain: Any, self: Any, *given: Any, **named: Any) 
 
 @_unless_free
 def _probe(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Look for a message until there is one, with the deadline."""
+    """Wait with the deadline until a message can be received, and return the probe's result; receive nothing."""
     return self.check.wait(partial(_start_of(name), self, *given, **named), _describing(self, name, *given, **named))
 
 

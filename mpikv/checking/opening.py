@@ -38,7 +38,7 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
 
 
 def check_world() -> None:
-    """Have ``MPI.COMM_WORLD`` checked from the import of ``mpi4py.MPI`` on, which is still to come. Local."""
+    """Insert an import hook: when ``mpi4py.MPI`` is imported, it puts checked objects there, COMM_WORLD too. Local."""
 
     class Finder:
         """Finds ``mpi4py.MPI`` as Python does, and has it changed once it is loaded."""
@@ -57,7 +57,7 @@ def check_world() -> None:
 
 
 def _rebind(mpi: Any) -> Any:
-    """Put checked objects in the places of MPI's, before any program has seen these. Collective, if MPI has started."""
+    """Replace COMM_WORLD, Request, Init and Finalize of mpi4py by checked ones. Collective, if MPI has started."""
     from .check import end_checks
     from .intracomm import CheckedComm, CheckedRequest, open_checks
 

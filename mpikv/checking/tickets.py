@@ -55,6 +55,7 @@ class SharedTickets(Tickets, Arrivals):
         return number
 
     def are_here(self, number: int) -> bool:
+        """Return whether every rank has posted its token of this number. Local; does not wait."""
         return min(self._flags[:: self._stride].tolist()) >= number
 
     def meet(self, number: int) -> bool:
