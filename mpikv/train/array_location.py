@@ -21,7 +21,7 @@ class Located(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The name of the place."""
+        """The device in words: "the host", or the GPU's name."""
         return "the host" if self.gpu is None else self.gpu.name
 
     @property
@@ -47,7 +47,7 @@ class Located(NamedTuple):
 
 
 def locate_source(value: Any) -> Located:
-    """Return an array to read from, with its GPU, and never a copy; TypeError if it is no array. Local.
+    """Return an array to read from, with its GPU; a copy only for byte order; TypeError if it is no array. Local.
 
     Raises:
         TypeError: not an array.
@@ -82,6 +82,7 @@ def add_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
 
 
 def _on_gpu(value: Any) -> Located:
+    """Return a GPU's array, of any library, as the GPU object's own over the same memory, with that object. Local."""
     gpu = gpu_of(value)
     # Adopted by DLPack, an array of another library stays where it is.
     return Located(value if gpu.owns(value) else gpu.adopt(value), gpu)

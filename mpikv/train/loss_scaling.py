@@ -74,7 +74,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
 
 
 def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
-    """Return the items of each GPU; the host's items under None. Local."""
+    """Group items by their GPU, and return the groups; the host's items are under None. Local."""
     groups: dict[Any, list[Item]] = {}
     for gpu, item in pairs:
         groups.setdefault(gpu, []).append(item)
@@ -124,7 +124,7 @@ class LossScaler:
         return {"loss_scale": self.loss_scale, "without": self._without}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Take the result of :meth:`state_dict`. Local."""
+        """Set the factor, and the updates since an overflow, from a result of :meth:`state_dict`. Local."""
         self.loss_scale, self._without = state["loss_scale"], int(state["without"])
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:

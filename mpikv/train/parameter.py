@@ -88,6 +88,7 @@ class Parameter:
 
     @grad_req.setter
     def grad_req(self, request: str) -> None:
+        """Set the use of new gradients; ConfigError for another word. Local."""
         self._grad_req = check_choice("grad_req", request, ("write", "add", "null"))
 
     @property
@@ -108,7 +109,7 @@ class Parameter:
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        """Keep a fresh gradient, or by ``grad_req`` add it to a copy of earlier ones; None discards it. Local."""
+        """Keep a gradient, uncopied, as fresh; with "add" copy it, or add it to earlier ones; None discards. Local."""
         if value is None:
             self.zero_grad()
             return
@@ -154,7 +155,7 @@ class Parameter:
         self.summed = self.summed and self.used
 
     def _locate(self, gradient: Any) -> Array:
-        """Return a gradient as an array on the weight's device, never copied; raise if it lies elsewhere. Local."""
+        """Return a gradient as an array on the weight's device, copied only for byte order; raise for others. Local."""
         found = locate_source(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(

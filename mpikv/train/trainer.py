@@ -464,7 +464,7 @@ class Trainer:
         return steps
 
     def object_state(self) -> ObjectState:
-        """Return how :meth:`mpikv.KVStore.keep` keeps a Trainer. Local."""
+        """Return the functions by which :meth:`mpikv.KVStore.keep` reads and restores this Trainer. Local."""
         return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
 
     def _state(self) -> dict[str, Any]:
@@ -499,6 +499,7 @@ class Trainer:
         }
 
     def _is_pulled(self, name: str) -> bool:
+        """Return whether the store updates this parameter, so that its weight is pulled, not kept here. Local."""
         return self._on_store and self._own[name].grad_req != "null"
 
     def _pull_trained(self) -> None:
@@ -628,7 +629,7 @@ class Trainer:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
-        """Raise ConfigError if the store updates, or a gradient is a sum; ValueMismatch if none can be. Local."""
+        """Raise if gradients cannot be summed in place: the store updates, or one is a sum, shared, or unfit. Local."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         first: dict[int, str] = {}
@@ -667,6 +668,7 @@ class Trainer:
         return given
 
     def _parameter(self, name: Any) -> Parameter:
+        """Return the parameter of a name; raise ConfigError for an unknown one. Local."""
         check_names("parameter", [name], self._named)
         return self._named[name]
 
@@ -740,7 +742,7 @@ class Trainer:
                 self._kvstore.check_equal(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
-        """Yield a text before each slow part of a write of the parameters' state by rank 0. Collective."""
+        """Write the parameters' state on rank 0, in parts; yield a text to compare before each. Collective."""
         self._check_usable()
         optimizer, weights = self.optimizer, self._trainable()
         kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in weights}
@@ -748,7 +750,7 @@ class Trainer:
         yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
     def _load(self, fname: Any) -> Generator[str]:
-        """Yield a text before each slow part of a read of the parameters' state; adopt it at the end. Collective."""
+        """Read the parameters' state, in parts; yield a text to compare before each; adopt it last. Collective."""
         self._check_usable()
         optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
         states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
@@ -765,10 +767,12 @@ class Trainer:
 
 
 def _weights(parameters: Mapping[str, Parameter]) -> list[Array]:
+    """Return the parameters' weights, the arrays themselves. Local."""
     return [parameter.data for parameter in parameters.values()]
 
 
 def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
+    """Return the parameters' gradients, the arrays themselves; None where there is none. Local."""
     return [parameter.grad for parameter in parameters.values()]
 
 
