@@ -147,7 +147,7 @@ class Bucket:
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
-        """This rank's updates for keys with different steps: one per key, or on a GPU one launch for many keys."""
+        """This rank's update calls, bound to memory, for keys with different steps: one per key, or per GPU launch."""
         return tuple(self._cut_updates())
 
     @lazy
@@ -252,7 +252,7 @@ class Plan:
 
     @lazy
     def overlaps(self) -> bool:
-        """Whether a message between GPUs or hosts is sent while the one before is updated. The same on all ranks."""
+        """Whether calls send a message between GPUs or hosts while they update the one before; alike on all ranks."""
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
 
     @lazy

@@ -184,7 +184,7 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Divide a gradient by the number of ranks into its buffer; return if it was there. Local; faults raise on all.
+        """Divide a gradient by the rank count into its buffer; return if there was one. Local; faults raise on all.
 
         Before there is a buffer, the gradient is only checked. Zeros stand for a gradient that is None.
         """
