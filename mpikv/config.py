@@ -142,7 +142,7 @@ def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def sets_bucket_bytes(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether MPIKV_BUCKET_BYTES says how long messages are.
+    """Return whether the variable MPIKV_BUCKET_BYTES is set, whatever its text. Local.
 
     >>> sets_bucket_bytes({})
     False

@@ -333,7 +333,7 @@ def _count_threads(request: _Request, group: ProcessGroup) -> int:
 
 
 def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
-    """Return the error of a request that this group cannot serve, else None. Local."""
+    """Return the error of a request that this group of ranks cannot serve, not raised; None if it can. Local."""
     if not isinstance(request.root, int) or not 0 <= request.root < group.size:
         return ConfigError(f"root={request.root!r} is not a rank from 0 to {group.size - 1}")
     if request.kind.asynchronous and not group.threads:
@@ -342,7 +342,7 @@ def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
 
 
 def _describe(request: _Request) -> dict[str, str]:
-    """Return the parts of a request that must be the same on every rank."""
+    """Return the texts of a request, by option, that must be the same on every rank. Local."""
     settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
     own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
     return {**own, **settings, "compression": request.compression}

@@ -106,22 +106,22 @@ def settled(error: Raised) -> Raised:
 
 
 def is_settled(error: BaseException) -> bool:
-    """Return whether an error has that mark."""
+    """Return whether :func:`settled` marked an error: every rank has seen it, and the store can be used again."""
     return bool(vars(error).get("settled", False))
 
 
 def unsettled(error: Raised) -> Raised:
-    """Remove that mark: the store cannot be used again after all."""
+    """Remove the mark of :func:`settled` from an error, and return it: the store cannot be used again after all."""
     return _marked(error, "settled", False)
 
 
 def mark_repeated(error: Raised, first: bool) -> Raised:
-    """Note whether this is the first of the ranks with the same error. The first one prints it in full."""
+    """Mark and return an error that several ranks raise: only the ``first`` of them prints it in full."""
     return _marked(error, "repeated", not first)
 
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
-    """Note whether this is the lowest rank that came, as far as the missing ranks are known."""
+    """Mark and return a Stalled: only the lowest rank that came, as far as known, prints it in full."""
     # First if all lower ranks are missing. With none known to be missing each rank prints: better twice than never.
     return mark_repeated(error, not error.missing or set(range(rank)) <= set(error.missing))
 
@@ -132,22 +132,22 @@ def is_repeated(error: BaseException) -> bool:
 
 
 def mark_shortened(error: Raised) -> Raised:
-    """Note that the frames of this package were taken out of an error's traceback."""
+    """Mark and return an error: frames of this package were taken out of its traceback."""
     return _marked(error, "shortened", True)
 
 
 def is_shortened(error: BaseException) -> bool:
-    """Return whether an error has that mark."""
+    """Return whether frames of this package were taken out of an error's traceback, by its mark."""
     return bool(vars(error).get("shortened", False))
 
 
 def mark_unwritable(error: Raised) -> Raised:
-    """Note that the target is an array, and only read-only: a new array may take its place."""
+    """Mark and return an error: the target is a read-only array, and a new array may take its place."""
     return _marked(error, "unwritable", True)
 
 
 def is_unwritable(error: BaseException) -> bool:
-    """Return whether an error has that mark."""
+    """Return whether an error is marked: its target is a read-only array, and a new one may take its place."""
     return bool(vars(error).get("unwritable", False))
 
 
@@ -226,5 +226,5 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
 
 
 def no_attribute(what: str, name: str, known: Iterable[str], hint: str = "") -> AttributeError:
-    """Return the error for a name that a module lacks. Python itself asks for some, such as ``__path__``."""
+    """Return, not raise, the AttributeError for a name that a module lacks, with the known and the nearest names."""
     return AttributeError(name if name.startswith("__") else known_names(what, name, known, hint))

@@ -142,6 +142,7 @@ def _read(value: Any) -> float:
 
 
 def _contains(interval: str, number: float) -> bool:
+    """Return whether a number lies in an interval as ``"[0, 1)"``; NaN lies in none."""
     # NaN is in no interval: it compares as False with both bounds.
     low, high = _parse_bounds(interval)
     return low < number < high or (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
@@ -149,10 +150,12 @@ def _contains(interval: str, number: float) -> bool:
 
 @cache
 def _parse_bounds(interval: str) -> tuple[float, float]:
+    """Return the two bounds of an interval as floats. Cached."""
     low, high = map(float, interval[1:-1].split(","))
     return low, high
 
 
 def _describe(where: str, value: Any, fault: str) -> ConfigError:
+    """Return, not raise, a ConfigError that says where the option is, its value, shortened, and the fault."""
     # Python refuses to print an int of more than 4300 digits (sys.set_int_max_str_digits): text_of reports that.
     return ConfigError(f"{where}={brief(text_of(value, repr))} is {fault}")

@@ -83,10 +83,11 @@ class Schedule:
         return self.warmup_begin_lr + (self.base_lr - self.warmup_begin_lr) * num_update / self.warmup_steps
 
     def decayed(self, num_update: int) -> float:
-        """Return the rate of an update after the warm-up."""
+        """Return the rate of an update after the warm-up: ``base_lr``, unless a subclass lowers it."""
         return self.base_lr
 
     def _require(self, condition: bool, name: str, fault: str) -> None:
+        """Raise ConfigError about the option of this name unless the condition holds."""
         if not condition:
             raise ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is {fault}")
 
@@ -139,6 +140,7 @@ class MultiFactor(Schedule):
         self._require(all(a < b for a, b in pairwise(self.step)), "step", "not rising")
 
     def decayed(self, num_update: int) -> float:
+        """Return the rate after the warm-up: ``base_lr``, times ``factor`` for each passed number of ``step``."""
         return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
 
 
@@ -182,6 +184,7 @@ class Polynomial(_Falling):
     """The power, in [0, inf); 1: a straight line."""
 
     def _left(self, done: int, every: int) -> float:
+        """Return the power ``pwr`` of the share of updates that remain."""
         return math.pow((every - done) / every, self.pwr)
 
 
@@ -198,4 +201,5 @@ class Cosine(_Falling):
     """
 
     def _left(self, done: int, every: int) -> float:
+        """Return the remaining share of the fall along half a period of the cosine."""
         return (1.0 + math.cos(math.pi * (done / every))) / 2.0

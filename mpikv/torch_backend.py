@@ -26,5 +26,5 @@ def register() -> None:
 
 
 def _create(options: Any, of_backend: Any) -> Any:
-    """Make a process group. Collective over its ranks."""
+    """Return a new process group of torch.distributed; imports mpikv.torch now. Collective over its ranks."""
     return import_module("mpikv.torch.backend").open_process_group(options)
