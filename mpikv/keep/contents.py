@@ -68,10 +68,9 @@ class Contents:
         texts += [f"transport {exchange.transport.name}", f"messages of {exchange.transport.limit} bytes"]
         texts += [f"placement {exchange.placement.name}", f"updater {kind}", f"compression {codec}"]
         for entry in self._list_kept():
-            form, place = f"{name_of(entry.dtype)}{list(entry.shape)}", entry.place
-            sparse = " of rows" * entry.row_sparse
+            form, place = f"{name_of(entry.dtype)}{list(entry.shape)}" + " of rows" * entry.row_sparse, entry.place
             where = f"at {place.start} of block {place.block.index}, row {entry.index}"
-            texts.append(f"key {entry.key!r}: {form}{sparse}, {where}")
+            texts.append(f"key {entry.key!r}: {form}, {where}")
         for block in self._ends:
             slots = {name: name_of(array.dtype) for name, array in block.state.items()}
             # The transport and the number of its first cell decide its owners, too.

@@ -10,9 +10,9 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-HEADER = struct.Struct("<QQQI")
-"""The begin of a file: epoch, step, bytes of the text, and the CRC-32 of these. No kill leaves half of it: it is in one
-page."""
+HEADER = struct.Struct("<QQQQI")
+"""The begin of a file: epoch, step, bytes and CRC-32 of the text, and the CRC-32 of these. No kill leaves half of it:
+it is in one page."""
 # The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
 _NOTE, NOTE_AT = struct.Struct("<qq"), 1024
 BRIEFING = "start.json"
@@ -27,6 +27,8 @@ class Commit(NamedTuple):
     """The next step to make."""
     nbytes: int = 0
     """Bytes of the text."""
+    crc: int = 0
+    """CRC-32 of the text."""
 
 
 def seal(commit: Commit) -> bytes:
@@ -37,15 +39,14 @@ def seal(commit: Commit) -> bytes:
 def read_header(file: int) -> Commit:
     """Read from an open file the header of its whole commit; if there is none, return one of epoch 0."""
     text = os.pread(file, HEADER.size, 0)
-    commit = Commit(*HEADER.unpack(text)[:3]) if len(text) == HEADER.size else Commit()
+    commit = Commit(*HEADER.unpack(text)[:-1]) if len(text) == HEADER.size else Commit()
     return commit if text == seal(commit) else Commit()
 
 
 def read_note(file: int) -> tuple[int, int]:
     """Return from a rank's open file how many steps all starts have begun, and the process of the last start."""
     text = os.pread(file, _NOTE.size, NOTE_AT)
-    begun, process = _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
-    return begun, process
+    return _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
 
 
 def read_progress(folder: Path) -> tuple[int, int]:
@@ -53,10 +54,9 @@ def read_progress(folder: Path) -> tuple[int, int]:
     newest: dict[int, dict[int, Commit]] = {}
     for path in folder.iterdir():
         if found := _NAME.fullmatch(path.name):
-            with path.open("rb") as file:
-                commit = read_header(file.fileno())
             ranks, rank = newest.setdefault(int(found[1]), {}), int(found[2])
-            ranks[rank] = max(commit, ranks.get(rank, Commit()))
+            with path.open("rb") as file:
+                ranks[rank] = max(read_header(file.fileno()), ranks.get(rank, Commit()))
     # All ranks have files before the first of them commits.
     common = [min(newest[loop].values()) for loop in sorted(newest)]
     steps = [commit.step for commit in common if commit.epoch]

@@ -12,6 +12,7 @@ import fcntl
 import math
 import mmap
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.runtime import present
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..protocols import Array
 from .folder import HEADER, NOTE_AT, Commit, read_header, read_note, seal
 
@@ -98,7 +99,7 @@ class Slots:
         """Overwrite with zeros the headers of commits after an epoch: not all ranks have these commits."""
         for file in self._files:
             if read_header(file).epoch > epoch:
-                _void(file)
+                _write(file, bytes(HEADER.size), 0)
 
     def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
         """Enlarge both files, if too small for such a commit; return its arrays' offsets; MemoryError without room.
@@ -133,13 +134,13 @@ class Slots:
         """
         # The text may have grown: room is taken before the commit there is voided.
         begins, file = self.reserve(text, arrays), self._files[epoch % 2]
-        _void(file)
+        _write(file, bytes(HEADER.size), 0)
         self._flush(file)
         _write(file, text, _TEXT_AT)
         for begin, array in zip(begins, arrays, strict=True):
             _write(file, array.reshape(-1).view(np.uint8), begin)
         self._flush(file)
-        _write(file, seal(Commit(epoch, step, len(text))), 0)
+        _write(file, seal(Commit(epoch, step, len(text), zlib.crc32(text))), 0)
         self._flush(file)
 
     def _flush(self, file: int) -> None:
@@ -149,10 +150,18 @@ class Slots:
             os.fsync(file)
 
     def read(self, commit: Commit) -> tuple[bytes, Callable[[np.dtype[Any], Sequence[int]], Array]]:
-        """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only."""
+        """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only.
+
+        Raises:
+            CheckpointError: the text is damaged.
+        """
         memory = np.frombuffer(mmap.mmap(self._files[commit.epoch % 2], 0, access=mmap.ACCESS_READ), np.uint8)
         end = _TEXT_AT + commit.nbytes
         text = memory[_TEXT_AT:end].tobytes()
+        if zlib.crc32(text) != commit.crc:
+            raise CheckpointError(
+                f"the commit in {self._paths[commit.epoch % 2]} is damaged; remove this file to go on from an older one"
+            )
 
         def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
             nonlocal end
@@ -188,8 +197,3 @@ def _write(file: int, content: Any, offset: int) -> None:
         # The system may write less than asked, e.g. at a signal.
         done = os.pwrite(file, rest, offset)
         rest, offset = rest[done:], offset + done
-
-
-def _void(file: int) -> None:
-    """Overwrite a file's header with zeros, so that it holds no commit."""
-    _write(file, bytes(HEADER.size), 0)

@@ -449,7 +449,6 @@ class Optimizer:
         spare = new or self.scratch(precision, number)
         # reshape(-1) of a contiguous array is a view: the rule writes to the store's own memory.
         weight = state["master"].reshape(-1) if kept else value
-        states = [state[name].reshape(-1) for name in self.states]
         blocks = []
         for start in range(0, value.size, length):
             part = slice(start, min(start + length, value.size))
@@ -458,7 +457,7 @@ class Optimizer:
                 Block(
                     gradient=total[part],
                     weight=weight[part] if own or kept else wide,
-                    state=[array[part] for array in states],
+                    state=[state[name].reshape(-1)[part] for name in self.states],
                     spare=spares,
                     stored=None if own else value[part],
                     kept=kept,
