@@ -141,7 +141,7 @@ class ProcessGroup:
         return TranslatedErrors(self.mpi, doing)
 
     def part(self, ranks: Sequence[int]) -> Any:
-        """Return a new communicator of these ranks, in this order, which they free; others get a null one. Collective.
+        """Return a new communicator of these ranks, in this order, for them to free; others get a null one. Collective.
 
         For a process that is alone, ``COMM_SELF``, or None if no MPI is loaded.
         """

@@ -36,7 +36,7 @@ _forked = False
 
 
 def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
-    """Tell other ranks, without waiting, that this one shuts down; return a lister of those yet to say so. Local.
+    """Tell other ranks, not waiting, that this one shuts down; return a function that lists those yet to do so. Local.
 
     Returns:
         A function that lists the ranks that have not said the same yet.
@@ -138,7 +138,7 @@ def abort_on_exception(mpi: Any) -> None:
 
 
 def fail_at_end() -> None:
-    """Have this process exit with status 1, once Python and MPI have ended; it goes on until then. Local."""
+    """Register exit functions: this process ends with status 1 once Python and MPI have ended. Returns now. Local."""
     system = ctypes.CDLL(None)
     # C runs exit functions in reverse: fflush writes the buffers, then _exit ends the process with status 1.
     for function, argument in ((system._exit, 1), (system.fflush, None)):
@@ -159,7 +159,7 @@ def was_forked() -> bool:
 
 
 def leave_mpi() -> None:
-    """In a forked child, make MPI_Finalize at exit end nothing: it would end the parent's MPI. Local.
+    """In a forked child, change MPI's own state, so that MPI_Finalize at exit ends nothing of the parent's. Local.
 
     ``os._exit`` would need the exit status, which Python does not reveal, and would skip exit functions. So it changes
     the child's own copy of a value that MPI reads before it ends: a state variable of Open MPI, a callback's result in
