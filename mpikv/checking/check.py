@@ -108,7 +108,7 @@ class Check(Standing):
             raise
 
     def _resume(self, call: Call) -> None:
-        """If mpi4py refused the last call, forget that; if this one is another, end the checks and raise. Local."""
+        """If mpi4py refused the last call, forget that; if this is another, end the checks, tell ranks and raise."""
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
@@ -155,7 +155,7 @@ class Check(Standing):
     # --- Messages and requests
 
     def track(self, request: Any, describe: Describe, frame: FrameType, number: int = 0) -> Any:
-        """Note a request's facts in it, remember it as not waited for, and return it. Local.
+        """Set a request's place, number and description on it, remember it as not waited for, and return it. Local.
 
         ``number`` is that of its comparison; a message has none.
         """
@@ -165,7 +165,7 @@ class Check(Standing):
         return request
 
     def drop(self, request: Any) -> None:
-        """Remember a request that the program has dropped before its end, without the buffer. Local."""
+        """Remember, for the log at the end, a request that the program dropped unfinished; keep no buffer. Local."""
         self._dropped[f"{request.describe()[0]}{request.place}"] = None
 
     def complete(self, request: Any, is_done: Callable[[], object]) -> None:

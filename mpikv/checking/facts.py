@@ -83,7 +83,7 @@ def text_of(fact: Fact) -> str:
 
 
 def _block(message: Any, blocks: int = 1) -> Fact:
-    """Return dtype and count, or "no elements", of one of ``blocks`` equal blocks; None for None or IN_PLACE."""
+    """Return dtype and count, or "no elements", of one of a message's equal blocks; None for None or IN_PLACE."""
     if message is None or message is MPI.IN_PLACE:
         return None
     kind, named, _, whole = unpack(message, vector=False)
@@ -132,7 +132,7 @@ def unpack(message: Any, vector: bool) -> tuple[Fact, Any, Any, int]:
 
 @cache
 def _dtypes_by_handle() -> dict[int, np.dtype[Any]]:
-    """Return numpy's dtype of each MPI datatype without gaps, by handle. Local.
+    """Return a cached dict from the handle of each MPI datatype without gaps to numpy's dtype. Local.
 
     It is cached, since MPI is slow: do not change it.
     """

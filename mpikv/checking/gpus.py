@@ -125,7 +125,7 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run a step that ranks agreed on by a GPU transport, and wait; an error not settled ends checks. Collective.
+        """Run an agreed step by the GPU transport, and wait; a failure on this rank alone ends the checks. Collective.
 
         It runs after the work on the current stream. The first one connects the GPUs.
         """

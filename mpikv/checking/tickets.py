@@ -30,7 +30,7 @@ class SharedTickets(Tickets, Arrivals):
         self._place = self._stamp = 0
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Post a token, wait for those of all ranks, and return whether they are equal, ANY to all. Collective."""
+        """Post a token, wait for those of all ranks, and return whether they are equal; ANY equals all. Collective."""
         number, self.early = self.early or self.post(token), 0
         words, place, stamp = self._flags, self._place, self._stamp
         for peer in self._peers:

@@ -243,7 +243,7 @@ class CapturedStep:
         return known.result
 
     def _queue(self, known: _Known) -> None:
-        """Queue a pushpull whose updates read their steps from the table. Collective."""
+        """Queue a pushpull on the GPU; its updates read their rates from the GPU table. Collective."""
         plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
         if known.table is not None:
             rows = known.table.rows

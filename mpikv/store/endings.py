@@ -37,7 +37,7 @@ def tell_unseen() -> None:
 
 
 def _close_all() -> None:
-    """At exit: close open stores, print unseen errors, wait for ranks that lost stores or end the job. Collective."""
+    """At exit: close open stores and print unseen errors; after lost stores, await ranks or end the job. Collective."""
     # In the order of their creation, the same on all ranks: closing is collective.
     while stores := open_stores():
         store = stores[0]

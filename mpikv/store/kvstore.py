@@ -1124,7 +1124,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """A with block for unequal numbers of calls: a rank that is done takes part in the others' calls until all are.
+        """In a with block ranks may make unequal numbers of calls: a rank that is done joins the others'. Collective.
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
         different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
@@ -1230,7 +1230,7 @@ class KVStore(RankedStore):
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Send other ranks the notice that this one ends; return a lister of ranks yet to do so, and a limit. Local.
+        """Send other ranks notice that this one ends; return a lister of ranks yet to do so, and its limit. Local.
 
         Returns:
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.

@@ -126,7 +126,10 @@ class KVStoreBase:
         self._cannot("set_optimizer")
 
     def delete(self, key: Any) -> None:
-        """Remove keys and their values, as a Trainer asks; Unsupported unless overridden. Collective."""
+        """Remove keys and their values; Unsupported unless overridden. Collective.
+
+        A Trainer with frozen integers calls it.
+        """
         self._cannot("delete")
 
     def set_gradient_compression(self, compression: Any) -> None:

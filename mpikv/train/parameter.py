@@ -68,7 +68,7 @@ class Parameter:
 
     @property
     def title(self) -> str:
-        """The name in messages."""
+        """The parameter in words, for messages: by its name, if it has one."""
         return f"parameter {self.name!r}" if self.name else "a parameter"
 
     @property

@@ -585,7 +585,7 @@ class Trainer:
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
-        """Set a step's options until ``settings`` closes; return parameters with new gradients, or raise. Local.
+        """Set the optimizer's options until ``settings`` closes; return parameters with new gradients, or raise. Local.
 
         It may raise StaleGradient.
         """
@@ -649,7 +649,7 @@ class Trainer:
                 )
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return options that let the parameters' own factors override the optimizer's. Local."""
+        """Return ``lr_mult`` and ``wd_mult`` of the optimizer, overridden by the parameters' own factors. Local."""
         options: dict[str, Any] = {}
         for option in ("lr_mult", "wd_mult"):
             own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}

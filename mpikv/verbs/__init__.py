@@ -38,7 +38,7 @@ class Verbs:
         self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:
-        """Drop a call that was prepared and will not run: its packed message and its stand-ins. Local."""
+        """Discard a prepared call that will not run: its packed message, and the arrays noted to be filled. Local."""
         # It lies in the send buffer, and the next push would send it.
         self.exchange.pipeline.prefetched = None
         self.exchange.transport.memory.order.cancel()

@@ -194,7 +194,7 @@ def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
 
 
 def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
-    """Return a key's group; raise ValueMismatch if it is empty. Local."""
+    """Return the group of a key's arrays itself; raise ValueMismatch if it is empty. Local."""
     if not group:
         raise ValueMismatch(f"no value for key {key!r}")
     return group

@@ -182,7 +182,7 @@ class Operands:
         return plan, *self.find_targets(plan, key, out)
 
     def find_cached_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any] | None:
-        """Return as :meth:`find_pulled`, if the plan is cached and the arrays are plain; else None. Local."""
+        """Return as :meth:`find_pulled`, if the plan is cached and each array fits as it is; else None. Local."""
         names, outs, filled = key, out, out
         if type(key) is dict and out is None:
             names, outs, filled = tuple(key), list(key.values()), key

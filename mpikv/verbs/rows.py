@@ -70,7 +70,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Prepare to push checked rows and fill ``result``: a RowSparse's rows, or arrays. Its run is collective."""
+        """Prepare to push checked rows, and pull a RowSparse's own rows or an array's all. Its run is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()

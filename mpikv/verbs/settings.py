@@ -25,7 +25,7 @@ class SettingVerbs:
         """The codec as the user set it: a GPU's store may run another implementation of it."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
-        """Prepare to set an updater function, or None for none; raise if it is unfit. Local; its run is collective."""
+        """Prepare to set an updater function, None: remove it; raise if it is unfit. Local; its run is collective."""
         new = Assign() if updater is None else CallableUpdater(updater_function(updater))
         return self._change_updater("set_updater", new)
 
