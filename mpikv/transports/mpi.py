@@ -129,7 +129,7 @@ class MpiTransport(Unshared):
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Return arrays that add up to this rank's part of the sum of every rank's ``send``. Collective."""
+        """Return terms that add up to this rank's part of the sum of every ``send``; may fill ``recv``. Collective."""
         # A sum of half precision is made in float32, and would move twice the bytes.
         if self._gathers or accumulator(send.dtype) != send.dtype:
             return self.all_to_all(send, counts)
