@@ -207,7 +207,7 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, on_gpus: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Check a call, make copies if needed, stage a small message, maybe cache it. Local; its run is collective.
+        """Check a call; copy arrays if needed; pack a small message; maybe cache it. Local; its run is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
@@ -274,7 +274,7 @@ class AllReduce(RankedStore):
         return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
 
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
-        """Prepare a call by its cached description; stage its message if small. Local; its run is collective."""
+        """Prepare a call by its cached description; pack its message if small. Local; its run is collective."""
         self._stage(self._host, verb, pairs)
         return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 

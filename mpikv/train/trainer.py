@@ -212,7 +212,7 @@ class Trainer:
     # --- Collective
 
     def start(self) -> None:
-        """Once: make a store if none is given; give all ranks the root's weights, or a resumed store's. Collective.
+        """Once: make or set up the store; overwrite all ranks' weights by the root's, or a resumed store's. Collective.
 
         Without this call the first step does it, after each rank has computed gradients from its own weights.
         Collective. A second call has no effect. A store with an optimizer does not keep frozen parameters of integers,

@@ -153,7 +153,7 @@ class Operands:
         return arrays
 
     def _lies_apart(self, array: Array) -> bool:
-        """Return whether a view of other memory lies outside of the memory of values; if so, remember it. Local."""
+        """Return whether an array lies outside of the memory of stored values; if so, remember that. Local."""
         # Its flags do not tell: torch, for one, makes a view writable. Comparing addresses takes longer than adding a
         # small array, so each array is looked up once, or its base for all views of it.
         known, base = self._known_apart, array.base
