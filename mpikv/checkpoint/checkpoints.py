@@ -275,7 +275,7 @@ class Checkpoints:
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Read this rank's values and state, and ``program``'s with checks; then give values to all ranks. Collective.
+        """Read this rank's values and state, with ``program`` its state, checked; give values to all ranks. Collective.
 
         With a program's state, read that, too, and compare checksums; without, only check that the file is the one
         verified before.
@@ -332,7 +332,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, most: float = math.inf) -> None:
-        """Run parts, at most ``most``; after each, raise if any rank failed; join all ranks' checksums. Collective."""
+        """Run ``most`` steps of a generator, or all; after each, raise if a rank failed; join checksums. Collective."""
         try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if callable(sums):

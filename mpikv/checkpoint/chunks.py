@@ -102,7 +102,7 @@ def write_arrays(
 def write_windows(
     draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None = None
 ) -> Generator[Window]:
-    """Write and flush pieces, a window at a time; yield checksums, with ``gather`` first a collective function. Local.
+    """Write and flush pieces window by window; yield checksums, with ``gather`` first a collective call to run. Local.
 
     ``gather`` adds pieces to the window.
     """

@@ -285,6 +285,7 @@ class Reader:
             parts, offset = _rest(parts, done), offset + done
 
     def close(self) -> None:
+        """Close the file, if it is open. Local."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -139,7 +139,7 @@ class Header:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """The arrays in file order: largest elements first, so that every array is aligned."""
+        """The arrays by slot and dtype, in file order: largest elements first, so that every array is aligned."""
         shapes: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
         for number, kind in enumerate(self.kinds):
             for column in self._slots(kind).items():
@@ -171,7 +171,7 @@ class Header:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all arrays. Not from their places, since a forged header may claim any shapes."""
+        """Bytes of all arrays and the program's state. Not from their places: a forged header may claim any shapes."""
         of_kind = [sum(_nbytes(dtype, kind.shape) for dtype in self._slots(kind).values()) for kind in self.kinds]
         return sum(of_kind[kind] for kind in self.kind_of) + sum(map(sum, self.program.values()))
 
@@ -228,7 +228,7 @@ class Header:
         return 8 + length
 
     def encode(self, sums: Array) -> bytes:
-        """Return the file's bytes before the arrays."""
+        """Return the file's bytes before the arrays: the header, with these checksums."""
         text = f"{self._text_before_end(sums)}{self.end}"
         return (self.start - 8).to_bytes(8, "little") + text.ljust(self.start - 8).encode()
 

@@ -93,7 +93,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _start_next(start: Array, right: Array) -> None:
-    """Overwrite ``start`` by the columns of ``right``, of length 1; zero or infinite ones leave the old. Local.
+    """Overwrite ``start`` by the columns of ``right``, scaled to length 1; zero or infinite ones leave the old. Local.
 
     A column of zeros predicts nothing about the next gradient and would stay zero for ever: the old one remains.
     """

@@ -165,7 +165,7 @@ class GpuOrder:
         self.check = check
 
     def begin(self) -> None:
-        """Raise if the GPU failed or is captured; for an issued call, queue a wait for work before the issue. Local."""
+        """Raise if the GPU failed or a capture runs; for an issued call, queue a wait for its caller's work. Local."""
         self.check()
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
@@ -225,7 +225,7 @@ class GpuOrder:
         """Do nothing: a call that is not made leaves nothing behind."""
 
     def issue(self) -> Issued:
-        """Return a note of the caller's stream, for a call on another thread; Unsupported if it is captured. Local."""
+        """Record an event on the caller's stream; return a note of it for a call on another thread; or raise. Local."""
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())

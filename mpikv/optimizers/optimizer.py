@@ -381,7 +381,7 @@ class Optimizer:
 
     @contextmanager
     def in_lane(self, lane: int, block: int) -> Iterator[None]:
-        """In a with block: bind updates to scratch memory of thread ``lane``; they may run beside those of others.
+        """In a with block: bind updates to scratch memory of thread ``lane``; they may run beside other lanes' updates.
 
         ``block`` is the most elements that they change at once.
         """

@@ -58,7 +58,7 @@ of a call. These return None for an optimizer whose options ask for another reco
 
 
 def is_recordable(updater: object) -> TypeGuard[Optimizer]:
-    """Return whether an updater is an optimizer that does nothing but its rule, element by element."""
+    """Return whether an updater is an element-wise optimizer with the ``update`` and ``bind`` of Optimizer itself."""
     kind: Any = type(updater)
     own = isinstance(updater, Optimizer) and (kind.update, kind.bind) != (Optimizer.update, Optimizer.bind)
     return isinstance(updater, Optimizer) and updater.elementwise and not own
@@ -203,7 +203,7 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true, and record that as a guard; _Question if it depends on the step.
+        """Return whether a number is true, and record that as a guard; raise _Question if it depends on the step.
 
         If the question has an answer already, it returns that.
         """

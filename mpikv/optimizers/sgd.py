@@ -55,10 +55,7 @@ class SGD(Optimizer):
         return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
-        """Change weight and momentum of a block in place. Local.
-
-        It may overwrite the gradient, so do not read that afterwards.
-        """
+        """Change weight and momentum of a block in place. It may overwrite the gradient. Local."""
         if not self.momentum:
             np.multiply(block.gradient, step.rate, out=block.gradient)  # may be overwritten, so no spare is needed
             np.subtract(block.weight, block.gradient, out=block.weight)

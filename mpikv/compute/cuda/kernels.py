@@ -169,7 +169,7 @@ class _Updates:
             low += count
 
     def _use_table(self, steps: Sequence[Any]) -> tuple[Rule, int]:
-        """Let the launch read numbers from rows of a table in GPU memory; return the rule, and the number of ranges."""
+        """Point the launch's argument to rows of a table in GPU memory; return the rule, and the number of ranges."""
         self._given["table"] = steps[0].table
         self._rows[: len(steps)] = [step.row for step in steps]
         return steps[0].rule, len(steps)

@@ -35,7 +35,7 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return these arrays bound to loops; None if they are few, have gaps, or numpy's layout is unknown. Local."""
+    """Return an object that compares and copies such lists by loops; None if few, with gaps, or unsafe. Local."""
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
@@ -80,7 +80,7 @@ def _objects_of(arrays: Sequence[Any]) -> Array:
 
 @cache
 def _reads_headers() -> bool:
-    """Return whether this numpy has the known layout. It reads inside the objects of some arrays only."""
+    """Return whether numpy's array objects have the known layout, tried on a few arrays."""
     base = np.zeros((3, 4), np.float32)
     frozen = base.copy()
     frozen.flags.writeable = False
