@@ -138,11 +138,13 @@ class StatusBoard:
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
         """Ask this host's late ranks by a signal for their lines of code; return them, and a text. Local; may wait."""
-        begun = self.record.calls
-        fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
+        begun, slots = self.record.calls, list(zip(self._ranks, self._slots, strict=True))
+        fewer = [rank for rank, slot in slots if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
         late = tuple(sorted({*fewer, *missing})) or self._find_away()
-        texts = self.describe(late)
+        # A late rank may wait for an owner whose thread is in an updater, and that owner may be the one that asks.
+        updating = [rank for rank, slot in slots if slot["thread"] != slot["pid"] and not _ask_if_waiting(slot)]
+        texts = self.describe(list(dict.fromkeys((*updating, *late))))
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
         return Answer(late, "; ".join(texts))
