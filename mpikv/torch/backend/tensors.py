@@ -6,7 +6,6 @@ tensors: complex numbers are pairs of floats, and types that are only moved are 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -31,16 +30,6 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Elements from which on PyTorch adds half precision faster than numpy, and the most per call: PyTorch shares out more
 # among its threads, which may be busy with a backward pass.
 _FEW, _BLOCK = 1 << 13, 1 << 15
-
-
-class _Scratch(threading.local):
-    """Memory for float32 numbers, each thread's own. Fresh memory of this size costs a page fault per 4 KB."""
-
-    def __init__(self) -> None:
-        self.total, self.wide = torch.empty(2, _BLOCK)
-
-
-_scratch = _Scratch()
 
 
 class Reduction(NamedTuple):
@@ -220,8 +209,7 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
         if len(others) == 1:  # widened, added and rounded in one pass
             torch.add(first, *others, out=into)
             continue
-        total, wide = (scratch[: into.numel()] for scratch in (_scratch.total, _scratch.wide))
-        total.copy_(first)
+        total = first.float()
         for other in others:
-            total += wide.copy_(other)
+            total += other  # widened as it is added
         into.copy_(total)
