@@ -232,7 +232,8 @@ class Program:
         low = 0 if dtype.kind in "ub" else 1 - high
         brought = []
         for _ in range(draw.randint(1, most)):
-            given = draw.choice(relatives(dtype))
+            # A pushpull also fills them, and integers are cast to wider ones alone.
+            given = dtype if dtype.kind in "iu" else draw.choice(relatives(dtype))
             array = data.integers(low, high, shape).astype(given)
             brought.append(draw.choice(LAYOUTS)(array))
         return brought

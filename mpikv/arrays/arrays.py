@@ -186,26 +186,19 @@ def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Return whether values may be cast silently: within one kind, and never from signed to unsigned.
+    """Return whether values may be cast silently: within one kind, and integers only where none can wrap.
 
     >>> castable(np.dtype("float64"), np.dtype("float32")), castable(np.dtype("int64"), np.dtype("float32"))
     (True, False)
+    >>> castable(np.dtype("uint8"), np.dtype("int16")), castable(np.dtype("int64"), np.dtype("int8"))
+    (True, False)
     """
-    # By kinds, as numpy's "same_kind" would let signed integers wrap in unsigned ones, and knows no bfloat16.
+    # By kinds, as numpy's "same_kind" would let integers wrap, and knows no bfloat16.
     if given == wanted:
         return True
     if _KINDS.get(given.name) != _KINDS.get(wanted.name) or given.name not in _KINDS:
         return False
-    return not (given.kind == "i" and wanted.kind == "u")
-
-
-def narrows(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Return whether both are integers and ``wanted`` has a smaller range: in a cast, some would wrap.
-
-    >>> narrows(np.dtype("int64"), np.dtype("int8")), narrows(np.dtype("uint8"), np.dtype("int16"))
-    (True, False)
-    """
-    return given is not wanted and given.kind in "iu" and wanted.kind in "iu" and not np.can_cast(given, wanted)
+    return given.kind not in "iu" or np.can_cast(given, wanted)
 
 
 @cache

@@ -34,7 +34,7 @@ from ..protocols import Array, Gpu, Key, Memory
 from ..verbs.arguments import checked_target, outs_of, priorities
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
-from ..verbs.renewed import answer, widened
+from ..verbs.renewed import answer
 from .kvstore import KVStore, drain_gpu_stores
 from .plugins import KVStoreBase, RankedStore
 
@@ -219,13 +219,12 @@ class AllReduce(RankedStore):
             here.memory.order.begin()
         sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
-        def fill(arrays: Any, result: Any) -> tuple[Arrays, Any]:
+        def fill(arrays: Any) -> Arrays:
             groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
-            outs = [
+            return [
                 tuple(checked_target(each, name, source.shape, source.dtype, here.memory) for each in group)
                 for name, source, group in zip(form.keys, sources, groups, strict=True)
             ]
-            return widened(form.keys, [source.dtype for source in sources], outs, here.memory, result)
 
         outs, result = self._store._verbs.operands.with_stand_ins(fill, filled, implied)
         work = self._plan_work(sources, outs, here.memory)

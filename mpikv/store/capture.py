@@ -27,7 +27,7 @@ from ..protocols import Graph, StepTable, Updater
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
-from ..verbs.renewed import Filled
+from ..verbs.renewed import Renewed
 from ..verbs.row_arguments import Brought
 from .door import Door, State
 
@@ -259,10 +259,9 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
     given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # raises for every mistake in them
     plan, _, _, result = _bind(verbs, given)
-    if type(result) in Filled:
+    if type(result) is Renewed:
         raise TypeError(
-            "each call fills the same arrays, and one of them is read-only, or of integers that hold less than the "
-            "stored ones; use pushpull, or numpy's arrays of the stored dtype"
+            "each call fills the same arrays, and one of them is read-only; use pushpull, or numpy's arrays"
         )
     verbs.give_up()  # it was prepared for its checks alone
     return verbs.comparison.plan_call("capture", plan), lambda: given
@@ -285,7 +284,7 @@ def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Ar
     if isinstance(sources, Brought):
         return plan, sources, (), result
     targets, renewed = verbs.operands.find_targets(plan, key, fills, implied=out is None)
-    return plan, sources, targets, renewed if type(renewed) in Filled else result
+    return plan, sources, targets, renewed if type(renewed) is Renewed else result
 
 
 def _has_rows(given: Fixed) -> bool:

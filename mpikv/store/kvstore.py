@@ -312,7 +312,7 @@ class KVStore(RankedStore):
             key: an int or a str, a list of them, or a dict of arrays. Repeated keys in a list mean a list of arrays.
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
                 left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast,
-                but integers that the stored dtype does not hold are refused; sums may wrap in it, as numpy's do.
+                integers only if the stored one is wider; sums may wrap in it, as numpy's do.
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
                 never changed or kept and may be reused when push returns; memory that several ranks push from when it
                 has returned on all of them. None, on every rank, takes the
@@ -360,8 +360,8 @@ class KVStore(RankedStore):
         Args:
             key: an int or a str, a list of them, or a dict of arrays to fill.
             out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
-                a list with one of either per key. A dtype of the same kind is cast, but integers that it does not hold
-                are refused, on this rank alone, when the call is made. A key's own :meth:`view` is brought up to date.
+                a list with one of either per key. A dtype of the same kind is cast, integers only if it is wider
+                than the stored one. A key's own :meth:`view` is brought up to date.
                 The arrays must not overlap: that is not looked for, as it would take longer than a small pull. None:
                 new arrays of numpy's are returned.
             priority: as in :meth:`push`.

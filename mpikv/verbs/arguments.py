@@ -14,10 +14,8 @@ from ..engine.plan import Plan, label
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..optimizers import Optimizer, create
 from ..protocols import Array, Key, Memory
-from .renewed import check_integers, contained
+from .renewed import contained
 
-WIDER = "init the key with a wider dtype"
-"""Advice for integers that a stored value cannot hold."""
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 
 
@@ -29,11 +27,8 @@ def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
     ]
 
 
-def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_integers: bool) -> list[Array]:
-    """Return the one array of each key, in this memory; ValueMismatch for a list, or if unfit for ``table``. Local.
-
-    ``checks_integers`` is False where this rank's array gives dtype and shape alone: then its numbers are not checked.
-    """
+def checked_singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
+    """Return the one array of each key, in this memory; ValueMismatch for a list, or if unfit for ``table``. Local."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_some(group, key)) > 1:
@@ -42,7 +37,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory, checks_i
                 "rank, one for each device; give one of them, or a key to each"
             )
         entry = table[key] if table is not None and key in table else None
-        arrays.append(_fitting(group[0], entry, checks_integers=checks_integers) if entry else memory.source(group[0]))
+        arrays.append(_fitting(group[0], entry) if entry else memory.source(group[0]))
     return arrays
 
 
@@ -62,7 +57,7 @@ def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[A
         )
     if array.dtype != dtype and not castable(dtype, array.dtype):
         raise ValueMismatch(
-            f"{_kinds(f'the array to fill of key {key!r}', array.dtype, dtype)}; pass an out of {dtype.name}"
+            f"{cast_fault(f'the array to fill of key {key!r}', array.dtype, dtype)}; pass an out of {dtype.name}"
         )
     return array
 
@@ -168,7 +163,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     return updater  # type: ignore[no-any-return]
 
 
-def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_integers: bool = True) -> Array:
+def _fitting(value: Any, entry: Entry, group_size: int = 1) -> Array:
     """Return a value as an uncast array of the store's memory; ValueMismatch if unfit. ``group_size``: of its list."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
@@ -179,18 +174,15 @@ def _fitting(value: Any, entry: Entry, group_size: int = 1, checks_integers: boo
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
             + ("reshape it, or init the key anew with overwrite=True" if group_size == 1 else _SEVERAL)
         )
-    if array.dtype != entry.dtype:
-        what = f"value of key {entry.key!r}"
-        if not castable(array.dtype, entry.dtype):
-            raise ValueMismatch(f"{_kinds(what, array.dtype, entry.dtype)}, use astype")
-        if checks_integers:
-            check_integers(what, array, entry.dtype, memory, WIDER)
+    if array.dtype != entry.dtype and not castable(array.dtype, entry.dtype):
+        raise ValueMismatch(f"{cast_fault(f'value of key {entry.key!r}', array.dtype, entry.dtype)}; use astype")
     return array
 
 
-def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
-    """Return a message's part: an array's dtype, the stored dtype, and that only one kind is cast."""
-    return f"{what} has dtype {given.name} and the stored value {stored.name}; only dtypes of one kind are cast"
+def cast_fault(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
+    """Return why an array is not cast, for an error. Local."""
+    rule = "only dtypes of one kind are cast, and integers to wider ones alone"
+    return f"{what} has dtype {given.name} and the stored value {stored.name}; {rule}"
 
 
 def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:

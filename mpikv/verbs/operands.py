@@ -18,7 +18,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
 from .arguments import checked_out, checked_sources, checked_target, new_arrays, outs_of, stand_in
-from .renewed import Renewed, widened
+from .renewed import Renewed
 from .row_arguments import Brought, brings_rows, sum_given
 
 _is_contiguous = attrgetter("flags.c_contiguous")
@@ -202,43 +202,40 @@ class Operands:
         if (arrays := self._plain_arrays(plan, names, outs, True)) is not None:
             return arrays, given
         return self.with_stand_ins(
-            lambda out, result: self.check_targets(plan, outs_of(key, out, plan.keys).groups, result), given, implied
+            lambda out: self.check_targets(plan, outs_of(key, out, plan.keys).groups), given, implied
         )
 
-    def with_stand_ins(
-        self, fill: Callable[[Any, Any], tuple[Arrays, Any]], given: Any, implied: bool = False
-    ) -> tuple[Arrays, Any]:
-        """Return what ``fill`` returns; if arrays cannot be written, call it again with new ones for those. Local.
+    def with_stand_ins(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return what ``fill`` makes of the caller's structure, and the call's final result. Local.
 
-        Both arguments of ``fill`` are the caller's structure. If it has arrays that cannot be written, they are those
-        of a :class:`Renewed`, with new arrays in their places; the caller's stay as they were.
+        If it has arrays that cannot be written, the structure is that of a :class:`Renewed`, with new arrays in their
+        places; the caller's stay as they were.
         """
         try:
-            return fill(given, given)
+            return fill(given), given
         except TypeError as error:
             if not is_unwritable(error):
                 raise
         self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
-        return fill(renewed.arrays, renewed)
+        return fill(renewed.arrays), renewed
 
-    def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
-        """Return checked arrays to fill for each key, wider ones for narrow integers, and the call's result. Local."""
+    def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> Arrays:
+        """Return the checked arrays to fill for each key. Local."""
         fillable, pairs = self._exchange.values.fillable, zip(plan.entries, groups, strict=True)
-        outs = [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
-        return widened(plan.keys, plan.dtypes, outs, self._memory, result)
+        return [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
 
     def check_new_targets(
-        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any, result: Any
-    ) -> tuple[Arrays, Any]:
-        """Return checked arrays to fill, of any keys, by ``stored`` shapes and dtypes, and the call's result. Local."""
+        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any
+    ) -> Arrays:
+        """Return checked arrays to fill with ``stored`` shapes and dtypes, of any keys. Local."""
         outs = [
             tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
         ]
         for array in (array for group in outs for array in group):
             self._exchange.values.check_apart(array)
-        return widened(keys, [dtype for _, dtype in stored], outs, self._memory, result)
+        return outs
 
 
 class GpuOperands(Operands):

@@ -17,7 +17,7 @@ from ..errors import NotFinite
 from .arguments import in_form
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
-from .renewed import Filled, answer
+from .renewed import Renewed, answer
 from .row_arguments import Brought, asks_rows
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class PushPull:
         if verb == "push":
             return call, partial(pipeline.push, plan, sources, steps, confirm)
         run = partial(pipeline.pushpull, plan, sources, steps, targets, confirm, result)
-        return call, run if type(result) not in Filled else lambda: answer(run())
+        return call, run if type(result) is not Renewed else lambda: answer(run())
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         """Prepare a pull into checked arrays. Local; its run is collective."""
@@ -144,4 +144,4 @@ class PushPull:
         # As plan_call does; to ask here saves a hundredth of a small pull.
         if (call := plan.calls.get("pull")) is None or priority != 0:
             call = self._comparison.plan_call("pull", plan, priority)
-        return call, run if type(result) not in Filled else lambda: answer(run())
+        return call, run if type(result) is not Renewed else lambda: answer(run())

@@ -2,24 +2,17 @@
 
 Arrays of JAX are never written to, and numpy's may be read-only. A call that would fill one returns a structure of the
 same dicts, lists and tuples instead, with a new array of the same library, shape and dtype in its place.
-
-Integers that an array cannot hold would wrap in it. So a call fills an array of the stored dtype first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-
-from ..arrays.arrays import as_of_library, narrows
-from ..errors import ValueMismatch, settled
-from ..protocols import Array, Key, Memory
-
-Groups: TypeAlias = "Sequence[Sequence[Array]]"
-"""For each key, the arrays to fill."""
+from ..arrays.arrays import as_of_library
+from ..errors import settled
+from ..protocols import Array
 
 
 class Renewed:
@@ -49,76 +42,9 @@ class Renewed:
         return array
 
 
-class Widened:
-    """A call's result whose arrays get their integers after a check that these fit."""
-
-    def __init__(self, result: Any, outs: Sequence[tuple[Key, Array, Array]], memory: Memory) -> None:
-        """``outs``: for some keys the array to be filled, and the one of the stored dtype that the call fills."""
-        self._result, self._outs, self._memory = result, outs, memory
-
-    def finish(self) -> Any:
-        """Check that the integers fit, and copy them to the caller's arrays; return the call's result. Local.
-
-        Raises:
-            ValueMismatch: some do not fit; no array was changed, and the other ranks have made their call.
-        """
-        for key, out, wide in self._outs:
-            check_out(key, wide, out.dtype, self._memory)
-        self._memory.copy([out for _, out, _ in self._outs], [wide for *_, wide in self._outs])
-        return answer(self._result)
-
-
-Filled = (Renewed, Widened)
-"""Results to be made by :func:`answer` once the arrays are filled."""
-
-
 def answer(result: Any) -> Any:
-    """Return a call's result; if new arrays stand in for the caller's, first copy or convert from these. Local."""
-    return result.finish() if type(result) in Filled else result
-
-
-def widened(
-    keys: Sequence[Key], dtypes: Sequence[np.dtype[Any]], groups: Groups, memory: Memory, result: Any = None
-) -> tuple[Groups, Any]:
-    """Return arrays to fill, new ones for integers of a narrower dtype, and the result for :func:`answer`. Local.
-
-    Where an integer dtype of the caller's is narrower, a new array of the stored dtype takes the array's place, and a
-    :class:`Widened` takes that of ``result``.
-    """
-    outs: list[tuple[Key, Array, Array]] = []
-
-    def stand_in(key: Key, dtype: np.dtype[Any], out: Array) -> Array:
-        if not narrows(dtype, out.dtype):
-            return out
-        outs.append((key, out, memory.empty(out.shape, dtype)))
-        return outs[-1][-1]
-
-    filled = [
-        tuple(stand_in(key, dtype, out) for out in group)
-        for key, dtype, group in zip(keys, dtypes, groups, strict=True)
-    ]
-    return (filled, Widened(result, outs, memory)) if outs else (groups, result)
-
-
-def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory, advice: str) -> None:
-    """Raise ValueMismatch if integers of an array would wrap in a dtype. Waits for a GPU's array. Local."""
-    if not narrows(array.dtype, dtype) or not array.size:
-        return
-    # The smallest and the largest, as Python's ints: numpy would compare int64 and uint64 as floats.
-    here, known = memory.to_host(array), np.iinfo(dtype)
-    for number in int(here.min()), int(here.max()):
-        if not known.min <= number <= known.max:
-            raise ValueMismatch(f"{what} has {number}, and {dtype.name} holds {known.min} to {known.max}; {advice}")
-
-
-def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> None:
-    """Raise ValueMismatch if pulled integers would wrap in this rank's out. Waits for a GPU's array. Local."""
-    try:
-        advice = f"the array to fill of this rank was left as it was, pass an out of {array.dtype.name}"
-        check_integers(f"the value of key {key!r}", array, dtype, memory, advice)
-    except ValueMismatch as error:
-        settled(error)  # only this rank knows its out: the others have made their call
-        raise
+    """Return a call's result; if new arrays stand in for the caller's, first convert these. Local."""
+    return result.finish() if type(result) is Renewed else result
 
 
 def contained(like: Sequence[Any], leaves: list[Any]) -> Any:

@@ -15,8 +15,7 @@ from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import ALIGNMENT
 from ..memory.row_sparse import RowSparse, cast_rows, row_ids, sum_rows
 from ..protocols import Array, Key, Memory
-from .arguments import WIDER, checked_target
-from .renewed import check_integers, check_out
+from .arguments import cast_fault, checked_target
 
 if TYPE_CHECKING:
     from ..engine.exchange import Exchange
@@ -143,14 +142,13 @@ def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Write each request's rows to its out, zeros elsewhere; raise if integers would wrap. Queued on a GPU. Local."""
+    """Write each request's rows to its out, zeros elsewhere. Queued on a GPU. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
         # A single request owns the pulled rows; several need copies.
         some = rows
         if each.ids is not wanted.ids:
             some = _copy_rows(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
-        check_out(entry.key, some, each.out.dtype, memory)
         if isinstance(each.out, RowSparse):
             # A copy: several outs of one request share the numbers.
             each.out.replace(each.ids.copy(), _cast_like(each.out, some, memory, made.cast))
@@ -165,12 +163,11 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
 
 
 def fill(entry: Entry, out: RowSparse) -> None:
-    """Replace an out's rows by a value's nonzero rows; raise if integers would wrap. Waits for a GPU. Local."""
+    """Replace an out's rows by a value's nonzero rows. Waits for a GPU. Local."""
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
     some = _copy_rows(memory, entry.value, ids)
-    check_out(entry.key, some, out.dtype, memory)
     out.replace(ids, _cast_like(out, some, memory))
 
 
@@ -251,9 +248,7 @@ def _sum_group(entry: Entry, group: Sequence[Any], exchange: Exchange) -> RowSpa
     for each in group:
         check_fit(entry, "value", each)
     memory = entry.place.block.memory
-    (only, *others) = every = [_in_memory(each, exchange) for each in group]
-    for each in every:
-        check_integers(f"value of key {entry.key!r}", each.values, entry.dtype, memory, WIDER)
+    only, *others = [_in_memory(each, exchange) for each in group]
     # Summed before they travel: each row of this rank is then sent once.
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
@@ -299,7 +294,4 @@ def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
         memory.source(rows.values)  # which raises if they lie on another device
     given, stored = rows.dtype, entry.dtype
     if not (castable(stored, given) if what == "out" else castable(given, stored)):
-        raise ValueMismatch(
-            f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only dtypes of "
-            "one kind are cast, use astype"
-        )
+        raise ValueMismatch(f"{cast_fault(f'{what} of key {entry.key!r}', given, stored)}; use astype")

@@ -21,7 +21,6 @@ from ..sparse.rows import Rows
 from .arguments import outs_of
 from .comparison import Comparison
 from .operands import Operands
-from .renewed import answer
 from .row_arguments import Asked, check_fit, deliver, fill, pair_outs, requests_of, spare_bytes, sum_given, want_rows
 
 Requests: TypeAlias = "Sequence[Sequence[Asked]]"
@@ -53,7 +52,7 @@ class RowVerbs:
             sparse = [()] * len(sparse)
         elif any(sparse):
             self._memory.order.check_new()
-        targets, result = self._operands.check_targets(plan, dense, out)
+        targets = self._operands.check_targets(plan, dense)
         call = self._comparison.plan_call("pull", plan, priority)
 
         def run() -> Any:
@@ -65,7 +64,7 @@ class RowVerbs:
             except MemoryError as error:
                 settled(error)  # the ranks have made their call, and each fills its own
                 raise
-            return answer(result)
+            return out
 
         return call, run
 
@@ -80,7 +79,7 @@ class RowVerbs:
         ]
         whole = None
         if any(dense):
-            whole, result = self._operands.check_targets(plan, dense, result)
+            whole = self._operands.check_targets(plan, dense)
         return self.pushpull_rows(plan, given, whole, asked, result, priority)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
@@ -123,7 +122,7 @@ class RowVerbs:
             except MemoryError as error:
                 noted(error, "the rows were pushed, but not pulled")
                 raise
-            return answer(result)
+            return result
 
         return call, run
 

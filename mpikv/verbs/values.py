@@ -39,7 +39,7 @@ class ValueVerbs:
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
             return call, lambda: self._rows.add_keys(keys, rows)
-        arrays = checked_singles(form, None, self._memory, True)
+        arrays = checked_singles(form, None, self._memory)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
         apart = exchange.values.set_apart(arrays)
@@ -55,7 +55,7 @@ class ValueVerbs:
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
         values = self._exchange.values
-        arrays = values.set_apart(checked_singles(form, values.table, self._memory, values.at_root))
+        arrays = values.set_apart(checked_singles(form, values.table, self._memory))
         return call, lambda: values.write(form.keys, arrays)
 
     def delete(self, key: Any) -> PreparedCall:
@@ -69,7 +69,7 @@ class ValueVerbs:
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
-        arrays = checked_singles(form, table, self._memory, exchange.values.at_root)
+        arrays = checked_singles(form, table, self._memory)
         exchange.check_storable(arrays)
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
         if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
