@@ -69,18 +69,18 @@ class CheckedRequest(_Request, metaclass=_Alike):  # type: ignore[misc]  # MPI i
 
 
 def _with_checks(requests: Iterable[Any]) -> list[Any]:
-    """Return the requests with checks that nobody has completed yet, as a list. Local."""
+    """Return a list of the checked requests whose handle is not null yet, even if MPI has completed them. Local."""
     return [request for request in requests if getattr(request, "check", None) and request]
 
 
 def _wait_for_all(requests: Iterable[Any]) -> None:
-    """Wait until requests are complete, and compared if they are of collective calls; skip those without checks."""
+    """Wait until the checked requests are done, and compare nonblocking calls up to them; MPI's call frees them."""
     for request in _with_checks(requests):
         request.check.complete(request, partial(_Request.Get_status, request))
 
 
 def _wait_for_any(requests: Sequence[Any]) -> None:
-    """Wait until one of several requests is complete, if all have checks; else return at once, as MPI waits."""
+    """Wait until a request is done, if all that are not null have checks; else return at once, as MPI waits."""
     checked = _with_checks(requests)
 
     def describe() -> tuple[str, Sequence[int]]:
@@ -294,7 +294,7 @@ def _start_message(name: str, plain: Any, self: Any, *given: Any, **named: Any) 
 
 @_unless_free
 def _make_communicator(name: str, plain: Any, self: Any, *given: Any, **named: Any) -> Any:
-    """Compare the call, and return a new communicator with checks. Collective; Create_group is over the new one."""
+    """Compare the call, but not Create_group; return the new communicator with checks, or COMM_NULL. Collective."""
     if name != "Create_group":  # other ranks do not call it
         self.check.begin(call_of(name, ()))
     made = plain(self, *given, **named)

@@ -197,7 +197,7 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Return the keys of a call, without repetition, and a tuple of arrays for each; raise for an unknown form.
+    """Return a :class:`Form`: each key of a call once, and a tuple of all its arrays; raise if these do not match.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 

@@ -20,18 +20,18 @@ _SEVERAL = "it is in a list, which holds several arrays of this rank, each of th
 
 
 def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return a push's checked arrays: flat, in the store's memory, not cast; raise if one does not fit. Local."""
+    """Return a tuple of arrays to push per key: flat, in the store's memory, not cast; raise if one is unfit. Local."""
     return [
-        tuple(_fitting(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
+        tuple(_fitting(array, entry, len(group)).reshape(-1) for array in _check_some(group, entry.key))
         for entry, group in zip(entries, groups, strict=True)
     ]
 
 
 def checked_singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
-    """Return the one array of each key, in this memory; ValueMismatch for a list, or if unfit for ``table``. Local."""
+    """Return each key's one array, in this memory, uncast; raise for several, or one unfit for its ``table``. Local."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
-        if len(_some(group, key)) > 1:
+        if len(_check_some(group, key)) > 1:
             raise ValueMismatch(
                 f"{len(group)} values for key {key!r}; a stored value is one array, and a list holds several of this "
                 "rank, one for each device; give one of them, or a key to each"
@@ -42,7 +42,7 @@ def checked_singles(form: Form, table: KeyTable | None, memory: Memory) -> list[
 
 
 def checked_out(entry: Entry, out: Any) -> Array:
-    """Return the array to fill for ``out``, checked; the value's own view unchecked, as it needs no copy. Local."""
+    """Return ``out`` itself if it is the value's own view, else what :func:`checked_target` makes of it. Local."""
     memory = entry.place.block.memory
     return out if out is entry.view else checked_target(out, entry.key, entry.shape, entry.dtype, memory)
 
@@ -63,7 +63,7 @@ def checked_target(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[A
 
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
-    """Return the arrays to fill by key, unchecked, in the order of ``keys``; raise if these are other keys. Local.
+    """Return a :class:`Form` of ``keys`` and their arrays to fill, unchecked; raise if ``out`` has other keys. Local.
 
     ``key`` is the form of the keys that the caller passed.
     """
@@ -83,7 +83,7 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
 
 
 def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
-    """Return the arrays of a plan in the form of the caller's ``key``: one array, a list or a tuple. Local."""
+    """Return arrays, one per key of a plan, in the form of ``key``: the only one itself, a list or a tuple. Local."""
     if not isinstance(key, (list, tuple)):
         return arrays[0]
     if len(key) == len(plan.keys):
@@ -116,7 +116,7 @@ def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
 
 
 def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
-    """Return whether an array to fill may be replaced: an immutable one, or a read-only one if ``implied``. Local."""
+    """Return whether a new host array replaces one to fill: an immutable, or, if ``implied``, read-only one. Local."""
     immutable = is_immutable(array)
     if not lies_on_host(array):
         return immutable and memory.is_host
@@ -124,7 +124,7 @@ def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
 
 
 def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
-    """Return one priority per key; raise ValueMismatch unless given an int, or an int for each. Local."""
+    """Return a list of one int per key, from an int for all or a list of one each; else ValueMismatch. Local."""
     wishes = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(keys)
     if len(wishes) != len(keys) or not all(isinstance(wish, (int, np.integer)) for wish in wishes):
         raise ValueMismatch(f"priority is an int or a list of one int per key, not {priority!r}")
@@ -132,7 +132,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return an optimizer: made by name, or the given one, ``average`` set on it if given; raise for others. Local."""
+    """Return a new optimizer of this name, or the given one, ``average`` set if ``arguments`` have it. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):
@@ -148,7 +148,7 @@ def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
 
 
 def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
-    """Return the updater itself; raise TypeError unless it can be called with three arguments. Local."""
+    """Return the updater; TypeError if not callable, or if its signature, where known, takes no 3 arguments. Local."""
     if not callable(updater):
         raise TypeError(f"an updater is a function f(key, input, stored), not {a_kind(updater)}")
     try:
@@ -164,7 +164,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _fitting(value: Any, entry: Entry, group_size: int = 1) -> Array:
-    """Return a value as an uncast array of the store's memory; ValueMismatch if unfit. ``group_size``: of its list."""
+    """Return the value, or its copy in the store's memory, uncast; raise if unfit. Errors use ``group_size``. Local."""
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
@@ -180,12 +180,12 @@ def _fitting(value: Any, entry: Entry, group_size: int = 1) -> Array:
 
 
 def cast_fault(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
-    """Return why an array is not cast, for an error. Local."""
+    """Return an error's text: ``what`` has the ``given`` dtype, not cast to or from the ``stored`` one. Local."""
     rule = "only dtypes of one kind are cast, and integers to wider ones alone"
     return f"{what} has dtype {given.name} and the stored value {stored.name}; {rule}"
 
 
-def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
+def _check_some(group: Sequence[Any], key: Key) -> Sequence[Any]:
     """Return the group of a key's arrays itself; raise ValueMismatch if it is empty. Local."""
     if not group:
         raise ValueMismatch(f"no value for key {key!r}")

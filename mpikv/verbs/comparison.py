@@ -44,7 +44,7 @@ class Comparison:
         self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return the cached description of a call that updates nothing; a new one may allocate buckets. Local."""
+        """Return the cached :class:`Call` of a verb without updates, or a copy with priorities; may allocate. Local."""
         call = plan.calls.get(verb)
         if call is None:
             # Now, as memory may be short on this rank, and the others must learn it before they begin.
@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's description, steps (rates by key), ``confirm`` if updates may raise; may allocate. Local."""
+        """Return a push's Call, rates by key, ``confirm`` (None if no update raises); may allocate or raise. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
@@ -107,6 +107,6 @@ class Comparison:
 
 
 def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:
-    """Return a call that also compares priorities; raise ValueMismatch unless there is one int per key. Local."""
+    """Return the call if all priorities are 0, else a copy that compares them; raise unless one int per key. Local."""
     wishes = priorities(priority, plan.keys)
     return add_text(call, f"priority {wishes}") if any(wishes) else call

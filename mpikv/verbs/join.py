@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Prepare an empty part in others' call; zero own buffers ``until_done`` if pushed. Its run is collective."""
+        """Return an empty part's call and run; zero own buffers ``until_done`` if pushed. Its run is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":

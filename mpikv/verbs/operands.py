@@ -105,7 +105,7 @@ class Operands:
         return plan, arrays
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return the given arrays themselves if each fits its key as it is; else None; may prepare the plan. Local.
+        """Return the caller's sequence, or (array,), if each array fits as it is; else None; may prepare the plan.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
         in this form thousands of times; the slower path of the caller handles all other forms. A new plan is prepared.
@@ -171,7 +171,7 @@ class Operands:
     # --- What is filled
 
     def find_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
-        """Return the plan of a pull, the checked arrays to fill (new without ``out``), and its result. Local."""
+        """Return a pull's plan, its checked arrays to fill (``out``, the dict's or new ones), and its result. Local."""
         plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
@@ -206,7 +206,7 @@ class Operands:
         )
 
     def with_stand_ins(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return what ``fill`` makes of the caller's structure, and the call's final result. Local.
+        """Return ``fill(given)`` and ``given``; if some array cannot be written, the same of a :class:`Renewed`. Local.
 
         If it has arrays that cannot be written, the structure is that of a :class:`Renewed`, with new arrays in their
         places; the caller's stay as they were.
@@ -221,14 +221,14 @@ class Operands:
         return fill(renewed.arrays), renewed
 
     def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> Arrays:
-        """Return the checked arrays to fill for each key. Local."""
+        """Return a tuple of arrays to fill for each key; raise if one is unfit, or lies in another value. Local."""
         fillable, pairs = self._exchange.values.fillable, zip(plan.entries, groups, strict=True)
         return [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
 
     def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any
     ) -> Arrays:
-        """Return checked arrays to fill with ``stored`` shapes and dtypes, of any keys. Local."""
+        """Return a tuple of arrays to fill for each key, maybe a new key; raise if unfit, or in a value. Local."""
         outs = [
             tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
@@ -257,7 +257,7 @@ class GpuOperands(Operands):
 
 
 def given_to_fill(key: Any, value: Any, out: Any) -> Any:
-    """Return the structure that a call with values fills: ``out``, or the values that it was given."""
+    """Return ``out``, or without it the arrays that the call pushes: a dict given as ``key``, or ``value``. Local."""
     return out if out is not None else key if isinstance(key, Mapping) else value
 
 

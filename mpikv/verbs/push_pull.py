@@ -40,7 +40,7 @@ class PushPull:
     # --- Check
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
-        """Prepare a push, and pack its first message if it is sent through the buffer. Local; its run is collective."""
+        """Prepare a push; if its plan prefetches, pack the first message to send. Local; its run is collective."""
         plan, arrays = self._operands.find_sources(key, value)
         if self.check_finite:
             self._check_finite_values(plan, arrays)

@@ -52,12 +52,12 @@ def asks_rows(out: Any) -> bool:
 
 
 def sum_given(entries: Sequence[Entry], groups: Sequence[Sequence[Any]], exchange: Exchange) -> Brought:
-    """Check each key's RowSparse; return their sum in the value's dtype, maybe the given one itself. Local."""
+    """Return for each key the sum of its RowSparse in the value's dtype, maybe the given one; raise if unfit. Local."""
     return Brought([_sum_group(entry, group, exchange) for entry, group in zip(entries, groups, strict=True)])
 
 
 def rows_to_store(form: Form, exchange: Exchange) -> list[RowSparse]:
-    """For init: return each key's RowSparse, in the store's memory, apart from values; ValueMismatch if several."""
+    """For init: return each key's RowSparse, in the store's memory, apart from values; raise unless one each. Local."""
     for key, group in zip(form.keys, form.groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:
@@ -115,7 +115,7 @@ class Wanted(NamedTuple):
 
 
 def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
-    """Return the union of the rows that some requests ask for, with new memory for these rows. Local."""
+    """Return the union of the row numbers of some requests, with new memory for the rows and copies of them. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
     return Wanted(ids, rows, asked, [_take_memory(entry, ids, each, memory) for each in asked])
@@ -142,7 +142,7 @@ def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Write each request's rows to its out, zeros elsewhere. Queued on a GPU. Local."""
+    """Set each request's out to its rows: a RowSparse, maybe without a copy, or an array, zeros elsewhere. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
         # A single request owns the pulled rows; several need copies.
@@ -172,7 +172,7 @@ def fill(entry: Entry, out: RowSparse) -> None:
 
 
 def _union(wanted: Sequence[Array]) -> Array:
-    """Return the union of sorted arrays of numbers, sorted."""
+    """Return the sorted union of sorted arrays of numbers; the array itself if there is one."""
     if len(wanted) == 1:
         return wanted[0]
     return np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)
@@ -186,7 +186,7 @@ def _is_one(wanted: Any) -> bool:
 
 
 def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return a checked request for each out, or each ``wanted`` with a new out; a single ``wanted`` is for all outs."""
+    """Return a checked request per out, or per ``wanted`` with a new out; a single ``wanted`` is for all. Local."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     # Sorted and once each, so that two requests can be joined, and a row travels once.
@@ -210,7 +210,7 @@ def _empty(entry: Entry) -> RowSparse:
 
 
 def _in_memory(rows: RowSparse, exchange: Exchange) -> RowSparse:
-    """Return rows with values in the store's memory, safe from changes: the given ones if theirs are. Local."""
+    """Return rows with values in the store's memory, apart from stored ones: the given rows, or with a copy. Local."""
     values = exchange.values.apart(exchange.transport.memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
@@ -222,7 +222,7 @@ def _copy_rows(memory: Memory, table: Array, ids: Array, made: Array | None = No
 
 
 def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
-    """Return rows in the dtype and the memory of an out; a copy to the host waits for the GPU. Local."""
+    """Return rows in an out's dtype and memory, themselves if they fit; a copy to the host waits for the GPU. Local."""
     if out.on_host:
         return memory.to_host(rows).astype(out.dtype, copy=False)
     if rows.dtype == out.dtype:
@@ -241,7 +241,7 @@ def _checked_out(entry: Entry, out: Any) -> Any:
 
 
 def _sum_group(entry: Entry, group: Sequence[Any], exchange: Exchange) -> RowSparse:
-    """Return the sum of this rank's RowSparse of a key, cast, or the only one if it fits; raise if unfit. Local."""
+    """Return the sum of a key's RowSparse of this rank, cast; a host's only one itself if it fits; or raise. Local."""
     if not group:
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
@@ -275,7 +275,7 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
 
 
 def check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
-    """Raise ValueMismatch for rows of another shape or dtype than a value, Unsupported for an out elsewhere. Local.
+    """Raise ValueMismatch for other shapes and uncastable dtypes, Unsupported for a GPU's out of a host's store. Local.
 
     ``what``: "value" to push or "out" to fill.
     """

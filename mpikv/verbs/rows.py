@@ -132,7 +132,7 @@ class RowVerbs:
         return sum_given(plan.entries, [()] * len(plan.keys), self._exchange).rows
 
     def _prepare_pull(self, plan: Plan, asked: Requests, result: Any = None) -> Callable[[], Any]:
-        """Take memory for pulled rows, as a GPU may have too little; return a collective that pulls. Local."""
+        """Take memory for pulled rows, as a GPU may have too little; return a collective function that pulls. Local."""
         every = [want_rows(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
         nbytes = 0 if self._memory.is_host else spare_bytes(plan.entries, every)
         spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
@@ -148,7 +148,7 @@ class RowVerbs:
 
 
 def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]], list[Sequence[Any]]]:
-    """Return the RowSparse and the other arrays of each key's group. Local."""
+    """Return two lists with an item for each key: the RowSparse of its group, and its other arrays. Local."""
     return (
         [[each for each in group if type(each) is RowSparse] for group in groups],
         [[each for each in group if type(each) is not RowSparse] for group in groups],
