@@ -491,13 +491,13 @@ class AsyncKVStore(KVStore):
             self._endpoint.stop()
         return left
 
-    def _parting(self) -> Callable[[], list[int]]:
+    def _announce(self) -> Callable[[], list[int]]:
         """Return a function that lists missing ranks, and announces the shutdown once own messages arrived. Local."""
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
-            return super()._parting()
+            return super()._announce()
         # Its first call announces, and returns the function that lists; later calls return the same one.
-        parting = cache(super()._parting)
+        parting = cache(super()._announce)
 
         def absent() -> list[int]:
             if endpoint.answering:

@@ -125,12 +125,12 @@ class CapturedStep:
 
     @property
     def captured(self) -> bool:
-        """Whether the next call launches a graph. In a block of ``join`` no call does. Local."""
+        """Whether a graph is recorded. The next call launches it, unless settings changed or in ``join``. Local."""
         return self._known is not None and self._known.graph is not None
 
     @property
     def reason(self) -> str:
-        """Why the next call launches no graph; "" if it does. Local."""
+        """Why no graph is recorded; "" if one is. Local."""
         if self.captured:
             return ""
         lack = self._door.why or self._why or (self._known.lack if self._known else "")

@@ -30,7 +30,7 @@ def _register() -> None:
 
 
 def tell_unseen() -> None:
-    """Print errors of calls with ``wait=False`` that nobody has seen; waits a second for pending ones. Local."""
+    """Print each store's first unseen error of calls with ``wait=False``; wait while one ends each second. Local."""
     for store in (*open_stores(), *lost_stores()):
         if (unseen := store.unseen()) is not None:
             _tell(unseen)

@@ -539,7 +539,7 @@ class KVStore(RankedStore):
 
     @hiding_frames
     def view(self, key: Any) -> Any:
-        """Return a read-only view of the value of a key, or a list of views; waits for pending calls. Local.
+        """Return a view of a key's value, read-only on the host, or a list of views; waits for pending calls. Local.
 
         The view is the store's own memory. It holds the newest value after ``init``, ``set`` and ``broadcast`` of the
         key, after each ``pushpull``, and after each ``pull`` that has it as ``out``, which moves nothing on one host.
@@ -706,13 +706,13 @@ class KVStore(RankedStore):
         raise error  # never reached: the call has raised it
 
     def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
-        """Register the function that :meth:`command` calls at the root; None removes it. Local; the root's is used."""
+        """Register the function that :meth:`command` calls for ``head`` at the root; None removes it. Local."""
         if controller is not None and not callable(controller):
             raise TypeError(f"a controller is a function of the command's body, not {a_kind(controller)}")
         self._control.controllers[check_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
-        """Call the controller of a number at the root, if there is one, with ``body``. Collective.
+        """Call the function that the root registered for ``head``, if any, with ``body``, at the root. Collective.
 
         Every rank gives the same command. The controller is given what JSON makes of ``body``, and cannot call the
         store. When it raises, so does the command on every rank.
@@ -1013,7 +1013,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return the steps left; if copies are kept, restore one, pull into ``fill``, commit more. Collective then.
+        """Return an iterator of steps left; with kept copies restore one, pull into ``fill``, commit. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1199,7 +1199,7 @@ class KVStore(RankedStore):
         return self._door.failed_calls
 
     def unseen(self) -> BaseException | None:
-        """Wait at most a second for pending calls; return an error of one, seen from now on, or None. Local."""
+        """Wait for pending calls while one ends each second; return any first unseen error, mark all seen. Local."""
         self._pending.drain(_LAST_STEPS)
         failure = self._pending.take_failure()
         return None if isinstance(failure, Closed) else failure
@@ -1230,16 +1230,16 @@ class KVStore(RankedStore):
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Send other ranks notice that this one ends; return a lister of ranks yet to do so, and its limit. Local.
+        """Tell other ranks that this one ends; return a function that lists those yet to, and seconds to wait. Local.
 
         Returns:
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
         """
         # One that does not know of the failure yet finds it when it closes the store, after the timeout.
-        return self._parting(), self._config.timeout + _LAST_STEPS
+        return self._announce(), self._config.timeout + _LAST_STEPS
 
-    def _parting(self) -> Callable[[], list[int]]:
-        """Send other ranks the notice that this one ends; return a function that lists those yet to do so. Local."""
+    def _announce(self) -> Callable[[], list[int]]:
+        """Tell other ranks that this one ends; return a function that lists those yet to do so. Local."""
         return self._group.announce_shutdown()
 
     def __enter__(self) -> KVStore:
