@@ -44,7 +44,7 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send part r to rank r, or one to all, and notes; return all received, valid until the next call. Collective.
+        """Send part r to rank r or one to all, and notes; return (parts, notes), valid until the next call. Collective.
 
         Args:
             parts: one part per rank, or a single one.

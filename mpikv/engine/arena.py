@@ -173,7 +173,7 @@ class _Holes:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Remove up to ``most`` ranges of ``size`` side by side from the smallest hole with room; return where or None.
+        """Take up to ``most`` ranges of ``size`` out of the smallest hole that fits; (memory, start, taken) or None.
 
         Returns:
             The memory, the start of the first, and how many were taken; None where no hole fits.
@@ -221,7 +221,7 @@ class Arena:
     def place(
         self, requests: Sequence[tuple[np.dtype[Any], int]], leaving: Sequence[Place] = (), alone: Container[int] = ()
     ) -> list[Place]:
-        """Free the places ``leaving``, then return one for each (dtype, elements); may allocate memory. Collective.
+        """Release the places ``leaving``, then return one per (dtype, elements); may allocate memory. Collective.
 
         On GPUs the requests at the positions ``alone`` get a block for themselves.
         """
@@ -258,7 +258,7 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Free places for later values, contents unchanged; free the memory of a block without values left. Local.
+        """Give places and emptied blocks back to the arena, contents unchanged; only shrink() frees memory. Local.
 
         The caller zeroes the state and residuals of places in blocks that values share: these live on for other values.
         """

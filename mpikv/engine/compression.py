@@ -320,7 +320,7 @@ class ValueCompression:
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Sum values over ranks into the blocks' sums, change residuals; return a getter of each sum. Collective."""
+        """Sum values over ranks into the blocks' sums, change residuals; return a getter of a bucket's. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size = entry.place
             if size:

@@ -74,7 +74,7 @@ class Exchange:
     # --- Updaters
 
     def steps(self, plan: Plan) -> Steps:
-        """Return numbers of each key's next update, e.g. learning rate; recheck a changed updater; may raise. Local."""
+        """Return the next update's Steps, e.g. the keys' learning rates; recheck a changed updater or raise. Local."""
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
@@ -123,7 +123,7 @@ class Exchange:
             updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater, state_follows: bool = False) -> None:
-        """Change to another updater: publish stale values, start state and counts at zero, drop plans. Collective.
+        """Set the updater: publish stale values, zero counts and (unless it follows) state, drop plans. Collective.
 
         ``state_follows``: the caller is about to write all state, so memory of the present state may be reused
         as it is.
@@ -187,7 +187,7 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return a push's arrays (None: buffers); check those to compress, allocate residuals; sum GPUs' lists. Local.
+        """Return arrays to push, None for buffers; check any to compress, allocate residuals; sum GPUs' lists. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.

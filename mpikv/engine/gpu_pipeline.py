@@ -49,7 +49,7 @@ class GpuPipeline(TransferPipeline):
         return added
 
     def _local_sums(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return the sum of each key's list of arrays, in new memory. Local."""
+        """Return for each key its list's sum, or only array, in a tuple of one; () for an empty list. Local."""
         pairs = zip(plan.entries, sources, strict=True)
         return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
 

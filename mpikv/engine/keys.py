@@ -113,6 +113,7 @@ class KeyTable:
         return self.find((key,))[0]
 
     def entries(self) -> Iterator[Entry]:
+        """Return an iterator over all entries, in the order in which keys were added. Local."""
         return iter(self._entries.values())
 
     def find(self, keys: Sequence[Key]) -> list[Entry]:

@@ -480,7 +480,7 @@ def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
 
 
 def _layers(sources: Arrays) -> Layers:
-    """Return the flat arrays of each position in the keys' lists. All lists have one length."""
+    """Return a sequence per position in the keys' lists, equally long ones: the flat array of each key there."""
     return [[array.reshape(-1) for array in sources]] if are_plain(sources) else list(zip(*sources, strict=True))
 
 
@@ -491,7 +491,7 @@ def _flat_views(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Seque
 
 
 def _copy_in_lanes(team: Team, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy as :func:`_copy` does; by several threads where arrays are long, as short ones take Python's time alone."""
+    """Copy as :func:`_copy` does, by the team's threads if the arrays are long, in all and on average. Local."""
     if sum(map(attrgetter("nbytes"), targets)) < max(SHARED_OUT, CUT_BYTES * len(targets)):
         _copy(targets, sources)
     else:

@@ -319,7 +319,7 @@ def digest(text: str) -> int:
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    """Return a text of each key, its dtype and shape, for ranks to compare."""
+    """Return a list of texts for ranks to compare: of each key with its dtype and shape."""
     # A text for each kind: thousands of keys have few shapes, and formatting takes longer than all else here.
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
@@ -376,7 +376,7 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
 
 
 def join_ranges(ranges: Sequence[Range], line: int = 1) -> list[Range]:
-    """Return ranges joined where they touch, or where only padding to a multiple of ``line`` separates them."""
+    """Return ranges joined where they touch or only padding to ``line`` parts them; each has its first one's item."""
     runs: list[Range] = []
     first, high = 0, None
     for number, each in enumerate(ranges):
@@ -457,7 +457,7 @@ class Planner:
         return self.kernels if there and isinstance(self.kernels, GpuKernels) else None
 
     def kept(self, block: Block) -> Spans:
-        """Return the elements of a block that get state on this rank: on a GPU those it owns, else all. Local."""
+        """Return the elements of a block with state here: all; on a GPU those it owns, unless ``by_rows``. Local."""
         # The host takes pages only when they are written: state of elements of other ranks costs nothing there.
         all_of_them = block.memory.is_host or block.by_rows
         return Spans.join([(0, block.values.size)]) if all_of_them else self.owned(block)
@@ -548,7 +548,7 @@ class Planner:
 
 
 def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield (item, low, high): each range's key, and its part of this rank's shard, empty where low >= high."""
+    """Yield (item, low, high): a range's key as in the range, its part of this shard; empty where low >= high."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
 

@@ -30,7 +30,7 @@ class Spans:
 
     @classmethod
     def join(cls, ranges: Iterable[tuple[int, int]]) -> Spans:
-        """Return the elements of ranges that ascend, do not overlap, and may touch or be empty.
+        """Return the Spans of ranges that ascend, do not overlap, and may touch or be empty.
 
         >>> Spans.join([(0, 2), (2, 5), (7, 7), (8, 9)])
         Spans(ranges=((0, 5), (8, 9)))

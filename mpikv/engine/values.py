@@ -125,7 +125,7 @@ class Values:
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Remove keys, free their places; zero state and residuals in blocks that values share. Collective."""
+        """Remove keys, give back their places and idle segments; zero their state in shared blocks. Collective."""
         self._arena.release(self._remove(keys))
         self._arena.shrink()
 
