@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Run one subcommand, imported now, or print the help; return the exit status."""
+    """Run one subcommand, imported now, or print the help or the version; return the exit status."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))

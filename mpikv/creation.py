@@ -132,7 +132,7 @@ def create(
     compression: Any = None,
     staleness: int | None = None,
 ) -> KVStore:
-    """Return a new store, or a registered one of another package; may start MPI. Collective over ``comm``.
+    """Return a new store, or what another package's registered class makes; may start MPI. Collective over ``comm``.
 
     Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm``
     says who takes part. Without a launcher it is a store of one rank and needs no MPI library.

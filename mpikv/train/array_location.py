@@ -42,7 +42,7 @@ class Located(NamedTuple):
 
     @property
     def extent(self) -> tuple[Any, ...]:
-        """A key that is equal for arrays over exactly the same elements."""
+        """A tuple that is equal for arrays of the same address, shape, strides and dtype."""
         return address_of(self.outline), self.array.shape, self.array.strides, self.array.dtype.name
 
 

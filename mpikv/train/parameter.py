@@ -189,7 +189,7 @@ class Parameter:
         self.gpu.copy((grad,), (add_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
-        """Raise ConfigError if nothing can be added to the gradient: it is a sum over ranks, or was used."""
+        """Raise ConfigError if ``grad_req`` is "add" and nothing can be added: the gradient is a sum, or was used."""
         if self._grad_req == "add" and (self.summed or self.used):
             what = "the sum over ranks" if self.summed else "used by an update already"
             raise ConfigError(f"a gradient cannot be added to one that is {what}; call zero_grad() after the update")

@@ -649,7 +649,7 @@ class Trainer:
                 )
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return ``lr_mult`` and ``wd_mult`` of the optimizer, overridden by the parameters' own factors. Local."""
+        """Return a dict: the optimizer's ``lr_mult`` and ``wd_mult`` with parameters' own factors, if any. Local."""
         options: dict[str, Any] = {}
         for option in ("lr_mult", "wd_mult"):
             own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
