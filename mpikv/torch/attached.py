@@ -332,7 +332,7 @@ class Attached:
         return self.kv.steps(total, path=path, save_every=save_every)
 
     def object_state(self) -> ObjectState:
-        """Return functions that get and set the state of model and optimizers, for ``KVStore.keep``. Local."""
+        """Return an :class:`ObjectState` that gets and sets model and optimizers, for ``KVStore.keep``. Local."""
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:

@@ -261,7 +261,7 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Make missing buckets, send the rest, zeros for absent gradients; return if each is present. Collective."""
+        """Make missing buckets, send the rest, zeros for absent gradients; return a bool each: present. Collective."""
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)

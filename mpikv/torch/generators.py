@@ -20,7 +20,7 @@ class RandomState:
         return ObjectState(self._state, self._take_state, draws=True)
 
     def _state(self) -> dict[str, Any]:
-        """Return the states of PyTorch's, numpy's and Python's generators. Local."""
+        """Return a dict of the states of PyTorch's, numpy's and Python's generators. Local."""
         return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=False), "python": random.getstate()}
 
     def _take_state(self, state: Mapping[str, Any]) -> None:

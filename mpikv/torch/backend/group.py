@@ -74,7 +74,7 @@ _kept_out = False
 
 
 def _keep_dynamo_out() -> None:
-    """Have torch.compile pass over this package, once, when torch._dynamo is loaded. Local.
+    """If torch._dynamo is loaded by now, have torch.compile pass over this package, once. Local.
 
     Without, it compiles the calls of a compiled DDP's hooks, and fails at the group's attributes. Loading
     ``torch._dynamo`` takes a second, so wait until the program does.
@@ -156,7 +156,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
         """Issue a reduction of each tensor, in place on every rank. Collective."""
-        tensors, (op, factor) = _listed(tensors), _reduction(options)
+        tensors, (op, factor) = _as_list(tensors), _reduction(options)
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], Reduction(op, factor))
         check_kinds(op, tensors)
@@ -194,7 +194,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
         """Issue a reduction of a tensor, in place at the root. Collective."""
-        tensors, (op, factor), root = _listed(tensors), _reduction(options), self._root(options)
+        tensors, (op, factor), root = _as_list(tensors), _reduction(options), self._root(options)
         check_kinds(op, tensors)
         (array,), put_back = as_flat(tensors, factor)
         run = partial(self._collectives.reduce, array, op, root)
@@ -210,7 +210,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
         op, factor = _reduction(options)
-        check_kinds(op, [*outs, *(tensor for one in ins for tensor in _listed(one))])
+        check_kinds(op, [*outs, *(tensor for one in ins for tensor in _as_list(one))])
         kinds = [self._check_part(one, out) for one, out in zip(ins, outs, strict=True)]
         parts = [read_parts(one, self._size, factor) for one in ins]
         arrays, put_back = as_flat(outs)
@@ -229,7 +229,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     @_issued("broadcast", 1)
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
         """Issue a copy of the root's tensor to every rank's. Collective."""
-        tensors, root = _listed(tensors), self._root(options)
+        tensors, root = _as_list(tensors), self._root(options)
         (array,), put_back = as_flat(tensors)
         run = partial(self._collectives.broadcast, array, root)
         return _Plan((f"from {root}", describe(tensors[0])), run, tensors, [array], put_back)
@@ -482,8 +482,8 @@ def _shut_down_all() -> None:
         group.shutdown()
 
 
-def _listed(tensors: Any) -> Sequence[Any]:
-    """Return a list of the tensor if it is one, else the list that was given."""
+def _as_list(tensors: Any) -> Sequence[Any]:
+    """Return a list of the tensor if it is one, else the list that was given, itself."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 

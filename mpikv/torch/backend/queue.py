@@ -59,7 +59,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         return self._describe()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """Complete the call, well or with an error, and run the functions that were given to its future. Local.
+        """Mark the call as done, well or with an error, and run the functions that were given to its future. Local.
 
         ``source`` is the rank that sent what was received.
         """
@@ -129,11 +129,11 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         return self._result
 
     def is_completed(self) -> bool:
-        """Return whether the call has completed, well or not."""
+        """Return whether the call has ended, well or not."""
         return self._done
 
     def is_success(self) -> bool:
-        """Return whether the call has completed well."""
+        """Return whether the call has ended without an error."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -170,9 +170,9 @@ class Queue:
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call here if the caller ``waits`` and none is pending, else queue it for a thread; return its handle.
+        """Make a call here in the queue's thread, or if the caller ``waits`` and none is pending; else queue it.
 
-        ``waits``: the caller waits at once.
+        It returns the handle ``work``. ``waits``: the caller waits at once.
 
         Raises:
             Closed: the queue has ended.
