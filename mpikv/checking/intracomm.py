@@ -93,7 +93,7 @@ def _wait_for_any(requests: Sequence[Any]) -> None:
 
 
 def _look_at(requests: Iterable[Any]) -> None:
-    """Compare nonblocking calls on these requests' communicators that all ranks have made. Local, unless unlike."""
+    """Compare nonblocking calls that all ranks have made where these requests are from. Local, unless they differ."""
     for request in _with_checks(requests):
         request.check.look()
 
