@@ -58,17 +58,17 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Return a call, not yet run, to save all and ``state``; Unsupported if it holds gradient sums. Local."""
+        """Return a Call and a function to save the store and ``state``; Unsupported if it has gradient sums. Local."""
         self._check_weights()
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
     def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Return a call, not yet run, to save ``state`` and all keys that hold no Trainer's gradient sums. Local."""
+        """Return a Call and a function to save ``state`` and the keys that hold no gradient sums; or raise. Local."""
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
-        """Return a call, not yet run, to save the optimizer's state alone; ConfigError without an optimizer. Local."""
+        """Return a Call and a function to save optimizer state, and options on wish; raise if it cannot. Local."""
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)
@@ -85,7 +85,7 @@ class Checkpoints:
         wait: bool = True,
         packed: Mapping[str, Array] = MappingProxyType({}),
     ) -> PreparedCall:
-        """Return a call, not yet run, that saves; compile kernels; Unsupported if no file can hold the store. Local."""
+        """Return a Call and a function to save; compile kernels; Unsupported if no file can hold the store. Local."""
         path = os.fsdecode(path)
         self._exchange.check_slots()
         table = self._exchange.values.table
@@ -103,7 +103,7 @@ class Checkpoints:
     def _save(
         self, call: Call, draft: Draft, header: Header, residuals: bool, wait: bool, packed: Mapping[str, Array]
     ) -> SaveWork | None:
-        """Write the file with all ranks; if not ``wait``, copy arrays, start a writer, return its work. Collective."""
+        """Write the file, return None; or if not ``wait`` copy arrays, start a thread, return SaveWork. Collective."""
         if residuals and self._exchange.compression is not None:
             left = self._agreement.run_together(call, pack_residuals, self._exchange, header)
             packed = {**packed, RESIDUALS: left}
@@ -124,7 +124,7 @@ class Checkpoints:
         return self._saving
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return this rank's bytes to write, copied unless ``wait``, or a function to fetch them. Collective."""
+        """Return pieces to write, copied unless ``wait``, and None; or (), and a function to add them. Collective."""
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
@@ -166,7 +166,7 @@ class Checkpoints:
         return None
 
     def give_up(self) -> None:
-        """Discard the pending save, remove its unfinished file, and free its memory. Local."""
+        """Stop a pending save after its thread's current window, remove its file, and free the copies. Local."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving = None
@@ -175,17 +175,17 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
-        """Read a file's header; return a call, not yet run, that loads it; raise if it misfits the store. Local."""
+        """Read a file's header, return a Call and a function that loads it; raise if it misfits the store. Local."""
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_states(self, path: Any) -> PreparedCall:
-        """Read a file's header; return a call, not yet run, to load optimizer state; raise if it misfits. Local."""
+        """Read a file's header, return a Call and a function to load optimizer state; raise if it misfits. Local."""
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Return a call, not yet run, that loads a :meth:`save_rest` file; set the optimizer's options now. Local."""
+        """Read the header of a :meth:`save_rest` file, set optimizer options now; return Call and loader. Local."""
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
             present.take_options(updater)
@@ -198,7 +198,7 @@ class Checkpoints:
         return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
-        """Return a call, not yet run, that loads the file; compile the updater's kernels, or raise. Local."""
+        """Compile the updater's kernels, or raise; return a Call and a function that loads the file. Local."""
         self._exchange.place_updater(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)
@@ -219,7 +219,7 @@ class Checkpoints:
         return state
 
     def _load_new(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Add a file's keys, values and updater to a store without keys; undo all if it is damaged. Collective."""
+        """Load into a store without keys; return the program's state, or undo all and raise. Collective."""
         exchange, header = self._exchange, reader.source.header
         before = exchange.updater
         try:
@@ -240,7 +240,7 @@ class Checkpoints:
             raise
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
-        """Verify the whole file, then read it over known keys; a failure after that ends the store. Collective."""
+        """Verify a file, read it over known keys, where a failure ends the store; return program state. Collective."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._agreement.run_together(call, program.read, reader)
         # Residuals may find no memory on one rank: that must come before the first value changes.
@@ -275,9 +275,9 @@ class Checkpoints:
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Read this rank's values and state, with ``program`` its state, checked; give values to all ranks. Collective.
+        """Read this rank's values and optimizer state; give all ranks the values. Collective.
 
-        With a program's state, read that, too, and compare checksums; without, only check that the file is the one
+        With a ``program``, read its state, too, and compare checksums; without, only check that the file is the one
         verified before.
         """
         self._run_parts(call, self._read_parts(reader, program))
@@ -313,7 +313,7 @@ class Checkpoints:
     # --- What a rank has of the file
 
     def _find_elements_to_write(self, block: Block) -> Spans:
-        """Return the elements of a block that this rank writes: its own, or its share of a replicated block. Local."""
+        """Return ranges of a block's elements, those that this rank writes; of a replicated block its share. Local."""
         if not self._exchange.placement.everywhere:
             return self._exchange.values.planner.owned(block)
         # Every rank has a replicated value. Each writes a part: one rank's disk would be the bottleneck.
@@ -321,7 +321,10 @@ class Checkpoints:
         return Spans.join([(size * rank // ranks, size * (rank + 1) // ranks)])
 
     def _list_values(self, header: Header, elements: Callable[[Block], Spans]) -> Iterator[Span]:
-        """Yield this rank's arrays of values and state with file offsets; ``elements`` picks them of a block. Local."""
+        """Yield views of this rank's values and state, with offsets in the file's arrays, of chosen elements. Local.
+
+        ``elements`` returns those of a block.
+        """
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for extent in list_extents(header, entries):
@@ -332,7 +335,7 @@ class Checkpoints:
     # --- Together with the other ranks
 
     def _run_parts(self, call: Call, parts: Parts, most: float = math.inf) -> None:
-        """Run ``most`` steps of a generator, or all; after each, raise if a rank failed; join checksums. Collective."""
+        """Run ``most`` parts, or all; after each, xor ranks' numbers in place, or raise if one failed. Collective."""
         try:
             while (sums := self._agreement.run_together(call, next, parts, None)) is not None:
                 if callable(sums):
@@ -455,7 +458,7 @@ def save_states(
 def load_states(
     path: Any, present: Optimizer, values: Mapping[Key, Array]
 ) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
-    """Read a file's states into new arrays, in parts; yield a text for ranks to compare before each. Collective.
+    """Read states into new arrays in parts, yield a text to compare before each; return optimizer, states. Collective.
 
     Run it as :func:`save_states`.
 

@@ -70,7 +70,7 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 def write_arrays(
     draft: Draft, header: Header, windows: Generator[Window] | Ahead[Window], creates: bool, attaches: bool = True
 ) -> Parts:
-    """Save in parts: create the file, write this rank's pieces, rename it; yield checksums after each. Collective.
+    """Save in parts: create the file, write windows, rename it; after each yield numbers to xor, or a call. Collective.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. After
     two parts the draft is open. Each other part takes one of the ``windows``, those of :func:`write_windows`.
@@ -102,7 +102,7 @@ def write_arrays(
 def write_windows(
     draft: Draft, header: Header, pieces: Iterable[Piece], gather: Gather | None = None
 ) -> Generator[Window]:
-    """Write and flush pieces window by window; yield checksums, with ``gather`` first a collective call to run. Local.
+    """Write and flush pieces by window; yield (chunks, checksums), with ``gather`` (chunks, a call) before that. Local.
 
     ``gather`` adds pieces to the window.
     """
@@ -117,7 +117,7 @@ def write_windows(
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Read into ``own`` and ``shared`` in parts; yield checksums after each part, then compare them. Collective.
+    """Read into ``own`` and ``shared`` in parts; yield sums to xor after each, then raise if they are bad. Collective.
 
     Collective: every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is
     unchanged.
@@ -139,7 +139,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
 
 
 def cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[list[Piece]]]]:
-    """Sort pieces into windows, the same on all ranks; yield each window's chunks, and its pieces by kind. Local."""
+    """Sort pieces into windows, alike on all ranks; yield each window's slice of chunks, and pieces by kind. Local."""
     # Blocks lie in memory in another order than keys in the file.
     ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin in range(0, nbytes, _WINDOW):

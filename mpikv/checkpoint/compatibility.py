@@ -77,7 +77,7 @@ def _find_source(path: Any, values: bool) -> Source:
 
 
 def slot_names(slots: Slots) -> dict[str, str]:
-    """Return the file's form of slots: state names, and numpy's names of their dtypes."""
+    """Return slots as a file has them: a dict from state names to numpy's names of their dtypes."""
     return {name: dtype.name for name, dtype in slots.items()}
 
 
@@ -104,7 +104,7 @@ def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
 
 
 def _check_slots(source: Source, updater: Updater) -> None:
-    """Raise CheckpointError unless a checkpoint has the updater's state arrays. Local."""
+    """Raise CheckpointError unless a checkpoint has exactly the state names and dtypes of the updater. Local."""
     header = source.header
     for number, kind in enumerate(header.kinds):
         if kind.state != (wanted := slot_names(updater.slots(parse_dtype(kind.dtype)))):

@@ -233,7 +233,7 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Read and return a checkpoint's header, checksums and identity of the file; CheckpointError if it is none. Local.
+    """Return a checkpoint's Source: its header and checksums, read now, and its identity; or CheckpointError. Local.
 
     Raises:
         CheckpointError: the file is no whole checkpoint.

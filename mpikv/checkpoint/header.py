@@ -114,7 +114,7 @@ class Header:
 
     @property
     def pairs(self) -> Iterator[tuple[Key, Kind]]:
-        """Each key with its kind."""
+        """A new iterator over pairs of a key and its kind."""
         return zip(self.keys, map(self.kinds.__getitem__, self.kind_of), strict=True)
 
     @cached_property
@@ -131,7 +131,7 @@ class Header:
 
     @property
     def parts(self) -> list[str]:
-        """The facts of :attr:`text` one by one, to show the first one that differs between two ranks."""
+        """Texts of single facts, of the updater and of each key, to show the first that differs between two ranks."""
         # Single options first: a difference in one is shown before the long text of all.
         updater = {**(self.updater.get("options") or {}), **self.updater}
         texts = [f"{name}={brief(repr(value), 300)}" for name, value in updater.items()]
@@ -158,7 +158,7 @@ class Header:
 
     @cached_property
     def blobs(self) -> Mapping[str, Array]:
-        """Byte offsets of each name's parts in the program's state. They follow the arrays: bytes need no alignment."""
+        """By name, byte offsets of the parts of program state, and their end. They follow the arrays, not aligned."""
         edges, end = {}, int(self.columns[-1].edges[-1]) if self.columns else 0
         for name, sizes in self.program.items():
             edges[name] = end + np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
@@ -166,7 +166,7 @@ class Header:
         return edges
 
     def _slots(self, kind: Kind) -> dict[str, str]:
-        """Return each array that the file has for a key of this kind, value or state, with its dtype's name."""
+        """Return the arrays that the file has for a key of this kind: a dict from slots to names of dtypes."""
         return ({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)
 
     @cached_property
@@ -308,7 +308,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
 
 
 def _parse_sums(text: str, chunks: int) -> Array:
-    """Return the checksums in hexadecimal digits, without the first; CheckpointError unless each chunk has one."""
+    """Return checksums from hexadecimal digits, as uint32, without the first; CheckpointError unless one per chunk."""
     try:
         sums = np.frombuffer(bytes.fromhex(text), ">u4")[1:].astype(np.uint32)
     except ValueError:
@@ -350,7 +350,7 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
 def _parse_kinds(
     trees: Sequence[Any], kind_of: Sequence[Any], keys: Sequence[Key]
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Return the kinds of keys, and the number of each key's kind; CheckpointError if they are none."""
+    """Return the kinds of keys, and the number of each key's kind; CheckpointError, or KeyError, if they are none."""
     if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
         raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
     # Reversed, so that the first key of each kind stays, and is named in an error.
@@ -371,7 +371,7 @@ def _parse_updater(value: Any) -> dict[str, Any]:
 
 
 def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
-    """Return a kind; CheckpointError if it is impossible. ``key`` is one of its keys, for errors."""
+    """Return a kind; CheckpointError, or KeyError, if it is impossible. ``key`` is one of its keys, for errors."""
     state: dict[str, str] = _check_type(tree["state"], dict)
     # Texts first: a list as a name would fail in a look-up, with an error that names no key.
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]

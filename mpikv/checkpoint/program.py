@@ -25,7 +25,7 @@ from .trees import pack, unpack
 
 
 def pack_state(state: Any) -> dict[str, Array]:
-    """Return an array of bytes for each name's state, by sorted names; TypeError if no file can hold it. Local.
+    """Return a dict, by sorted names, of states as arrays of bytes; TypeError if no file can hold one. Local.
 
     Raises:
         TypeError: it is no dict of names, or no file can hold it.

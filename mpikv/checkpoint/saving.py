@@ -65,7 +65,7 @@ class Copies:
         return self._room
 
     def release(self) -> None:
-        """Free the memory."""
+        """Let go of the memory: it is freed once no piece uses it. Local."""
         self._room = np.empty(0, np.uint8)
 
 
