@@ -70,7 +70,7 @@ class Gathering:
         return partial(transport.control.carry, sends, receives)
 
     def _writers(self, window: slice) -> list[int]:
-        """List the writing rank of each chunk of arrays in a window; chunks are spread, by turns over windows. Local."""
+        """List the writing rank of each chunk of arrays in a window; chunks are spread, with turns by window. Local."""
         count = max(min(window.stop, -(-self._end // CHUNK)) - window.start, 0)
         turn, size = window.start // (window.stop - window.start), self._exchange.transport.size
         return [(number * size // count + turn) % size for number in range(count)]

@@ -34,7 +34,7 @@ class Moments(Optimizer):
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
-        """Update both averages by the gradient, in place; overwrite the spare memory; return that of the gradient."""
+        """Update both averages by the gradient, in place; overwrite the spare array; return the state's mean itself."""
         (mean, variance), (spare,) = block.state, block.spare
         average(mean, block.gradient, self.beta1, spare)
         average_squares(variance, block.gradient, self.beta2, spare)
@@ -210,7 +210,7 @@ class Adamax(Moments):
     """In [0, inf), default 0.002."""
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return ``1 - beta1**count``."""
+        """Return ``(1 - beta1**count,)``."""
         return (1.0 - self.beta1**count,)
 
     def rule(self, step: Step, block: Block) -> None:

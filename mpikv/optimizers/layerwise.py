@@ -98,16 +98,16 @@ class LARS(Layerwise):
         return ("momentum",) if self.momentum else ()
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return 0.0, the mark of a key that is not skipped."""
+        """Return ``(0.0,)``, the mark of a key that is not skipped."""
         return (0.0,)
 
     def step(self, key: Key, count: int) -> Step:
-        """Return one update's numbers; their correction is 1.0 for a key that ends as one of ``skip``."""
+        """Return one update's numbers; their correction is ``(1.0,)`` for a key that ends as one of ``skip``."""
         step = super().step(key, count)
         return replace(step, correction=(1.0,)) if str(key).endswith(self.skip) else step
 
     def norms(self, step: Step, blocks: Sequence[Block]) -> tuple[float, float]:
-        """Return the norms of weight and gradient; zeros at once, without reading a block, for a skipped key."""
+        """Return the norms of weight and sum; zeros at once, without reading a block, for a skipped key."""
         return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
 
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:

@@ -174,7 +174,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Replace the scheduler by a copy with the constructor's rate as ``base_lr``; ConfigError for a later rate."""
+        """Replace the scheduler by a copy with the constructor's rate as ``base_lr``; ConfigError if none can be."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
@@ -313,7 +313,7 @@ class Optimizer:
         return ()
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return the rule's numbers that depend on a key's count of updates."""
+        """Return a tuple of the rule's numbers that depend on a key's count of updates; here it is empty."""
         return ()
 
     def rule(self, step: Step, block: Block) -> None:
@@ -324,7 +324,7 @@ class Optimizer:
         raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return names and dtypes of state arrays for values of this dtype, or raise Unsupported; may warn once.
+        """Return a dict, name to dtype, of state arrays for values of this dtype, or raise Unsupported; may warn once.
 
         It warns if rounding may lose small updates.
         """
@@ -373,7 +373,7 @@ class Optimizer:
             self._bind_blocks(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
-        """Return a function of a step that updates these arrays once, under the caller's numpy rules for overflows."""
+        """Return a function of a step; each call updates these arrays, and may warn of overflows as numpy is set."""
         # On a GPU blocks are as large as the arrays, and each binding would keep scratch memory of that size.
         if type(self).update is not Optimizer.update or not isinstance(value, np.ndarray):
             return lambda step: self.update(step, total, value, state)
@@ -413,7 +413,7 @@ class Optimizer:
         return run_one
 
     def settings(self) -> str:
-        """Describe the optimizer so that two descriptions are equal exactly when the updates are."""
+        """Return class and options as text for ranks to compare: alike options, alike text; functions only by name."""
         options = ", ".join(f"{name}={describe(value)}" for name, value in self.chosen().items())
         return f"{type(self).__name__}({options})"
 

@@ -88,7 +88,7 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Run methods of an optimizer on stand-ins; return the record, and a function of its calls; or Unsupported."""
+    """Run methods on stand-ins; return the record, and a function (optimizer, step) -> numbers; or Unsupported."""
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
@@ -152,7 +152,7 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Record ``adapt`` on all branches; return its C++ statement and the call's numbers. Begin with no answers."""
+        """Record ``adapt`` on all branches; return (C++ code,) and the call's expression. Begin with no answers."""
         trial, step, _ = self._make_stand_ins(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"

@@ -46,7 +46,7 @@ def check_outside(what: str) -> None:
 
 
 def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
-    """Raise ConfigError unless the state has exactly the arrays that the updater's present options need. Local."""
+    """Raise ConfigError unless the state has exactly the names that the updater's present options need. Local."""
     wanted = updater.slots(dtype)
     if wanted.keys() != state.keys():
         raise ConfigError(
@@ -76,7 +76,7 @@ class Assign:
         self.bind(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
-        """Return a function that copies the sum to the value, rounded if need be; it does nothing for one memory."""
+        """Return a function that copies the sum to the value, rounded if need be; no-op if both are the same memory."""
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return lambda step: None  # the sum was made in its place
