@@ -146,7 +146,7 @@ class HostMemory:
         return array
 
     def _locate(self, value: Any) -> tuple[Gpu, Array]:
-        """Return the GPU of an array, and the array as its library's; raise on a worker thread; warn once. Local."""
+        """Return the GPU of an array, and an Array over its memory; raise on a worker thread; warn once. Local."""
         if self.find is not _refuse and here.makes_calls:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "

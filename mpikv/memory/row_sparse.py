@@ -186,9 +186,7 @@ class RowSparse:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers, a GPU's after a wait, as flat int64; raise for fractions, or if not below ``count``. Local.
-
-    It waits for a GPU's numbers.
+    """Return row numbers, a GPU's after a wait, as flat int64; raise for fractions, or outside of [0, count). Local.
 
     >>> row_ids([[2, 0]], 3)
     array([2, 0])

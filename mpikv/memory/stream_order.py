@@ -156,7 +156,7 @@ class GpuOrder:
         return False
 
     def fail(self, error: Exception, _: str = "") -> None:
-        """Log an error, and make the next call raise it. For a single rank's watchdog. Any thread."""
+        """Log an error, and make later calls raise a TransportError of it. For a single rank's watchdog. Any thread."""
         log("%s; the next call on the GPU raises", error, level=logging.ERROR)
 
         def check() -> None:
@@ -225,7 +225,7 @@ class GpuOrder:
         """Do nothing: a call that is not made leaves nothing behind."""
 
     def issue(self) -> Issued:
-        """Record an event on the caller's stream; return a note of it for a call on another thread; or raise. Local."""
+        """Record an event on the caller's stream; return an Issued, for a call on another thread; or raise. Local."""
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())
@@ -300,7 +300,7 @@ class GpuOrder:
         return self.lane
 
     def sent(self) -> Event | None:
-        """Return an event recorded after the last transfer; None if the store's stream runs transfers itself. Local."""
+        """Record and return an event after the last transfer; None if the store's stream runs the transfers. Local."""
         if self.lane is self.stream:
             return None
         self._last_sent = event = self.lane.record()

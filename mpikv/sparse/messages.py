@@ -58,7 +58,7 @@ class Packed:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send rows ``numbers[r]`` to rank r, or the only ones to all; return views of those for this rank. Collective.
+        """Send rows ``numbers[r]`` to rank r, or one list to all; return views of others' rows, by sender. Collective.
 
         ``rows`` returns the rows; it is called when memory may be taken. ``reserve`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
@@ -73,7 +73,7 @@ class Packed:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask ranks for rows ``wanted[r]``; return views of the answers; answer others by ``take``. Collective.
+        """Ask ranks for rows ``wanted[r]``; answer others by ``take``; return views of the answers by rank. Collective.
 
         The result has no rows of this rank itself. ``reserve`` is not called: it has no use here.
         """
@@ -99,7 +99,7 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send row numbers by host, ``reserve`` memory, send rows by GPU; return those for this rank. Collective."""
+        """Send row numbers by host, ``reserve`` memory, send rows by GPU; return others' rows by sender. Collective."""
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: reserve() raises on all ranks or on none, before any rank sends rows.
         reserve(received)
@@ -110,7 +110,7 @@ class Split:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask ranks for rows ``wanted[r]``; return the answers on the GPU; answer others by ``take``. Collective.
+        """Ask ranks for rows ``wanted[r]``; answer others by ``take``; return answers, on the GPU, by rank. Collective.
 
         It calls ``reserve`` between numbers and rows. The result has no rows of this rank itself.
         """
@@ -132,7 +132,7 @@ class Split:
         return [_read_numbers(_taker(part), len(kinds)) for part in received], table
 
     def _drop_own(self, parts: Lists) -> Lists:
-        """Return the parts without this rank's own, which stays here; a single part is for all."""
+        """Return the parts with () for this rank's own, which stays here; a single part, which is for all, as it is."""
         return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
 
@@ -170,7 +170,7 @@ def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> 
 
 
 def _read_answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind], rank: int) -> list[list[Array]]:
-    """Return from each other rank's message the rows wanted of it; this rank's holds nothing."""
+    """Return, by sender, the wanted rows of each message, as views of it; [] for this rank. Local."""
     pairs = enumerate(zip(received, wanted, strict=True))
     return [[] if sender == rank else _read_rows(_taker(part), numbers, kinds) for sender, (part, numbers) in pairs]
 

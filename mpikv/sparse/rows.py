@@ -135,7 +135,7 @@ class Rows:
     # --- Sums
 
     def _sum_rows(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> list[Selected]:
-        """Return the sum over ranks of the rows with elements of this rank, on GPUs in reserved memory. Collective."""
+        """Return by value the numbers and sums of rows with elements of this rank; reserve GPU memory. Collective."""
         if self._transport.size > 1:
             addends = self._send_to_owners(plan, given, held)
         else:
@@ -148,7 +148,7 @@ class Rows:
         ]
 
     def _send_to_owners(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> Sequence[Sequence[Selected]]:
-        """Send rows to their owners; return each rank's rows with elements of this rank; reserve memory. Collective."""
+        """Send rows to owners; return by sender, then value, those with this rank's elements; reserve. Collective."""
         entries, numbers, values = plan.entries, [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", plan.keys)
 
@@ -290,7 +290,7 @@ class Rows:
             value[ids[at], low:high] = 0
 
     def _cast(self, entry: Entry, ids: Array, total: Array) -> RowSparse:
-        """Return a sum of rows in the value's dtype and shape. Local."""
+        """Return a sum of rows as a RowSparse of the value's dtype and shape. Local."""
         rows = cast_rows(self._tables, total, entry.dtype)
         return RowSparse(ids, rows.reshape(ids.size, *entry.shape[1:]), entry.shape)
 
@@ -418,7 +418,7 @@ def _kind(entry: Entry) -> Kind:
 
 
 def _table(entry: Entry, array: Array) -> Array:
-    """Return a two-dimensional view of a value: one flat row for each of its rows."""
+    """Return a two-dimensional view of a value, or of its state: one flat row for each of its rows."""
     return array.reshape(entry.shape[0], prod(entry.shape[1:]))
 
 
