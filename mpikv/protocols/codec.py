@@ -29,7 +29,7 @@ class ElementwiseCodec(Protocol):
         """Whether :meth:`encode` needs a residual. The store keeps it: a float32 for every element, at first zero."""
 
     def settings(self) -> str:
-        """Return a text for ranks to compare, equal exactly if two codecs make equal payloads. Local."""
+        """Return class and settings as text for ranks to compare; of equal texts, equal payloads. Local."""
 
     def nbytes(self, count: int) -> int:
         """Return the size in bytes of the payload of ``count`` elements. It must not depend on their values."""
@@ -82,10 +82,10 @@ class TensorCodec(Protocol):
         """Whether :meth:`exchange` needs a residual, which the store keeps; as :attr:`ElementwiseCodec.feedback`."""
 
     def settings(self) -> str:
-        """Return a text for ranks to compare, equal exactly if two codecs make equal payloads. Local."""
+        """Return class and settings as text for ranks to compare; of equal texts, equal payloads. Local."""
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the new arrays to keep for a value of this shape between exchanges, the same on every rank."""
+        """Return a dict of new arrays to keep for a value of this shape between exchanges, alike on every rank."""
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None

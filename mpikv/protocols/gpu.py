@@ -168,4 +168,4 @@ class Gpu(Protocol):
         """
 
     def workspace(self) -> Workspace:
-        """Return a new workspace of arrays of the library, for one thread at a time."""
+        """Return a new object that moves and sums rows of this GPU's arrays, for one thread at a time."""

@@ -60,7 +60,7 @@ class BoundList(Protocol):
     """
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
-        """Return whether each of the others is contiguous and has the class, shape and dtype of its array.
+        """Return whether each other is contiguous, of its array's class, shape and dtype; False if it cannot tell.
 
         ``writable`` also requires writable arrays, ``own`` arrays over memory of their own.
         """

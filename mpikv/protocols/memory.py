@@ -156,7 +156,7 @@ class StreamOrder(Protocol):
         """Forget the prepared arrays of a call that is not made."""
 
     def issue(self) -> Issue | None:
-        """Return a note of a call that another thread will make; None if its arrays need no order.
+        """Return a note of the caller's stream for a call by another thread; None on the host, where none is needed.
 
         Raises:
             Unsupported: as in :meth:`begin`.

@@ -84,16 +84,16 @@ class Transport(Protocol):
         """
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return terms that add up, at the root, to the sum of every rank's ``send``; may fill ``recv``. Collective.
+        """Return arrays, the terms: at the root they add up to the sum of all ``send``; may fill ``recv``. Collective.
 
         ``recv`` is ignored on other ranks.
         """
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Return terms of the sum of every rank's ``send``, the same bits on each; may fill ``recv``. Collective."""
+        """Return arrays that add up to the sum of all ranks' ``send``, alike on each; may fill ``recv``. Collective."""
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Return terms of this rank's part of the sum of every rank's ``send``; may fill ``recv``. Collective.
+        """Return arrays that add up to this rank's part of the sum of all ``send``; may fill ``recv``. Collective.
 
         Rank r's part has ``counts[r]`` elements.
         """
@@ -170,7 +170,7 @@ class ReadsInPlace(Protocol):
     """A transport whose ranks may read each other's arrays of any size where they lie."""
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """Return the terms of this rank's part of a sum, in pieces; None on every rank if one cannot. Collective.
+        """Return an iterator over pieces of this rank's part of a sum, as terms; None on all if one cannot. Collective.
 
         One cannot if its array is small, or cannot be read. Terms come in rank order, this rank's own in place. They
         may be read until the next piece. No rank may change another's part of its ``send`` before the next exchange.

@@ -41,7 +41,7 @@ class Updater(Protocol):
     computes nothing again."""
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return names and dtypes of a value's state arrays: zeros at first, ``master`` a copy of the value."""
+        """Return a dict, name to dtype, of a value's state arrays: zeros at first, ``master`` a copy of the value."""
 
     def step(self, key: Key, count: int) -> Any:
         """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first).
@@ -63,4 +63,4 @@ class Updater(Protocol):
         """
 
     def settings(self) -> str:
-        """Return a text for ranks to compare, equal exactly if two updaters make equal updates. Local."""
+        """Return class and options as text, to compare ranks: alike updaters, alike text; functions by name. Local."""
