@@ -286,11 +286,11 @@ class Arena:
             del self._segments[number], self._reached[number]
 
     def holds(self, array: Array) -> bool:
-        """Return whether an array's range of addresses overlaps the memory of values. Local."""
+        """Return whether an array's range of addresses overlaps the arena's segments, free parts, too. Local."""
         return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
-        """Return whether one of a GPU's addresses is in the memory of values; ``address`` returns an array's. Local."""
+        """Return whether one of a GPU's addresses is in the arena's segments; ``address`` returns an array's. Local."""
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
@@ -395,7 +395,7 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, bytes_to_come: int) -> tuple[int, int]:
-        """Allocate a segment of both sizes at least, free beyond ``nbytes``; return its number, byte 0. Collective."""
+        """Allocate a segment of both sizes at least, free beyond ``nbytes``; return (its number, 0). Collective."""
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

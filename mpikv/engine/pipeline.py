@@ -150,7 +150,7 @@ class Pipeline:
         return targets if are_plain(targets) else _flat_views(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
-        """Return whether all ranks pull into the buffers that they push. Collective in large calls in shared memory."""
+        """Return whether all ranks fill their buffers; False for small calls, or without shared memory. Collective."""
         if not (plan.streams and self._transport.shared):
             return False
         # Asked of all ranks: the owners fill the buffers of every rank, and one rank's wish alone must not decide.

@@ -91,7 +91,7 @@ class Root(Owners):
         self._root = root
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many of ``[start, stop)`` each rank owns, the root all, and this rank's range, less ``start``."""
+        """Return how many of ``[start, stop)`` each rank owns (the root all), and this rank's range, less ``start``."""
         others = self._transport.size - self._root - 1
         return super().shard(start, stop, cell, (start,) * (self._root + 1) + (stop,) * (others + 1), number)
 
@@ -103,7 +103,7 @@ class Replicated(Sharded):
     everywhere = True
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many of ``[start, stop)`` each rank owns, all of them, and this rank's range, less ``start``."""
+        """Return how many of ``[start, stop)`` each rank owns (each all), and this rank's range, less ``start``."""
         return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
 

@@ -147,7 +147,7 @@ class Bucket:
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
-        """This rank's update calls, bound to memory, for keys with different steps: one per key, or per GPU launch."""
+        """This rank's Updates for keys with different steps: each of one key or a piece of it, on GPUs of many keys."""
         return tuple(self._cut_updates())
 
     @lazy
@@ -505,7 +505,7 @@ class Planner:
     def cut_updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
-        """Cut this rank's elements of the ranges into short pieces; yield each as an update, not run yet. Local."""
+        """Cut this rank's elements of the ranges into pieces, short on the host; yield an Update for each. Local."""
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.

@@ -768,7 +768,7 @@ class KVStore(RankedStore):
     _set_updater = set_updater
 
     def updater(self, function: Function) -> Function:
-        """Set the updater, as a decorator. See :meth:`set_updater`. Collective."""
+        """Set a function as the updater and return it: a decorator. See :meth:`set_updater`. Collective."""
         self.set_updater(function)
         return function
 
@@ -908,7 +908,7 @@ class KVStore(RankedStore):
         return work
 
     def load(self, path: Any) -> dict[str, Any]:
-        """Make the store as it was when :meth:`save` wrote the file, bit for bit, and return its ``state``. Collective.
+        """Restore values and optimizer, bit for bit, from a :meth:`save` file; return the ``state`` in it. Collective.
 
         The number of ranks and the placement may be others. The path is the same on every rank, and each reads the
         elements that it owns. The store either has no keys, which are then created, or has exactly those of the file.
@@ -1153,7 +1153,7 @@ class KVStore(RankedStore):
             self._door.shadow(self._verbs.join.prepare, self._run_in_order)
 
     def close(self) -> None:
-        """End the store and free its memory; raise errors that nobody has seen. Collective, idempotent.
+        """End the store and free its memory; raise the first error that nobody has seen. Collective, idempotent.
 
         The end of a ``with`` block closes the store, too, and so does the end of the program.
 

@@ -81,16 +81,16 @@ class KVStoreBase:
 
     @property
     def _joining(self) -> bool:
-        """Whether the store is in a block of ``join``. Local."""
+        """False; an override says whether the store is in a block of ``join``. Local."""
         return False
 
     @property
     def _assigns(self) -> bool:
-        """Whether a push replaces the value by the sum, as without an updater. Local."""
+        """True; an override says whether a push replaces the value by the sum, as without an updater. Local."""
         return True
 
     def _update_count(self, key: Key) -> int:
-        """Return how many updates the present updater has made to a value, as far as is known. Local."""
+        """Return 0; an override returns how many updates the present updater has made to a value. Local."""
         return 0
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:

@@ -21,7 +21,7 @@ _MOST = 2.0**64
 
 
 def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
-    """Scale arrays in place to a common 2-norm of at most ``max_norm``, if finite; return the norm before. Local.
+    """Scale arrays in place to a common 2-norm of ``max_norm``, if theirs is finite and above; return theirs. Local.
 
     Call it between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update`. There the gradients are sums
     over ranks and equal on every rank; so are the norm and the result. They are not divided by the batch size yet, nor

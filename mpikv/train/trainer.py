@@ -608,7 +608,7 @@ class Trainer:
         return fresh
 
     def _fresh(self) -> dict[str, Parameter]:
-        """Return the parameters with a new gradient."""
+        """Return by first names the trained parameters with a new gradient. Local."""
         trained = ((name, one) for name, one in self._own.items() if one.grad_req != "null")
         return {name: one for name, one in trained if one.fresh and one.grad is not None}
 
