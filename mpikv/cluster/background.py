@@ -53,6 +53,8 @@ class Work:
         self._result: Any = None
         self.inner: Callable[[Any], Any] | None = None
         """Converts the call's own result into the result of :meth:`wait`, if they differ."""
+        self.awaited = False
+        """Whether somebody waits for the call, or will: then its error need not be logged."""
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
 
@@ -91,6 +93,7 @@ class Work:
             Closed: it was issued before a fork, and completes in the other process.
         """
         self._pending.check_waitable(self)
+        self.awaited |= timeout is None
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
@@ -164,7 +167,7 @@ class Pending:
         """Start the queue's thread, once; RuntimeError if the system has no thread left. Local; the lock is held."""
         if self._thread is None:
             # Set before start(): an interrupt may come while start() waits, and the next call would start a second one.
-            self._thread = present().thread(self._serve, "mpikv")
+            self._thread = present().thread(partial(self._serve, threading.get_ident()), "mpikv")
             try:
                 self._thread.start()
             except RuntimeError:  # the system has no thread left
@@ -243,9 +246,9 @@ class Pending:
 
     # --- The thread
 
-    def _serve(self) -> None:
+    def _serve(self, issuer: int) -> None:
         """Make the queued calls, one at a time, until :meth:`end`. The thread's function; its calls are collective."""
-        here.makes_calls = True
+        here.issuer = issuer
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await_call():
             with self._on_worker():
@@ -283,7 +286,7 @@ class Pending:
 
     def _complete(self, work: Work) -> None:
         """Mark a call as completed, and wake all who wait; log an error, and note that nobody has seen it. Local."""
-        if work._error is not None:
+        if work._error is not None and not work.awaited:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:
             self._completed += 1

@@ -133,8 +133,8 @@ def _watch_collector() -> list[int]:
 class _Here(threading.local):
     # Class attributes: a new thread finds the real system without an __init__ per thread.
     runtime = _SYSTEM
-    makes_calls = False
-    """Whether this thread makes ``wait=False`` calls for the threads that issued them."""
+    issuer = 0
+    """The thread that issued the first of the ``wait=False`` calls that this thread makes; 0 if it makes none."""
 
 
 here = _Here()

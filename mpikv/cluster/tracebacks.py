@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..config import keeps_frames
 from ..errors import MPIKVError, PeerFailed, is_repeated, is_settled, is_shortened, mark_shortened
 from .printing import print_lines
+from .runtime import here
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -120,7 +121,8 @@ def place_here() -> str:
 
     There is none at the end of the program.
     """
-    frames = traceback.walk_stack(None)
+    # The line of a wait=False call is that of the thread which issued it, and now waits, or goes on.
+    frames = traceback.walk_stack(sys._current_frames().get(here.issuer))
     return _innermost([(frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame)])
 
 

@@ -220,6 +220,7 @@ class BackwardSync:
             work = self._sums.pushpull(bucket.keys, None, bucket.arrays, wait=wait)
             if not wait:
                 # Kept: the work's end is awaited at the end of the pass, and a dropped handle would lose its error.
+                work.awaited = True
                 self._works.append(work)
 
     def _restart(self) -> None:

@@ -518,11 +518,12 @@ def test_a_buffer_that_changed_its_length(kv, update, change, passes):
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 @pytest.mark.parametrize(("text", "order"), [("optimizer.step", 1), ("barrier", 1), ("torch1/", 1), ("torch1/", -1)])
-def test_a_rank_that_makes_another_call_than_backward(kv, update, passes, bucket_bytes, text, order):
+def test_a_rank_that_makes_another_call_than_backward(kv, update, passes, bucket_bytes, text, order, caplog):
     model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes, steps=passes)
     second, its_optimizer, _ = attached_pair(kv)
     calls = {"barrier": kv.barrier, "optimizer.step": optimizer.step, "torch1/": loss_of(second, 0, kv).backward}
     assert text in differ(kv, calls[text], lambda: loss_of(model, 0, kv).backward())
+    assert "has failed" not in caplog.text  # backward waits for its calls
     for each in [(model, optimizer), (second, its_optimizer)][::order]:
         check_trains(kv, *each)
 
