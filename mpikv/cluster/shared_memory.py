@@ -131,8 +131,8 @@ def wake_sleepers(address: int) -> None:
         system_function("syscall")(number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
-def memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | None:
-    """Return a function that orders this thread's memory accesses; None if the processor orders them itself. Local.
+def find_memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | None:
+    """Return a fence for this thread's loads and stores; None on x86-64, whose own order is enough for flags. Local.
 
     x86-64 keeps the order among stores and among loads; flags in shared memory need no more.
 

@@ -24,7 +24,7 @@ from .watchdog import Watchdog
 
 
 def choose(group: Group, config: Config) -> tuple[str, str]:
-    """Return the transport's name for these ranks and settings, and why; Unsupported if it cannot join them. Local.
+    """Return (name, reason) of the transport for these ranks and settings; Unsupported if it cannot join them. Local.
 
     Raises:
         Unsupported: the transport of the settings cannot join these ranks.

@@ -84,7 +84,7 @@ class Attached:
 
 
 def attach(group: Group) -> Attached | None:
-    """Return an object that reads the memory of this host's ranks; None if one cannot. Collective over the host."""
+    """Return an Attached for this host's ranks' memory; None on all if one cannot read. Collective over the host."""
     # In another PID namespace this number may be another process, so a read alone proves nothing: a secret does.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
     offer = json.dumps([os.getpid(), secret.ctypes.data, secret.tobytes().hex()])

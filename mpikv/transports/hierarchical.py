@@ -126,14 +126,14 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return, at the root, arrays that add up to the sum of ranks' ``send``; may fill ``recv``. Collective."""
+        """Return at the root arrays, maybe ``recv``, that add up to the sum; elsewhere no or empty ones. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Return, on every rank, arrays that add up to the sum of every rank's ``send``; fill ``recv``. Collective."""
+        """Fill ``recv`` with the sum of every rank's ``send``, on every rank, and return (recv,). Collective."""
         # Used where every rank has values of its own: such ranks are alone on their hosts. The fence uses up a
         # send_ready buffer: it was announced for this sum, and no later one may take it.
         self._inner.fence()
@@ -163,7 +163,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block, exchanges return before their messages arrive; wait_for each before the end. Collective."""
+        """In a with block, messages between hosts may outlast an exchange; wait_for each before the end. Collective."""
         self._is_apart = True
         try:
             yield
@@ -194,7 +194,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def _messages(self, name: str, brings_values: bool = False) -> Iterator[list[Any]]:
-        """In a with block, yield a list for its messages; then wait for them, unless in :meth:`apart`. Collective."""
+        """In a with block, yield a list for MPI requests; then wait for them, unless in :meth:`apart`. Collective."""
         with self._group.translated(name):
             with self._requests.started() as started:
                 yield started
@@ -207,7 +207,7 @@ class HierarchicalTransport:
     # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part of ``send`` to rank r, or all to every rank; return one array per rank. Collective."""
+        """Send the r-th part to rank r, or all to every rank; return one array per rank, until the next. Collective."""
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()
         return self._flat.all_to_all(send, counts)
@@ -240,7 +240,7 @@ class HierarchicalTransport:
         self._inner.fence()
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether every rank passed the same token; wait for all. Also a fence of each host. Collective."""
+        """Return whether all tokens but ANY are equal; wait for all ranks. Also a fence of each host. Collective."""
         equal = self._flat.agree(token)
         # MPI orders messages, not other memory: the host needs its own barrier. It is agree, not fence, so a rank that
         # came late learns that the others on its host go on without it.
@@ -314,6 +314,6 @@ class HierarchicalTransport:
                     started.append(self._comm.Isend(piece, route.carrier, _VALUES))
 
     def _pieces(self, memory: Array) -> list[Array]:
-        """Cut an array into bytes that MPI sends at once. Sender and receiver cut alike."""
+        """Return a list of views of an array's bytes, each for one message of MPI. Sender and receiver cut alike."""
         whole = memory.view(np.uint8)
         return [whole[low : low + self._piece] for low in range(0, whole.size, self._piece)]

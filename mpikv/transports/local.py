@@ -41,11 +41,11 @@ class LocalTransport(Unshared):
             raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return ``send``, the only term; on a GPU a copy in ``recv``, cast where the dtypes differ. Local."""
+        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Return ``send``, the only term; on a GPU a copy in ``recv``, cast where the dtypes differ. Local."""
+        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
         if self.memory.is_host:
             return (send,)
         if send is not recv:
@@ -53,11 +53,11 @@ class LocalTransport(Unshared):
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Return ``send``, the only term; on a GPU a copy in ``recv``, cast where the dtypes differ. Local."""
+        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
         return self.allreduce(send, recv)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return ``send`` itself, as the bytes of the only rank. Local."""
+        """Return (send,): the only rank has sent to itself. Local."""
         return (send,)
 
     def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:

@@ -110,18 +110,18 @@ class Mailbox:
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
-        """Begin to send a contiguous array; return the call; the caller may change the array once ``end`` is called."""
+        """Begin to send a contiguous array; return a Message; the array may change once ``end`` is called."""
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
-        """Begin to fill an array from a rank, or any; return the call; ``end`` is called when it is done or failed.
+        """Begin to fill an array from a rank, or any; return its Message; ``end`` is called when it is done or failed.
 
         The array is contiguous. A message of another length is lost; the error is ValueMismatch.
         """
         return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
 
     def wait(self, message: Message, timeout: float, seconds: float = math.inf) -> None:
-        """Move messages until a call has ended, or ``seconds`` are over; if its deadline passes, end all calls.
+        """Move messages until a call has ended, or ``seconds`` are over; a late call ends all calls, without a raise.
 
         The deadline of a call is ``timeout`` after the first wait for it; then it ends with Stalled.
         """
@@ -185,7 +185,7 @@ class Mailbox:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
-        """Begin a call if given one, move what can, note ended calls; a failure ends all, unraised. Takes the lock."""
+        """Begin a call if given one, move what can, note ended calls; an error ends all, only an interrupt raises."""
         with self._lock:
             try:
                 if new is not None:
@@ -284,7 +284,7 @@ class _Streams:
         self.give_up, self.close = rings.give_up, self._streams.clear
 
     def begin(self, message: Message) -> None:
-        """Queue a send or a receive; a receive ends at once if its message has come already."""
+        """Queue a send or a receive; if its message has come, copy it now, and let the next step() report it."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
         elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
@@ -332,7 +332,7 @@ class _Streams:
             yield
 
     def _take_receive(self, source: int, tag: int) -> Message | None:
-        """Remove and return the first receive that wants a message; None if none does."""
+        """Remove and return the first receive that fits a source and a tag; None if none does."""
         receive = next((call for call in self._receives if call.fits(source, tag)), None)
         if receive is not None:
             self._receives.remove(receive)
@@ -346,11 +346,11 @@ class _Streams:
         self._ended.append((receive, "" if fits else str(arrived.bytes.size)))
 
     def sleep(self, waited: float) -> None:
-        """Return soon after something may move, or after a nap; ``waited`` is the wait so far, in seconds."""
+        """Sleep until another rank rings, a millisecond at most; the wait so far, ``waited``, counts for nothing."""
         self._rings.sleep()
 
     def find_lost(self) -> dict[int, str]:
-        """Return the ranks of this host that move no more messages, and why. Does not wait."""
+        """Return {rank: reason} of the ranks of this host that move no more messages. Does not wait."""
         end = self._group.find_end()
         lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
         return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
@@ -400,7 +400,7 @@ class _Messages:
         here.nap(nap, here.now() + nap)
 
     def find_lost(self) -> dict[int, str]:
-        """Receive other ranks' notices of their ends; return the ranks that have ended, and why. Does not wait."""
+        """Receive other ranks' notices of their ends; return {rank: reason} of those that have ended. Does not wait."""
         self._group.find_end()
         return dict(self._group.left)
 

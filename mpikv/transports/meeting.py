@@ -79,7 +79,7 @@ class HostGroup:
         """The length of each rank's reason to end, 0 as long as it has none."""
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return zeros that all ranks share; raise on all of them if there is no room. Collective."""
+        """Return zeros that all ranks share, paged in if ``pages_now``; without room raise on all ranks. Collective."""
         return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
@@ -106,7 +106,7 @@ class HostGroup:
         self._ends[self.rank] = reason.size
 
     def find_end(self) -> str:
-        """Return which rank has left and why, or "". Local; any thread may ask."""
+        """Return one text of the first other rank that has left, and why, or "". Local; any thread may ask."""
         for rank, size in enumerate(self._ends):
             if size and rank != self.rank:
                 return f"rank {rank} has left: {self._reasons[rank, :size].tobytes().decode(errors='replace')}"

@@ -42,7 +42,7 @@ class Tickets:
         self._sent: dict[int, tuple[Any, Any]] = {}
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
+        """Return whether all tokens but ANY are equal; wait for all ranks. Collective."""
         number, self.early = self.early or self.post(token), 0
         return self.meet(number)
 
@@ -61,7 +61,7 @@ class Tickets:
         return bool(self._sent[number][0].Test())
 
     def meet(self, number: int) -> bool:
-        """Wait for all ranks' tokens of this number, in order; return whether all are equal, or ANY. Collective.
+        """Wait for all ranks' tokens of this number, in order; return whether all but ANY are equal. Collective.
 
         Raises:
             Stalled: a rank did not come, or has given up.
@@ -116,14 +116,14 @@ class MpiTransport(Unshared):
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return ``recv`` there, or all terms if it only carries. Collective."""
+        """Sum every rank's ``send`` at the root; return (recv,) there, or all terms if it only carries. Collective."""
         if self._gathers:
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
         return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Sum every rank's ``send`` at every rank; return ``recv``, or all terms if it only carries. Collective."""
+        """Sum every rank's ``send`` at every rank; return (recv,), or all terms if it only carries. Collective."""
         if self._gathers:
             return self.all_to_all(send, None)
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
@@ -178,7 +178,7 @@ class MpiTransport(Unshared):
         self._requests.complete(*started)
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all ranks passed the same token, or any; wait for all of them. Collective."""
+        """Return whether all tokens but ANY are equal; wait for all ranks. Collective."""
         return self._tickets.agree(token)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class MpiTransport(Unshared):
         self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
-        """Run MPI's sum, in a wider dtype where it needs one; return ``recv``, filled, if there is one. Collective."""
+        """Run MPI's sum, in a wider dtype where it needs one; return (recv,), filled, or () without one. Collective."""
         # Open MPI's sums of short integers saturate, and must wrap.
         is_short = send.dtype.kind in "iu" and send.dtype.itemsize < 4
         dtype = np.dtype(f"{send.dtype.kind}4") if is_short else accumulator(send.dtype)
@@ -207,6 +207,6 @@ class MpiTransport(Unshared):
 
 
 def _lay_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-    """Return the bytes of each rank's elements, and their offsets side by side."""
+    """Return two lists: the bytes of each rank's elements, and their offsets side by side."""
     nbytes = [count * itemsize for count in counts]
     return nbytes, [0, *accumulate(nbytes[:-1])]

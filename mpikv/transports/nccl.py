@@ -174,7 +174,7 @@ class NcclTransport(Unshared):
         log("create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE)
 
     def _identity(self) -> bytes:
-        """Return a new communicator's id, made by rank 0; if that fails, raise on every rank. Collective."""
+        """Return a new communicator's id as bytes, made by rank 0; if that fails, raise on every rank. Collective."""
         made = ""
         if self.rank == 0:
             try:
@@ -215,24 +215,24 @@ class NcclTransport(Unshared):
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes)
 
     def _for_messages(self, nbytes: int) -> Array:
-        """Allocate memory for messages; raise MemoryError on every rank if one has too little. Collective."""
+        """Return zeros of the GPU for messages; MemoryError on every rank if one has too little. Collective."""
         what = f"messages (bucket_bytes is {self.limit})"
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Queue a sum of every rank's ``send`` at the root; return there ``recv``, or all terms to add. Collective."""
+        """Queue a sum of every rank's ``send`` at the root; return there (recv,), or all terms to add. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self.reduce_scatter(send, recv[: counts[self.rank]], counts, name="reduce")
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return ``recv``, or all terms to add. Collective."""
+        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return (recv,), or all terms to add. Collective."""
         if self._gathers:
             return self._terms(send, None)
 
         def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
-            self._call(comm.allReduce, source, into, count, *self._sort(wire, op))
+            self._call(comm.allReduce, source, into, count, *self._constants_of(wire, op))
 
         return self._sum("allreduce", send, recv, start)
 
@@ -250,14 +250,14 @@ class NcclTransport(Unshared):
             with self._grouped():
                 for send, recv in pairs:
                     wire, addresses = self._wires[send.dtype.name], (self._gpu.address(send), self._gpu.address(recv))
-                    self._call(comm.allReduce, *addresses, send.size * wire.each, *self._sort(wire))
+                    self._call(comm.allReduce, *addresses, send.size * wire.each, *self._constants_of(wire))
 
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
 
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str = "", name: str = "reduce_scatter"
     ) -> Sequence[Array]:
-        """Queue a sum, or ``op``, of ranks' arrays; return this rank's part, ``recv``, or its terms to add. Collective.
+        """Queue a sum, or ``op``, of ranks' parts for this one; return (recv,), filled, or terms to add. Collective.
 
         ``name`` is the call's, for messages.
         """
@@ -266,14 +266,14 @@ class NcclTransport(Unshared):
 
         def start(comm: Any, wire: Wire, source: int, into: int, _: int) -> None:
             if len(set(counts)) == 1:
-                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire, op))
+                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._constants_of(wire, op))
                 return
             # NCCL's own reduceScatter needs equal parts; reduces to several roots in one group run side by side.
             with self._grouped():
                 for rank, count in enumerate(counts):
                     if count:
                         mine = into if rank == self.rank else 0
-                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire, op), rank)
+                        self._call(comm.reduce, source, mine, count * wire.each, *self._constants_of(wire, op), rank)
                     source += count * wire.each * wire.kind.itemsize
 
         return self._sum(name, send, recv, start)
@@ -289,7 +289,7 @@ class NcclTransport(Unshared):
     def _sum(
         self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
-        """Queue a sum by ``start``, with casts around it where NCCL needs another dtype; return ``recv``. Collective.
+        """Queue a sum by ``start``, with casts around it where NCCL needs another dtype; return (recv,). Collective.
 
         ``start`` gets the addresses of arrays of that type, and the size of the first.
         """
@@ -309,8 +309,8 @@ class NcclTransport(Unshared):
         self.slot = 1 - self.slot
         return (recv,)
 
-    def _sort(self, wire: Wire, op: str = "") -> tuple[int, int]:
-        """Return NCCL's constants for a type, and for ``op`` or else the type's own operation. Local."""
+    def _constants_of(self, wire: Wire, op: str = "") -> tuple[int, int]:
+        """Return NCCL's numbers of a type and of its operation, or of ``op`` in that one's place. Local."""
         return getattr(self._nccl, wire.constant), getattr(self._nccl, op or wire.operation)
 
     # --- Bytes

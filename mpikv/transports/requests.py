@@ -53,7 +53,7 @@ class AbortableWaiting:
         self._find_end, self._waiting = find_end, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true; raise TransportError once another rank has ended the store. May wait."""
+        """Wait until ``ready()``; TransportError once another rank has ended the store, Stalled at the deadline."""
         self._waiting.until(_raising(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 import numpy as np
 
 from ..cluster.runtime import present
-from ..cluster.shared_memory import memory_barrier, sleep_on, wake_sleepers
+from ..cluster.shared_memory import find_memory_barrier, sleep_on, wake_sleepers
 from ..errors import TransportError
 from ..protocols import Array, Group
 from .cma import Attached
@@ -61,7 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Take bytes from the ring into an array, as far as there; return their number, and whether it was full."""
+        """Take bytes from the ring into an array, as far as there; return (their number, whether the ring was full)."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -87,7 +87,7 @@ class Rings:
         memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
         self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
         """A word for each rank, which changes when there is something new for it."""
-        self._rank, self._seen, self._order = group.rank, 0, memory_barrier() or (lambda: None)
+        self._rank, self._seen, self._order = group.rank, 0, find_memory_barrier() or (lambda: None)
         rings = memory[size * _LINE :].reshape(size, size, -1)
         self._to = [_Ring(part, self._order) for part in rings[group.rank]]
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
@@ -110,7 +110,7 @@ class Rings:
             yield
 
     def receive_head(self, source: int) -> Generator[None, None, list[int]]:
-        """Receive tag, length, and address or 0 of a rank's next message, by a generator that yields to wait. Local."""
+        """Receive [tag, length, address or 0] of a rank's next message, by a generator that yields to wait. Local."""
         head = np.empty(3, np.int64)
         yield from self._read(source, head.view(np.uint8))
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers

@@ -35,7 +35,7 @@ class Routes(NamedTuple):
 
 
 def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
-    """Return the messages between hosts that a rank sends as a carrier, and those that it receives as an owner. Local.
+    """Return a rank's Routes: messages to other hosts that it sends as a carrier, those it receives as an owner. Local.
 
     Every rank computes the same division.
 

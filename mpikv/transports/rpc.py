@@ -246,11 +246,11 @@ class _Inbox:
 
     @property
     def coming(self) -> tuple[int, ...]:
-        """The rank of the message that MPI is writing into the memory, if there is one."""
+        """Return (source,) of the message that MPI is writing into the memory, or () if there is none."""
         return () if self._coming is None else (self._coming[1],)
 
     def take(self) -> list[Request]:
-        """Return the parts of a received message, or begin to receive one; none until it is complete. Does not wait.
+        """Return the parts of a received message; else [], and begin to receive one that has come. Does not wait.
 
         The next message overwrites their bodies.
         """

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..cluster.shared_memory import memory_barrier
+from ..cluster.shared_memory import find_memory_barrier
 from ..cluster.waiting import Waits
 from ..errors import Stalled
 from ..memory.host import HOST
@@ -59,7 +59,7 @@ class Arrivals:
         self.waiting: Any = waiting
         self._host_ranks, self._stride, size = group.host_ranks, stride, len(group.host_ranks)
         self._flags = group.allocate(size * stride * 8).data.cast("q")
-        self._order = memory_barrier()
+        self._order = find_memory_barrier()
         self._mine = group.local_rank * stride
         self._peers = [rank * stride for rank in range(size) if rank != group.local_rank]
         # Where ranks share cores, a rank that spins keeps the awaited one from running.
@@ -160,7 +160,7 @@ class ShmTransport(Arrivals):
         return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """Return this rank's part of every rank's ``send``, in pieces read in place; None if one cannot. Collective."""
+        """Return an iterator over pieces of this rank's part, each a list of terms; None if unreadable. Collective."""
         if (addresses := self._expose(send.view(np.uint8))) is None:
             return None
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
@@ -277,7 +277,7 @@ class ShmTransport(Arrivals):
             yield [own if rank == self.rank else self._read(rank, there[rank], own) for rank in range(self.size)]
 
     def _fill(self, part: Array, rank: int, address: int) -> None:
-        """Read another rank's memory into an array. Local."""
+        """Read another rank's memory into an array; do nothing for this rank's own, or an empty array. Local."""
         if rank != self.rank and part.nbytes:
             assert self._attached is not None
             self._attached.read(rank, address, part)
@@ -345,7 +345,7 @@ class ShmTransport(Arrivals):
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
-    """Return the range ``[low, high)`` of elements that a rank gets of a message; the whole without ``counts``."""
+    """Return (low, high) of the elements that a rank gets of a message; all of them without ``counts``."""
     if counts is None:
         return 0, size
     low = sum(counts[:rank])

@@ -216,6 +216,6 @@ def test_the_kernels_barrier() -> None:
 
 
 def test_processors_that_reorder_memory() -> None:
-    assert shared_memory.memory_barrier("x86_64") is None
+    assert shared_memory.find_memory_barrier("x86_64") is None
     with pytest.raises(TransportError, match=r"no memory barrier \(membarrier\) on unknown"):
-        shared_memory.memory_barrier("unknown")
+        shared_memory.find_memory_barrier("unknown")

@@ -428,7 +428,7 @@ def test_a_capture_that_fails_or_whose_launch_never_ends_is_given_up(
             raise mover._nccl.NcclError(status)
 
         if kv.rank == 0:
-            monkeypatch.setattr(mover, "_sort", fail)
+            monkeypatch.setattr(mover, "_constants_of", fail)
         with pytest.raises((TransportError, PeerFailed)):
             again(step, kv.barrier)
     with pytest.raises((Closed, TransportError)):
