@@ -153,7 +153,7 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Exchange reports; raise if one has an error or calls differ; return one, and if a rank joined. Collective.
+        """Exchange reports; raise if one has an error or calls differ; return (one, whether a rank joined). Collective.
 
         ``number`` and ``place`` are those of a call that is not the last one.
         """
@@ -240,7 +240,7 @@ class Agreement:
 def compare_requests(
     group: Group, verb: str, wanted: Mapping[str, str], problem: Exception | None, own: Any = None
 ) -> list[Any]:
-    """Return each rank's ``own``; raise on every rank if their ``wanted`` differ or one has a problem. Collective."""
+    """Return a list of ranks' ``own``; raise on all if their ``wanted`` differ or one has a problem. Collective."""
     # JSON, never pickle: a rank must not run what another one sends.
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
@@ -276,7 +276,7 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
 
 
 def format_error(error: BaseException, call_place: str = "") -> str:
-    """Return an error's class and text for other ranks; if other code raised it, its notes and line, too. Local.
+    """Return "CLASS: TEXT" of an error, for other ranks; if other code raised it, with its notes and line. Local.
 
     Other code raises any error but MPIKVError. The line is the caller's that raised it; without one ``call_place``, and
     without that the innermost.
@@ -326,7 +326,7 @@ def _between(left: str | None, right: str | None) -> str:
 
 
 def _options_of(text: str) -> tuple[str, list[str]]:
-    """Return the name before a list of options in brackets, and the options; without a list, the text and none."""
+    """Return (name, options) of a name before a list in brackets; without a list (text, [])."""
     found = _OPTIONS.fullmatch(text)
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 

@@ -210,7 +210,7 @@ class Pending:
             if not self._unseen or self.runs_here():
                 return None
             unseen, self._unseen = self._unseen, []
-            self._look()
+            self._set_waiting()
         error = unseen[0].error
         assert error is not None
         more = f", nor for {len(unseen) - 1} later ones that failed" if len(unseen) > 1 else ""
@@ -221,7 +221,7 @@ class Pending:
         with self._changed:
             if work in self._unseen:
                 self._unseen.remove(work)
-                self._look()
+                self._set_waiting()
 
     def check_waitable(self, work: Work) -> None:
         """Unless the call is done, raise Unsupported in the queue's thread, and Closed in a forked child. Local."""
@@ -240,7 +240,7 @@ class Pending:
             self._ending = True
             self._changed.notify_all()
 
-    def _look(self) -> None:
+    def _set_waiting(self) -> None:
         """Set ``waiting``: whether calls are queued or running, or an error is unseen. Local; the lock is held."""
         self.waiting = self.active or bool(self._unseen)
 
@@ -293,7 +293,7 @@ class Pending:
             if work._error is not None:
                 self._unseen.append(work)
             self.active = bool(self._queue)
-            self._look()
+            self._set_waiting()
             work._completed.set()
             self._changed.notify_all()
 

@@ -219,7 +219,7 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES, the GPUs that CUDA shows this process, or None if it is not set."""
+    """Return the text of CUDA_VISIBLE_DEVICES, the GPUs that CUDA shows this process, or None if it is not set."""
     return environ.get("CUDA_VISIBLE_DEVICES")
 
 

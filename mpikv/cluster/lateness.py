@@ -121,7 +121,7 @@ class Recorder:
         _PACK_NOTE(self._labels, place * NOTE_BYTES, noted)
 
     def note_of(self, number: int) -> bytes:
-        """Return the note of one of the last calls. Local."""
+        """Return the note, as bytes, of one of the last 64 calls. Local."""
         return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
@@ -179,7 +179,7 @@ class Lateness:
         return {"ranks": ranks, "late": late and late._asdict()}
 
     def _sum(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return sums up to ``last``, and the array for the next; on several hosts by all_gather, else old sums.
+        """Return (sums up to ``last``, the array for the next); on several hosts old sums unless given ``all_gather``.
 
         On several hosts the sums of :meth:`fold` are returned without it.
         """
@@ -224,7 +224,7 @@ def phases_of(records: Array) -> Array:
 
 
 def condense(slots: Array, begin: int, last: int) -> Array:
-    """Return for each slot its wait in each call after ``begin`` up to ``last``, its times added up, and its signs."""
+    """Return a record for each slot: its wait in each call after ``begin`` up to ``last``, its times, and its signs."""
     rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
     told["waits"] = np.nan
     told["waits"][:, rows["call"][0] % _WINDOW] = rows["met"] - rows["began"]

@@ -164,7 +164,7 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
 
 
 def name_library(version: str) -> str:
-    r"""Return name and number from the text of ``MPI_Get_library_version``.
+    r"""Return name and number in one text, from that of ``MPI_Get_library_version``.
 
     >>> name_library("MPICH Version:      5.0.2\nMPICH Release date: ...")
     'MPICH 5.0.2'

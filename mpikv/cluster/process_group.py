@@ -105,7 +105,7 @@ class ProcessGroup:
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return zeros that this host's ranks share; MemoryError on all if there is no room. Collective over the host.
+        """Return zeros that this host's ranks share; on failure raise on all of them. Collective over the host.
 
         Raises:
             Closed: after :meth:`close`.
@@ -172,7 +172,7 @@ class ProcessGroup:
             _sent.append(self.comm.Isend(text, rank, tag))
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
-        """Receive one message with this tag, if one has come; return its sender and text, else None. Local."""
+        """Receive one message with this tag, if one has come; return (sender, text in bytes), else None. Local."""
         mpi = self.mpi
         status = mpi.Status()
         found = self.comm.Improbe(mpi.ANY_SOURCE, tag, status)
@@ -246,7 +246,7 @@ def gather_texts(text: str, rank: int, size: int, all_gather: Callable[[Array, S
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning, at most once in this process. Local."""
+    """Log a warning, once in this process for each text. Local."""
     log(text)
 
 

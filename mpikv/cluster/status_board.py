@@ -289,7 +289,7 @@ def _state(slot: Any) -> str:
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
-    """Ask a process by a signal, half a second at most; return its calling thread's frames, innermost first. Local.
+    """Ask a process by a signal, half a second at most; return its calling thread's frames (file, line, name). Local.
 
     Empty if it does not answer.
     """
@@ -327,7 +327,7 @@ def _signal(pid: int, thread: int) -> None:
 
 
 def _frames(answers: str) -> list[tuple[str, str, str]]:
-    """Return the frames of the first complete answer in a text, the innermost first; [] without one.
+    """Return the frames (file, line, name), innermost first, of the first complete answer in a text; [] without one.
 
     The process writes an answer in pieces, and a busy machine may pause for long between two of them. So only the
     beginning of the next answer shows that one is whole. Several ranks may ask at once: then the text begins in the

@@ -34,7 +34,7 @@ class Waiting:
         return Waiting(self.timeout, self._warn_after, warn)
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true; raise Stalled at the deadline, and call ``warn`` once before. Local.
+        """Wait until ``ready()`` is true; after a while call ``warn`` once; at the deadline raise Stalled. Local.
 
         Raises:
             Stalled: the deadline passed. ``missing()`` names the missing ranks, as far as they are known.
