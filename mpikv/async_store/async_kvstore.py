@@ -227,7 +227,7 @@ class AsyncKVStore(KVStore):
         self._send(plan, arrays)
 
     def _run_pull(self, key: Any, out: Any, priority: Any) -> Any:
-        """Check a pull, ask the owners, wait until the arrays are filled, and raise failed pushes. Not collective."""
+        """Check a pull, ask owners, await their values, raise failed pushes; return pull's result. Not collective."""
         plan, arrays, result = self._verbs.operands.find_pulled(key, out)
         priorities(priority, plan.keys)
         ask, parts = self._client.ask, self._others_first(plan, arrays)
@@ -236,7 +236,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        """Check a pushpull, send its values, and wait until the arrays are filled. Not collective."""
+        """Check a pushpull, send its values, wait until the arrays are filled; return its result. Not collective."""
         plan, arrays = self._verbs.operands.find_arrays(key, value)
         filled, result = self._verbs.operands.find_targets(plan, key, given_to_fill(key, value, out), out is None)
         priorities(priority, plan.keys)
@@ -244,7 +244,7 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
-        """Wait for the keys' earlier pushes and slow ranks, raise failures, send values; may fill. Not collective."""
+        """Wait for the keys' earlier pushes and slow ranks, raise failures, send; fill ``filled``. Not collective."""
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -296,7 +296,7 @@ class AsyncKVStore(KVStore):
             ticks.pop(entry.index, None)
 
     def _others_first(self, plan: Plan, *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return a tuple of owner, entry and items of the lists for each key: first those that others own. Local."""
+        """Return a list of (owner, entry, *items of the lists), one per key: first those that others own. Local."""
         # Other owners work while this rank does, and what one of them gets is not cut up by calls of this rank.
         parts = [(_owner_of(entry), entry, *items) for entry, *items in zip(plan.entries, *lists, strict=True)]
         return sorted(parts, key=lambda part: part[0] == self.rank)
@@ -304,7 +304,7 @@ class AsyncKVStore(KVStore):
     # --- The doors
 
     def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a call that is not collective: check the caller, take the store, receive answers, run. It may wait."""
+        """Check the caller, take the store, receive answers, return ``run(*arguments)``. May wait. Not collective."""
         if not wait:
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
@@ -319,7 +319,7 @@ class AsyncKVStore(KVStore):
         return self._door.run_without_agreement(verb, checked)
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Wait for own requests, meet all ranks to adopt settings and counts, then make the call. Collective."""
+        """Wait for own requests, meet all ranks to adopt settings and counts, return the call's result. Collective."""
         if verb in _LACKING:
             self._lacks(verb)
         self._check_caller(verb)

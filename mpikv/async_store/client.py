@@ -86,7 +86,7 @@ class AsyncClient:
         """The clock of the slowest active rank in the last answer of the rank that keeps the clocks."""
 
     def begin(self, epoch: int) -> None:
-        """Start anew after a collective call: forget versions and clocks; number later requests ``epoch``. Local.
+        """Start anew after a collective call: forget versions and clocks; mark later requests by ``epoch``. Local.
 
         No request is outstanding.
         """
@@ -222,7 +222,7 @@ class AsyncClient:
         return sorted(found | silent)
 
     def _ask_who(self, ranks: set[int], its_own: int) -> tuple[set[int], set[int]]:
-        """Ask ranks, for a second, whom this rank waits for, or each itself; return these, and the silent. May wait."""
+        """Ask ranks, for a second, whom this one awaits, or they do if ``its_own``; return (these, the silent)."""
         found, silent, asked = set[int](), set[int](), dict[int, int]()
         for rank in sorted(ranks):
             try:

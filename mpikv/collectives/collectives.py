@@ -103,7 +103,7 @@ class Collectives:
             part = array[low : low + step]
             send = self._pack_message([part], True) if staged or self.stage(part) else part
             counts = [part.size if rank == root else 0 for rank in range(self._size)]
-            terms = self._transport.reduce(send, self._recv(part), root) if op.adds else self._exchange(send, counts)
+            terms = self._transport.reduce(send, self._room_of(part), root) if op.adds else self._exchange(send, counts)
             if self._rank == root:
                 self._reduce_over(terms, part, op)
         if self._transport.single_copy and array.nbytes > self._small:
@@ -227,13 +227,13 @@ class Collectives:
     def _reduce_over(self, terms: Sequence[Array], part: Array, op: Op) -> None:
         """Reduce terms into an array that may be this rank's term; may overwrite the receive buffer. Local."""
         # Adding the terms before it would overwrite it.
-        into = part if self._rank < 2 else self._recv(part).view(part.dtype)[: part.size]
+        into = part if self._rank < 2 else self._room_of(part).view(part.dtype)[: part.size]
         self._combine(terms, into, op)
         if into is not part:
             np.copyto(part, into)
 
     def _cut_messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-        """Yield messages: small arrays of one dtype together. Local."""
+        """Yield a list of pairs for each message: small arrays of one dtype together. Local."""
         together: list[Pair] = []
         room = self._small
         for send, out in pairs:
@@ -266,7 +266,7 @@ class Collectives:
             step = self._transport.limit // send.itemsize
             for low in range(0, 0 if transport.adds(send.dtype) else send.size, step):
                 message = send[low : low + step]
-                total = self._recv(message)
+                total = self._room_of(message)
                 # The library's sum is in ``total``, unless it only carries.
                 terms = self._transport.allreduce(message, total)
                 if self._in_pairs:
@@ -277,7 +277,7 @@ class Collectives:
         """Return arrays that ``op`` reduces to this rank's part, or without ``counts`` to the whole. Collective."""
         if not op.adds:
             return self._exchange(send, counts)
-        recv = self._recv(send)
+        recv = self._room_of(send)
         if counts is None:
             return self._transport.allreduce(send, recv)
         return self._transport.reduce_scatter(send, recv[: counts[self._rank]], counts)
@@ -287,8 +287,8 @@ class Collectives:
         nbytes = None if counts is None else [count * send.itemsize for count in counts]
         return [row.view(send.dtype) for row in self._transport.all_to_all(send.view(_BYTES), nbytes)]
 
-    def _recv(self, send: Array) -> Array:
-        """Return memory for the sum of a message, if the transport's library adds."""
+    def _room_of(self, send: Array) -> Array:
+        """Return a part of the receive buffer, for the sum of a message in the dtype of sums."""
         dtype = accumulator(send.dtype)
         return self._received[: send.size * dtype.itemsize].view(dtype)
 
