@@ -106,7 +106,7 @@ class Commits:
         self._cost = self._seconds = self._began = self._saved = 0.0
 
     def statistics(self) -> dict[str, Any]:
-        """Return the number of commits, and the seconds they took. Local."""
+        """Return a dict: ``made``, the number of commits, and the ``seconds`` they took. Local."""
         return {"made": self._made, "seconds": self._seconds}
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class Commits:
     # --- Restore
 
     def restore(self, total: int) -> Restored | None:
-        """Put back all ranks' newest state, of a commit or the disk; return how, None at a first start. Collective."""
+        """Put back all ranks' newest state, of a commit or the disk; return a Restored, or None at a first start."""
         restored: Restored | None
         text = f"total {total}" + (f", path {self._disk.path}" if self._disk else "")
         restored, from_disk = self._collective("steps", _prepare, text, self._restore)
@@ -185,7 +185,7 @@ class Commits:
         return restored
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Open files; put back the newest commit unless the disk's is newer; return how, and whether so. Collective."""
+        """Open files; put back the newest commit unless the disk's is newer; return (Restored or None, whether so)."""
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
@@ -207,7 +207,7 @@ class Commits:
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
     def _open_files(self) -> tuple[Briefing, int]:
-        """Lock and enlarge this rank's files, record the layout; return the launch's briefing, saved step. Local."""
+        """Lock and enlarge this rank's files, record the layout; return (the launch's briefing, saved step). Local."""
         self._contents.check_owners({state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
@@ -289,7 +289,7 @@ class Commits:
     # --- Where ranks meet
 
     def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
-        """Commit if it is time; return the steps to the next meeting, and whether to save and to end. Collective."""
+        """Commit if it is time; return (steps to the next meeting, whether to save, whether to end). Collective."""
         now = present().now()
         mine = [pace, now - self._began, now - self._saved, self._cost, self._seconds, self._asked]
         slowest, elapsed, unsaved, cost, seconds, asked = gather(self._control, np.array(mine)).max(axis=0).tolist()

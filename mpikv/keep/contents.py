@@ -95,7 +95,7 @@ class Contents:
         return self._exchange.values.planner, *self._list_kept()
 
     def collect(self) -> dict[str, Any]:
-        """Return this rank's part of the store for a commit; values, state and residuals are not copied. Local."""
+        """Return a dict of this rank's part of the store; values, state and residuals are not copied. Local."""
         values = self._exchange.values
         return {
             "updater": describe_updater(self._exchange.updater),

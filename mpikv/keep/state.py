@@ -28,7 +28,7 @@ class ObjectState(NamedTuple):
 
 
 def find_state(name: str, kept: Any) -> ObjectState:
-    """Return how to get and set the state of an object, array, dict or list; TypeError if it has none. Local.
+    """Return an ObjectState of an object, array, dict or list: how to get and set its state; TypeError without. Local.
 
     >>> numbers = [1, 2]
     >>> find_state("numbers", numbers).set([3])
