@@ -56,7 +56,8 @@ def sampler(
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
     """Fill tensors of every rank with the root's, in place, and return them. Collective.
 
-    :func:`attach` does this for a model; call it for other tensors that must begin alike.
+    :func:`attach` does this for a model; call it for other tensors that must begin alike. It copies no states of
+    optimizers: every rank loads the root's by ``optimizer.load_state_dict(kv.comm.bcast(optimizer.state_dict()))``.
 
     Args:
         tensors: a ``torch.nn.Module`` (its parameters and buffers), or a dict or a list of tensors, of the same shapes

@@ -28,8 +28,8 @@ _PAUSE = 64
 _ROUNDING = 1e-4
 
 _ADVICE = (
-    "load and change weights, gradients and states on every rank alike, or weights before attach, or make them equal "
-    "by mpikv.torch.broadcast(model)"
+    "load and change weights, gradients and states on every rank alike, or weights before attach, or copy the root's "
+    "states by optimizer.load_state_dict, and its weights by mpikv.torch.broadcast(model)"
 )
 
 
