@@ -179,11 +179,12 @@ class Parameter:
 
     def _add(self, grad: Array, array: Array) -> None:
         """Add an array to the gradient in place, summed in the wider dtype; queued on a GPU. Local."""
+        # By castable, as numpy's "same_kind" would let integers wrap.
+        if not castable(array.dtype, grad.dtype):
+            raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
         if self.gpu is None:
             np.add(grad, array, out=grad, casting="same_kind")
             return
-        if not castable(array.dtype, grad.dtype):
-            raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
         # As numpy's add does on the host, in the wider dtype, rounded once.
         widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
         self.gpu.copy((grad,), (add_up(self.gpu, (grad, array), widest),))

@@ -369,6 +369,13 @@ def test_gradients_are_accumulated(start, on_store):
     np.testing.assert_array_equal(params["w"].data, np.full(2, -0.5 * (1 + 2 + 3)))
 
 
+def test_integers_are_not_added_where_they_would_wrap(comm):
+    weight = Parameter(np.zeros(2, np.int8), grad_req="add")
+    weight.grad = np.ones(2, np.int8)
+    with pytest.raises(ValueMismatch, match="a gradient of int64 cannot be added to one of int8"):
+        weight.grad = np.full(2, 300)
+
+
 @BOTH
 def test_gradients_of_a_step_stay_the_callers(start, on_store):
     """On the store they are not changed; else they become the sums, and are not rescaled."""
