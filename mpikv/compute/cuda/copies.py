@@ -54,7 +54,7 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
             target[...] = source
         elif wanted == dtype:
             same.append((source.data.ptr, target.data.ptr, target.nbytes))  # type: ignore[attr-defined]
-        elif cast := _cast(dtype, wanted):
+        elif cast := _cast_kernel_name(dtype, wanted):
             casts[cast].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
         else:
             target[...] = source
@@ -92,12 +92,12 @@ def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Compile or load the kernel that copies one dtype to another, if there is one, for the current GPU. Local."""
     if dtype == wanted:
         kernel("copies.cu", "copy_bytes")
-    elif cast := _cast(dtype, wanted):
+    elif cast := _cast_kernel_name(dtype, wanted):
         kernel("copies.cu", cast)
 
 
 @cache
-def _cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+def _cast_kernel_name(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
     """Return the name of the kernel for a cast; empty if there is none."""
     if dtype.name in _CAST and wanted.name in _CAST:
         return f"cast<{dtype.name}_kind, {wanted.name}_kind>"

@@ -405,7 +405,7 @@ class CupyGpu:
             out[...] = flat
 
     def _stage(self) -> Staging:
-        """Return the pinned memory for copies, allocated in the first call."""
+        """Return the Staging, which copies through pinned memory, made in the first call."""
         with self._making:
             if self._staging is None:
                 pinned = [self.cuda.alloc_pinned_memory(_PIECE) for _ in range(_PIECES)]
@@ -482,7 +482,7 @@ class CupyGpu:
         return flagged
 
     def workspace(self) -> Workspace:
-        """Return a new workspace on this GPU, for one thread at a time."""
+        """Return a new object that moves and sums rows of this GPU's arrays, for one thread at a time."""
         return CupyWorkspace(self)
 
 

@@ -74,7 +74,7 @@ class CudaKernels:
                     _preload(rule_of(updater), dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function that queues one update of these arrays, and keeps them alive. Local.
+        """Return a function of a step that queues one update of these arrays, and keeps them alive. Local.
 
         Raises:
             ValueMismatch: an array has a wrong dtype or size, or has gaps.

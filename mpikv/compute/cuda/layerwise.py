@@ -34,7 +34,7 @@ def prepare(optimizer: Layerwise, dtype: np.dtype[Any]) -> None:
 
 
 def launch_of(part: str, rule: Rule, dtype: str) -> tuple[str, Rule]:
-    """Return the C++ name of a part's kernel, and the rule that it runs."""
+    """Return the C++ name of a part's kernel, and ``rule`` itself: arguments of :func:`.loading.kernel`."""
     place = rule.numbers.index("s.rate") if part == "rule" else 0
     return PARTS[part].format(rule.name, dtype, place), rule
 
@@ -85,7 +85,7 @@ class _Batch:
         given["count"] = len(wholes)
 
     def update(self, steps: Sequence[Step]) -> None:
-        """Queue the three launches that update the values, by a step each; twice as many if too many steps differ."""
+        """Queue three launches that update the values, by a step each; more, with new memory, if too many differ."""
         given, mine = self._given[0], [steps[place] for place in self._places]
         rows, different = rows_of(mine, ROWS)
         if len(rows) < len(mine):  # too many different steps for one launch

@@ -59,7 +59,7 @@ def argument_dtype(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
 
 
 def print_rule(rule: Rule) -> str:
-    """Return a rule as a C++ type. ``directs`` says whether its code changes the gradient."""
+    """Return the C++ text of a type for a rule. Its ``directs`` says whether the code changes the gradient."""
     words = set(re.findall("[a-z]+", rule.code))
     kinds = {"weight": "T&", "gradient": "T&", "state": "T*", "bits": "int", "n": "const T*"}
     parameters = ", ".join(kind + f" {name}" * (name in words) for name, kind in kinds.items())

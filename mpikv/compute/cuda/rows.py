@@ -28,7 +28,7 @@ def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
     Raises:
         TransportUnavailable: the kernels cannot be compiled here.
     """
-    for name in dict.fromkeys(("take_rows", "put_rows", _adding(dtype, wide), _adding(wide, wide))):
+    for name in dict.fromkeys(("take_rows", "put_rows", _add_kernel_name(dtype, wide), _add_kernel_name(wide, wide))):
         kernel("rows.cu", name)
     prepare_copies(wide, dtype)
 
@@ -45,7 +45,7 @@ def put(table: Array, ids: Array, rows: Array | None) -> None:
 
 def add(table: Array, ids: Array, rows: Array) -> None:
     """Queue an addition of rows to a table's rows ``ids``, which must be distinct: two threads would race for a row."""
-    _add(_adding(rows.dtype, table.dtype), rows, table, ids, ids.size, 0)
+    _add(_add_kernel_name(rows.dtype, table.dtype), rows, table, ids, ids.size, 0)
 
 
 def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
@@ -53,7 +53,7 @@ def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
     _add(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), _address(starts))
 
 
-def _adding(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
+def _add_kernel_name(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
     """Return the C++ name of the kernel that adds rows of a dtype to rows of ``wide``."""
     return f"add_rows<{dtype.name}_kind, {wide.name}_kind>"
 

@@ -35,7 +35,7 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return an object that compares and copies such lists by loops; None if few, with gaps, or unsafe. Local."""
+    """Return a BoundList of loops; None for few arrays, or with gaps, or if numpy's layout is unknown. Local."""
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
