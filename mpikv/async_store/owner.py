@@ -106,5 +106,5 @@ class KeyOwner:
         return self._bindings.setdefault(entry.index, (total, self._updater.bind(total, value, state)))
 
     def _version(self, row: int) -> int:
-        """Return how many updates a key's value has seen, in all calls."""
+        """Return a key's number of updates, by this updater and all before; ``row`` is its row in the table. Local."""
         return int(self._table.counts[row] + self._table.earlier[row])

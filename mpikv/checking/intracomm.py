@@ -170,7 +170,7 @@ _start_of = cache(lambda name: getattr(_Comm, _nonblocking(name)))
 
 
 def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, posts: bool = False) -> _Run:
-    """Return a method that compares a collective call over ranks, and then makes it, by NCCL for arrays of GPUs.
+    """Return a method that compares a collective call, raises if ranks differ, then makes it; GPU buffers by NCCL.
 
     ``posts``: a nonblocking one, compared later.
     """

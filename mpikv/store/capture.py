@@ -200,7 +200,7 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Note whether all ranks can record; if so, queue the work as warm-up, else run it plainly. Collective."""
+        """Let ranks agree if all can record; queue the work as a warm-up if so, or else call ``run``. Collective."""
         known = self._known = replace(known, agreed=True, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._queue_first(known)
 

@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's Call, rates by key, ``confirm`` (None if no update raises); may allocate or raise. Local."""
+        """Return a push's Call and Steps, and a function to share update errors or None; may allocate, raise. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
@@ -98,7 +98,7 @@ class Comparison:
         return UpdateCall(call, steps, confirm, updater.revision)
 
     def _settings(self) -> list[str]:
-        """Return the settings of the updater and of the codec as texts; caches the updater's. Local."""
+        """Return texts to compare: the updater's settings, cached, and the codec's if the store compresses. Local."""
         updater, known = self._exchange.updater, self._described
         if known is None or known[0] is not updater or known[1] != updater.revision:
             known = self._described = updater, updater.revision, f"updater {updater.settings()}"

@@ -59,7 +59,7 @@ def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
 
 
 def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a structure of the same dicts, lists and tuples, with ``change(leaf)`` for each leaf. Local."""
+    """Return a new structure of the same types of mapping, list and tuple, with ``change(leaf)`` per leaf. Local."""
     if isinstance(tree, Mapping):
         return _make_mapping(tree, {key: _map_leaves(leaf, change) for key, leaf in tree.items()})
     if isinstance(tree, (list, tuple)):

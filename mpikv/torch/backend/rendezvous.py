@@ -73,7 +73,7 @@ class Meeting:
         return "; ".join(self._board.describe(self._board.gone()))
 
     def close(self) -> None:
-        """Free the mailbox, the transport, the status board and the group. Collective; ranks have agreed on it."""
+        """End pending messages; free mailbox, transport, board and group. Collective, once the ranks have agreed."""
         self.mailbox.close()
         self._transport.close()  # it may wait, and warn by the board
         self._board.close()
