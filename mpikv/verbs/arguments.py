@@ -14,7 +14,7 @@ from ..engine.plan import Plan, label
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..optimizers import Optimizer, create
 from ..protocols import Array, Key, Memory
-from .renewed import contained
+from .renewed import make_sequence
 
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 
@@ -87,9 +87,9 @@ def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
     if not isinstance(key, (list, tuple)):
         return arrays[0]
     if len(key) == len(plan.keys):
-        return contained(key, list(arrays))
+        return make_sequence(key, list(arrays))
     known = dict(zip(plan.keys, arrays, strict=True))  # some keys are named twice
-    return contained(key, [known[name] for each in key for name in parse(each, None).keys])
+    return make_sequence(key, [known[name] for each in key for name in parse(each, None).keys])
 
 
 def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
@@ -97,7 +97,7 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
     if not isinstance(key, (list, tuple)):
         return memory.empty(plan.shapes[0], plan.dtypes[0])
     entries = in_form(list(key), plan, plan.entries)
-    return contained(key, [memory.empty(entry.shape, entry.dtype) for entry in entries])
+    return make_sequence(key, [memory.empty(entry.shape, entry.dtype) for entry in entries])
 
 
 def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:

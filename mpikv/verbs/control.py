@@ -32,19 +32,19 @@ class ControlVerbs:
         """The functions that commands call at the root, by their numbers."""
 
     def barrier(self) -> PreparedCall:
-        """Prepare a barrier: ranks meet where they compare the call, and its run does nothing. Local."""
+        """Return (call, run): ranks meet where they compare the call, and run() does nothing. Local."""
         return _BARRIER, lambda: None  # comparing the calls is the barrier
 
     def check_equal(self, text: str, verb: str) -> PreparedCall:
-        """Prepare a check of a text: ranks compare it with the call, and its run does nothing. Local."""
+        """Return (call, run): ranks compare the text with the call, and run() does nothing. Local."""
         return text_call(verb, text, text.partition("\n")[0]), lambda: None
 
     def any_rank(self, flag: bool) -> PreparedCall:
-        """Prepare to ask whether any rank passes True. Local; its run is collective, and returns the answer."""
+        """Return (call, run); run() returns whether any rank passed True. Local; run() is collective."""
         return _VOTE, lambda: not self._agreement.least(int(not flag))
 
     def mean(self, value: Any) -> PreparedCall:
-        """Prepare the mean of all ranks' numbers, or of those under each name. Local; its run is collective."""
+        """Return (call, run) for the mean of all ranks' numbers, or of those by name. Local; run() is collective."""
         named = value if isinstance(value, Mapping) else {"": value}
         numbers, keys = [float(each) for each in named.values()], list(named)
 
@@ -57,11 +57,11 @@ class ControlVerbs:
         return text_call("mean", str(keys), str(keys) if named is value else ""), run
 
     def least(self, queued: int) -> PreparedCall:
-        """Prepare to learn the fewest calls with ``wait=False`` that a rank has queued. Its run is collective."""
+        """Return (call, run); run() returns the least ``queued``, calls with ``wait=False``, of a rank; collective."""
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int]) -> PreparedCall:
-        """Prepare to make a communicator of some ranks; its collective run returns ranks and communicator. Local.
+        """Return (call, run); run(), collective, makes a communicator of some ranks, and returns (ranks, it). Local.
 
         Raises:
             ConfigError: something is no rank, is there twice, or nothing is there.
@@ -73,7 +73,7 @@ class ControlVerbs:
         return text_call("group", text), lambda: (members, self._group.part(members))
 
     def command(self, head: Any, body: Any) -> PreparedCall:
-        """Prepare to run the controller of a number at the root, with a JSON body. Local; its run is collective."""
+        """Return (call, run) to run the root's controller of a number, with a JSON body. Local; run() is collective."""
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         whole = f"{check_head(head)}, {text}"
         call = text_call("command", whole, brief(whole, _MOST_SHOWN))

@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Return an empty part's call and run; zero own buffers ``until_done`` if pushed. Its run is collective."""
+        """Return (call, run) of an empty part; zero own buffers ``until_done`` if pushed. run() is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":

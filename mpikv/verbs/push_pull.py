@@ -40,7 +40,7 @@ class PushPull:
     # --- Check
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
-        """Prepare a push; if its plan prefetches, pack the first message to send. Local; its run is collective."""
+        """Return (call, run) for a push; pack its first message if the plan prefetches. Local; run() is collective."""
         plan, arrays = self._operands.find_sources(key, value)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -55,7 +55,7 @@ class PushPull:
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull into ``out``, a dict given as ``key``, or new arrays. Local; its run is collective."""
+        """Return (call, run) to pull into ``out``, a dict given as ``key``, or new arrays. run() is collective."""
         known = self._operands.find_cached_pulled(key, out)
         if known is None:
             given = out if out is not None or not isinstance(key, Mapping) else key
@@ -65,7 +65,7 @@ class PushPull:
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Prepare a pushpull into ``out``, else ``value``; pack its first message. Local; its run is collective."""
+        """Return (call, run) to pushpull into ``out``, else ``value``; may pack a message. run() is collective."""
         plan, arrays = self._operands.find_sources(key, value, out is None)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -87,7 +87,7 @@ class PushPull:
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
-        """Prepare to return this rank's buffers; its run allocates missing ones. Local; its run is collective."""
+        """Return (call, run); run() allocates missing buffers, and returns this rank's. run() is collective."""
         plan = self._operands.plan(key)
 
         def run() -> Any:
@@ -119,7 +119,7 @@ class PushPull:
     def update(
         self, verb: str, plan: Plan, sources: Arrays | None, priority: Any = 0, targets: Arrays = (), result: Any = None
     ) -> PreparedCall:
-        """Prepare a push or a pushpull of checked arrays, None for buffers. Local; its run is collective."""
+        """Return (call, run) for a push or pushpull of checked arrays, None for buffers. Local; run() is collective."""
         contribution = _WHOLE if sources is not None else _BUFFERS
         known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline
         if (
@@ -139,7 +139,7 @@ class PushPull:
         return call, run if type(result) is not Renewed else lambda: answer(run())
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
-        """Prepare a pull into checked arrays. Local; its run is collective."""
+        """Return (call, run) for a pull into checked arrays; run() returns ``result``. Local; run() is collective."""
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
         # As plan_call does; to ask here saves a hundredth of a small pull.
         if (call := plan.calls.get("pull")) is None or priority != 0:

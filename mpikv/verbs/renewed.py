@@ -47,10 +47,10 @@ def answer(result: Any) -> Any:
     return result.finish() if type(result) is Renewed else result
 
 
-def contained(like: Sequence[Any], leaves: list[Any]) -> Any:
-    """Return the leaves in a list, tuple or named tuple like another. Local.
+def make_sequence(like: Sequence[Any], leaves: list[Any]) -> Any:
+    """Return the leaves as a list, ``leaves`` itself, or as a tuple or named tuple, like another sequence. Local.
 
-    >>> contained(("a", "b"), [1, 2])
+    >>> make_sequence(("a", "b"), [1, 2])
     (1, 2)
     """
     if type(like) is list:
@@ -63,7 +63,7 @@ def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tree, Mapping):
         return _make_mapping(tree, {key: _map_leaves(leaf, change) for key, leaf in tree.items()})
     if isinstance(tree, (list, tuple)):
-        return contained(tree, [_map_leaves(leaf, change) for leaf in tree])
+        return make_sequence(tree, [_map_leaves(leaf, change) for leaf in tree])
     return change(tree)
 
 

@@ -37,7 +37,7 @@ class RowVerbs:
     # --- Check
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull; a RowSparse out is filled, or left and logged if ``ignore_sparse``. Its run is collective."""
+        """Return (call, run) to pull; fill a RowSparse out, or leave it if ``ignore_sparse``. run() is collective."""
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
         plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
@@ -69,7 +69,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Prepare to push checked rows, and pull a RowSparse's own rows or an array's all. Its run is collective."""
+        """Return (call, run) to push rows, and pull a RowSparse's own rows or whole arrays. run() is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -83,7 +83,7 @@ class RowVerbs:
         return self.pushpull_rows(plan, given, whole, asked, result, priority)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
-        """Prepare a pull of some rows, and take memory for them now. Local; its run is collective."""
+        """Return (call, run) for a pull of some rows; take memory for them now. Local; run() is collective."""
         plan = self._operands.plan(key)
         self._rows.load(plan.dtypes)
         asked, result = requests_of(plan.entries, key, out, row_ids)
@@ -94,19 +94,19 @@ class RowVerbs:
     # --- Call and run
 
     def push(self, plan: Plan, given: Sequence[RowSparse], priority: Any = 0) -> PreparedCall:
-        """Prepare a push of checked rows. Local; its run is collective."""
+        """Return (call, run) for a push of checked rows. Local; run() is collective."""
         call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
         return call, lambda: self._rows.push(plan, given, steps, confirm)
 
     def pull_rows(self, plan: Plan, asked: Requests, result: Any, priority: Any) -> PreparedCall:
-        """Prepare a pull of rows for checked requests, and take memory for them now. Its run is collective."""
+        """Return (call, run) to pull rows for checked requests; take memory now. Local; run() is collective."""
         call = self._comparison.plan_call("row_sparse_pull", plan, priority)
         return call, self._prepare_pull(plan, asked, result)
 
     def pushpull_rows(
         self, plan: Plan, given: Sequence[RowSparse], whole: Arrays | None, asked: Requests, result: Any, priority: Any
     ) -> PreparedCall:
-        """Prepare to push checked rows, then to pull ``whole`` values and rows; allocates. Its run is collective."""
+        """Return (call, run) to push checked rows, then pull ``whole`` values and rows. run() is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
         # Before ranks agree: it takes the memory for the rows.

@@ -25,7 +25,7 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
-        """Prepare to add keys with the root's arrays; raise if they cannot be added. Local; its run is collective."""
+        """Return (call, run) to add keys with the root's arrays; raise if impossible. Local; run() is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)
@@ -51,7 +51,7 @@ class ValueVerbs:
         return call, run
 
     def set(self, key: Any, value: Any) -> PreparedCall:
-        """Prepare to store the root's arrays under known keys; raise if unfit. Local; its run is collective."""
+        """Return (call, run) to store the root's arrays in known keys; raise if unfit. Local; run() is collective."""
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
         values = self._exchange.values
@@ -59,13 +59,13 @@ class ValueVerbs:
         return call, lambda: values.write(form.keys, arrays)
 
     def delete(self, key: Any) -> PreparedCall:
-        """Prepare to remove known keys; raise for unknown ones. Local; its run is collective."""
+        """Return (call, run) to remove known keys; raise for unknown ones. Local; run() is collective."""
         keys = parse(key, None).keys
         call = self._comparison.plan_call("delete", self._exchange.values.plan(keys))
         return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Prepare to store the root's arrays and fill ``out``, or else ``value``. Local; its run is collective."""
+        """Return (call, run) to store the root's arrays, also new keys, and fill ``out`` or ``value``; collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
