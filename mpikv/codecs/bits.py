@@ -97,7 +97,7 @@ class TwoBit(_Codes):
         return 0.0, 0.0, -self.threshold, self.threshold
 
     def settings(self) -> str:
-        """Return the name and the threshold."""
+        """Return a text of the name and the threshold."""
         return f"2bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
@@ -154,7 +154,7 @@ class OneBit(_Codes):
         return -1.0, 1.0
 
     def settings(self) -> str:
-        """Return the name and the threshold."""
+        """Return a text of the name and the threshold."""
         return f"1bit(threshold={self.threshold!r})"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:

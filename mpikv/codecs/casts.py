@@ -41,7 +41,7 @@ class Float16(_Cast):
     """
 
     def settings(self) -> str:
-        """Return the name."""
+        """Return the text "fp16()"."""
         return "fp16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
@@ -70,7 +70,7 @@ class Bfloat16(_Cast):
     """
 
     def settings(self) -> str:
-        """Return the name."""
+        """Return the text "bf16()"."""
         return "bf16()"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:

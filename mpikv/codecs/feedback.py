@@ -53,7 +53,7 @@ class ElementwiseFeedback(SamePayloads):
         self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
-        """Describe the codec, with its feedback."""
+        """Return the inner codec's settings and "with error feedback", as a text."""
         return f"{self.codec.settings()} with error feedback"
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
@@ -93,7 +93,7 @@ class ValueFeedback:
         self.codec = codec
 
     def settings(self) -> str:
-        """Describe the codec, with its feedback."""
+        """Return the inner codec's settings and "with error feedback", as a text."""
         return f"{self.codec.settings()} with error feedback"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:

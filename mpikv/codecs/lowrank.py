@@ -50,7 +50,7 @@ class LowRank:
         store_checked_fields(self, "lowrank: ")
 
     def settings(self) -> str:
-        """Return the name and the options."""
+        """Return a text of the name and the options."""
         return f"lowrank(rank={self.rank}, seed={self.seed})"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:

@@ -33,7 +33,7 @@ class SamePayloads:
     codec: ElementwiseCodec
 
     def settings(self) -> str:
-        """Return the inner codec's description, since both have the same payloads."""
+        """Return the inner codec's own text, since both have the same payloads."""
         return self.codec.settings()
 
     def nbytes(self, count: int) -> int:

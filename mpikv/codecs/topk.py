@@ -56,11 +56,11 @@ class TopK:
             object.__setattr__(self, "ratio", check_number("topk: ratio", ratio, "(0, 1]"))
 
     def settings(self) -> str:
-        """Return the name and the option."""
+        """Return a text of the name and the option."""
         return f"topk(ratio={self.ratio!r})" if self.count is None else f"topk(count={self.count})"
 
     def chosen(self, size: int) -> int:
-        """Return how many elements of a value of that size are sent."""
+        """Return the number of elements that are sent of a value of ``size`` elements."""
         if self.count is not None:
             return min(self.count, size)
         assert self.ratio is not None
