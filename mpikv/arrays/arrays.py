@@ -245,7 +245,7 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array, own: int | None = None) -> None:
-    """Write a binary tree's sum of the terms' ``[low, high)`` to ``out``; with ``own``, overwrite all other terms.
+    """Write a binary tree's sum of the terms' ``[low, high)`` to ``out``; with ``own``, it may overwrite all others.
 
     With ``own``, all terms but that number are overwritten, and have the dtype of ``out``.
     """
