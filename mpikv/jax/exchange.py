@@ -163,7 +163,7 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
 
 
 def _list_nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each node of a tree, with (0) for items of a tuple, [0] of a list, and its kind. Local.
+    """Yield (path, kind) of each node of a tree; a path has (0) for items of a tuple, [0] of a list. Local.
 
     >>> list(_list_nodes({"b": (1.0, None), "w": 2.0}))
     [('', 'a dict of 2'), ("['b']", 'a tuple of 2'), ("['b'](0)", ''), ("['b'](1)", 'None'), ("['w']", '')]
