@@ -145,7 +145,7 @@ class Attached:
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Check and compare options and models, give all ranks the root's tensors; return the parameters. Collective.
+        """Compare options and models, give all ranks the root's tensors; return the parameters by name. Collective.
 
         The check comes before the first meeting, and raises here alone. So it relies on the caller's
         :func:`raising_on_all`.
@@ -224,7 +224,7 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
-        """Divide parameters among shards, hook gradients, watch weights, mark as attached. Collective with shards."""
+        """Of trained parameters: cut shards, hook gradients, note the owner; watch all. Collective with shards."""
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
@@ -259,7 +259,7 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block: let ranks have unequal numbers of batches; at its end copy one with most. Collective.
+        """In a with block: let ranks have unequal numbers of batches; at its end copy a rank with most. Collective.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -310,7 +310,7 @@ class Attached:
         sync.weights.forget()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Keep model, optimizers and generators; return the steps as :meth:`mpikv.KVStore.steps`. Collective.
+        """Keep model, optimizers and generators; return an iterator, as :meth:`mpikv.KVStore.steps`. Collective.
 
         It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
         other objects that a step changes: ``scheduler=scheduler, scaler=scaler``. Each rank keeps its own copies. With

@@ -337,7 +337,7 @@ class BackwardSync:
     # --- What ranks agree about
 
     def make_buckets(self, own_order: Sequence[Gradient]) -> None:
-        """Give gradients that have no memory buffers and buckets; only the root's ``own_order`` counts. Collective."""
+        """Give gradients buffers and buckets, in the root's ``own_order``; other ranks' do not count. Collective."""
         kv, key = self._kv, f"{self._prefix}*order"
         places = {gradient: place for place, gradient in enumerate(self.gradients)}
         root_order = kv.broadcast(key, np.array([places[gradient] for gradient in own_order], np.int64))

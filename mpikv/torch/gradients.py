@@ -118,6 +118,6 @@ def _kind(tensor: Any) -> tuple[Any, Any, Any]:
 
 
 def _form(kind: tuple[Any, Any, Any]) -> str:
-    """Return such a kind as a text for errors."""
+    """Return a result of :func:`_kind` as a text for errors."""
     dtype, shape, device = kind
     return f"{dtype}{list(shape)} on {device}"

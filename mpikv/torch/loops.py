@@ -14,7 +14,7 @@ from .generators import RandomState
 
 
 def steps(total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-    """Make a store, keep objects in it, and return the training's steps, as :meth:`mpikv.KVStore.steps`. Collective.
+    """Make a store, keep objects in it, and return an iterator of steps, as :meth:`mpikv.KVStore.steps`. Collective.
 
     Such a loop is one of ``DistributedDataParallel`` on the backend ``mpikv``, say. After a death under ``mpikv run
     --restarts N``, or from ``path``, the loop goes on where it was. It restores the objects of ``kept`` in place, and

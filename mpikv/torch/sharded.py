@@ -68,7 +68,7 @@ class _Part:
     """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
-        """Return a view of this rank's part of a tensor like the parameter; of a copy if strides differ. Local."""
+        """Return this rank's part of a tensor like the parameter: the whole, or a flat view, maybe of a copy. Local."""
         if self.whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -138,7 +138,7 @@ class ShardedStep:
         self._cut_state()
 
     def _bounds(self, named: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[int, int]]]:
-        """Yield each parameter with the range of its elements that this rank owns. Local."""
+        """Yield (name, parameter) and (low, high), the range of its elements that this rank owns, for each. Local."""
         sizes = [parameter.numel() for _, parameter in named]
         if self._is_whole:
             owners = _balance(sizes, self._kv.size)

@@ -111,7 +111,7 @@ class Weights:
         self.accept()
 
     def close_pass(self, changed: bool, number: int) -> None:
-        """At a pass's end: compare weights if a change is due or ``number`` a power of two; accept changes. Collective.
+        """At a pass's end: compare weights if that is due, or ``number`` a power of two; accept changes. Collective.
 
         ``changed`` says whether weights of a rank had changed before the pass ended.
 
@@ -149,7 +149,7 @@ class Weights:
         ]
         if kv.any_rank(bool((own != roots).any())):
             differ += self._find_other_weights()
-        here = f"other than on the root: {_some(differ)}" if differ else "as on the root"
+        here = f"other than on the root: {_join_names(differ)}" if differ else "as on the root"
         check_equal(kv, here, verb, f"weights or states are not the same on all ranks; {_ADVICE}")
 
     def _find_other_weights(self) -> list[str]:
@@ -203,6 +203,6 @@ def _finite(tensor: Any) -> Any:
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _some(names: list[str]) -> str:
-    """Return up to three names as a text, and the number of the others."""
+def _join_names(names: list[str]) -> str:
+    """Return a text of up to three names, and of how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -458,7 +458,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
 @lru_cache(maxsize=4096)
 def _describe_call(verb: str, *facts: object) -> Call:
-    """Return a record of a verb and facts, with their hash, for ranks to compare; kept in a cache. Local."""
+    """Return a :class:`Call` of a verb and facts, with their hash, for ranks to compare; kept in a cache. Local."""
     texts = list(map(str, facts))
     text = ", ".join(texts)
     return Call(verb, digest(f"{verb} {text}"), text, describe=lambda: texts)

@@ -55,7 +55,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
 
     @property
     def text(self) -> str:
-        """The call, with its operands."""
+        """The call with its operands, as a text."""
         return self._describe()
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
@@ -143,11 +143,11 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         return self._error
 
     def result(self) -> Any:
-        """Return the tensors that the call fills."""
+        """Return the tensors that the call fills, without a wait for it."""
         return self._result
 
     def source_rank(self) -> int:
-        """Return the rank that sent what was received."""
+        """Return the rank that sent what was received; -1 before, and for a call that receives nothing."""
         return self.source
 
     _source_rank = source_rank
@@ -166,7 +166,7 @@ class Queue:
         self._unseen: tuple[Exception, str] | None = None
 
     def place(self) -> str:
-        """Return the line of the program that issued the running call."""
+        """Return the place in the program that issued the running call, as a text for messages."""
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:

@@ -137,7 +137,7 @@ class StoreWords:
 
 
 def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
-    """Connect the ranks of a group, by MPI or shared memory, and return what they share; may start MPI. Collective.
+    """Connect a group's ranks, by MPI or shared memory, and return their :class:`Meeting`; may start MPI. Collective.
 
     ``timeout`` is in seconds. ``ranks`` are their numbers among all ranks.
 
