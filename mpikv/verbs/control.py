@@ -57,7 +57,7 @@ class ControlVerbs:
         return text_call("mean", str(keys), str(keys) if named is value else ""), run
 
     def least(self, queued: int) -> PreparedCall:
-        """Return (call, run); run() returns the least ``queued``, calls with ``wait=False``, of a rank; collective."""
+        """Return (call, run); run(), collective, returns the fewest calls that a rank queued with ``wait=False``."""
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int]) -> PreparedCall:
