@@ -71,7 +71,7 @@ class KeyOwner:
         self._answer(rank, ticket, self._version(row), self._entries[row].value)
 
     def _update(self, entry: Entry, payload: Array) -> None:
-        """Update a value by a payload; a failure but HalfUpdated changes nothing. Local."""
+        """Update a value by a payload; an error but HalfUpdated changes nothing, an interrupt may. Local."""
         updater = self._updater
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
         if not updater.may_raise:

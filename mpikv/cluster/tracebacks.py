@@ -74,7 +74,7 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def hidden_from_pytest(raised: Any) -> bool:
-    """Return whether an error's frames were cut, so pytest should hide a module's; its ``__tracebackhide__``."""
+    """Return whether an error has its frames cut: a module's ``__tracebackhide__``, for pytest to hide its own."""
     return is_shortened(raised.value)
 
 

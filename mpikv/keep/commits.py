@@ -166,7 +166,7 @@ class Commits:
     # --- Restore
 
     def restore(self, total: int) -> Restored | None:
-        """Put back all ranks' newest state, of a commit or the disk; return a Restored, or None at a first start."""
+        """Put back the newest commit, or the disk's state; return a Restored, or None at a first start. Collective."""
         restored: Restored | None
         text = f"total {total}" + (f", path {self._disk.path}" if self._disk else "")
         restored, from_disk = self._collective("steps", _prepare, text, self._restore)
@@ -185,7 +185,7 @@ class Commits:
         return restored
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Open files; put back the newest commit unless the disk's is newer; return (Restored or None, whether so)."""
+        """Open files; put back the newest commit, or tell of a newer one on disk: (Restored, from_disk). Collective."""
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)

@@ -126,7 +126,7 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return at the root arrays, maybe ``recv``, that add up to the sum; elsewhere no or empty ones. Collective."""
+        """Return at the root arrays, maybe ``recv``, that add up to the sum; elsewhere () or empty ones. Collective."""
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
@@ -247,7 +247,7 @@ class HierarchicalTransport:
         return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:
-        """Release all memory of messages, and both transports below. Collective, idempotent."""
+        """Drop all memory of messages, and close both transports below; waits for no rank. Collective, idempotent."""
         self._sums.clear()
         self._allocated.clear()
         self._inner.close()

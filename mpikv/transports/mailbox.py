@@ -221,7 +221,7 @@ class Mailbox:
         self._ended.append((message, error))
 
     def _check(self, now: float) -> None:
-        """Raise Stalled if a call is late, TransportError if its rank is lost; 0.25 s apart. The lock is held."""
+        """Raise Stalled if a call is late, TransportError if its rank is lost; once in 0.25 s. The lock is held."""
         if now < self._looked + _PATIENCE:
             return
         before, self._lost, self._looked = self._lost, self._carrier.find_lost(), now

@@ -116,14 +116,14 @@ class MpiTransport(Unshared):
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return (recv,) there, or all terms if it only carries. Collective."""
+        """Sum every rank's ``send`` at the root; return (recv,) there, or all terms if MPI only carries. Collective."""
         if self._gathers:
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
         return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Sum every rank's ``send`` at every rank; return (recv,), or all terms if it only carries. Collective."""
+        """Sum every rank's ``send`` at every rank; return (recv,), or all terms if MPI only carries. Collective."""
         if self._gathers:
             return self.all_to_all(send, None)
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))

@@ -222,7 +222,7 @@ class NcclTransport(Unshared):
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Queue a sum of every rank's ``send`` at the root; return there (recv,), or all terms to add. Collective."""
+        """Queue a sum of ranks' ``send`` at the root; return (recv,) or terms to add, empty elsewhere. Collective."""
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self.reduce_scatter(send, recv[: counts[self.rank]], counts, name="reduce")
 
@@ -501,7 +501,7 @@ class NcclTransport(Unshared):
             raise self._translate(error, function.__name__) from error
 
     def _check_flight(self) -> None:
-        """Raise if NCCL reports an error or a rank has left: queued work would never finish. Local."""
+        """Raise if NCCL reports an error, or at every 16th look if a rank has left: work would never finish. Local."""
         if self._queueing.acquire(blocking=False):  # while another thread uses NCCL it is not asked
             try:
                 if self._comm is not None:

@@ -119,7 +119,7 @@ class Requests:
 
     @staticmethod
     def abandon(requests: Sequence[Any]) -> None:
-        """Keep the memory of operations that nobody waits for any more. Local."""
+        """Keep for ever the memory of operations that nobody waits for any more. Local."""
         _abandoned.extend(requests)
 
     def _give_up(self) -> None:

@@ -198,7 +198,7 @@ class ShmTransport(Arrivals):
         self.all_gather(buffer, [buffer.size if rank == root else 0 for rank in range(self.size)])
 
     def fence(self) -> None:
-        """Wait until all ranks have come; what they wrote to shared memory is then visible. Collective."""
+        """Wait for all ranks, so that their writes to shared memory are visible; forget ``send_ready``. Collective."""
         self._arrive()
         self._send_ready = False
 
