@@ -259,21 +259,6 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
     return names, leaves
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of a tree of dicts, lists and tuples.
-
-    >>> list(leaves({"w": 1, "layer": {"b": [2, (3,)]}}))
-    [1, 2, 3]
-    """
-    if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if not isinstance(tree, (list, tuple)):
-        yield tree
-        return
-    for each in tree:
-        yield from leaves(each)
-
-
 @lru_cache(maxsize=256)
 def _joined(name: Key, below: tuple[Key, ...]) -> list[str]:
     """Return the keys of a nested dict, each after the key of that dict and ``/``. Cached."""

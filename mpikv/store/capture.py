@@ -17,12 +17,11 @@ from ..arrays.arrays import lies_elsewhere
 from ..cluster.background import Work
 from ..cluster.calls import PreparedCall
 from ..engine.calls import Steps
-from ..engine.keys import leaves, parse
+from ..engine.keys import parse
 from ..engine.pipeline import Arrays, groups_of
 from ..engine.plan import Plan
 from ..errors import Unsupported
 from ..memory.device import DeviceMemory
-from ..memory.row_sparse import RowSparse
 from ..protocols import Graph, StepTable, Updater
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
@@ -97,8 +96,8 @@ class CapturedStep:
         self._given, self._number, self._issue_unless = given, number, issue_unless
         self._door, self._verbs, self._exchange, self._agreement = door, verbs, verbs.exchange, verbs.agreement
         memory = self._exchange.transport.memory
-        self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
-        self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
+        self._memory = memory if isinstance(memory, DeviceMemory) else None
+        self._why = "" if self._memory else "the store is on the host"
         self._known: _Known | None = None
         # Returns a call's description with this step's number and how it runs. A loop asks for one again and again.
         self._describe = lru_cache(1)(lambda call, how: add_text(call, f"captured step #{number}, {how}"))
@@ -179,8 +178,8 @@ class CapturedStep:
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
         """Check the step's arguments; return a new state: plan, arrays, GPU table, or why it cannot record. Local."""
         plan, sources, targets, result = _bind(self._verbs, self._given)
-        # Rows were refused when the step was made.
-        assert not isinstance(sources, Brought)
+        if isinstance(sources, Brought):
+            return _Known(plan, None, (), None, "rows are pushed")
         lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
         pushed = None if sources is None else groups_of(sources)
         lack = lack or _find_lack(memory, self._given, plan, pushed, groups_of(targets))
@@ -285,11 +284,6 @@ def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Ar
         return plan, sources, (), result
     targets, renewed = verbs.operands.find_targets(plan, key, fills, implied=out is None)
     return plan, sources, targets, renewed if type(renewed) is Renewed else result
-
-
-def _has_rows(given: Fixed) -> bool:
-    """Return whether a pushpull's arguments hold a RowSparse. Local."""
-    return any(isinstance(each, RowSparse) for arrays in given[:3] for each in leaves(arrays))
 
 
 def _find_lack(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:

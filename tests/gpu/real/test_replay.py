@@ -186,6 +186,8 @@ LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
     "compression": ("are compressed", {}, lambda both: both.on_both(lambda kv: kv.set_gradient_compression("fp16"))),
     "order": ("deterministic sums allocate", {"deterministic": True}, lambda both: None),
     "several": ("several arrays", {}, lambda both: both.here.capture("w", [both.sent[0]] * 2, both.outs[0])),
+    "rows": ("rows are pushed", {}, lambda both: both.here.capture(
+        "w", mpikv.RowSparse([1], np.ones((1, 7), np.float32), SHAPES["w"]), both.outs[0])),
     "host in": ("pushed is the host's, of key 'w'", {}, lambda both: both.here.capture(
         "w", both.gradients[0], both.outs[0])),
     "host out": ("filled with key 'w' is the host's", {}, lambda both: both.here.capture(
