@@ -284,7 +284,7 @@ class Checkpoints:
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader, program: Program | None) -> Parts:
-        """Read this rank's values and state in parts, GPU arrays last; yield checksums after each part. Collective."""
+        """Read this rank's values and state in parts, GPU arrays last; yield sums to xor after each. Collective."""
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -389,7 +389,7 @@ def _make_header(
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
-    """Return the call of a save or load, for ranks to compare: its verb, path, contents and options. Local."""
+    """Return the Call of a save or load, for ranks to compare: its verb, path, contents and options. Local."""
     texts = [f"path {path!r}", _describe(header), *others]
     return Call(
         verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: [texts[0], *header.parts, *texts[1:]]

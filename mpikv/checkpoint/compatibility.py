@@ -66,7 +66,7 @@ def find_states(
 
 
 def _find_source(path: Any, values: bool) -> Source:
-    """Read a file's header as a source; CheckpointError unless it holds values, or states alone, as asked. Local."""
+    """Read a file's header, return a Source; CheckpointError unless it has values, or states alone, as asked. Local."""
     # First: a big-endian host would find a header of another length, and call the file damaged.
     check_byte_order()
     source = inspect(os.fsdecode(path))

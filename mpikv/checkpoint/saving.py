@@ -125,7 +125,7 @@ class SaveWork:
             raise self.error.with_traceback(None)
 
     def _prepare(self) -> PreparedCall:
-        """Return the call of :meth:`wait`, for ranks to compare, and the function that runs it. Local."""
+        """Return the Call of :meth:`wait`, for ranks to compare, and the function that runs it. Local."""
         return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
 
     def _finish(self) -> None:

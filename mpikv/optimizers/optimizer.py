@@ -434,7 +434,7 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Return views of contiguous arrays, cut into blocks. The caller loads, changes and stores each block.
+        """Return a list of Blocks, views of contiguous arrays. The caller loads, changes and stores each block.
 
         Arrays of a GPU become one block: it has no cache to stay in.
         """
