@@ -42,8 +42,6 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         self.help: Callable[[float], object] | None = None
         """Has a thread that waits take part in the work, until it is done or so many seconds are over."""
         self._result, self._queue = result, queue
-        self._lock = threading.Lock()
-        self._completed: threading.Event | None = None
         self._done = False
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -68,11 +66,10 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
             hide_frames(error)
             self._trace = error.__traceback__
             traceback.clear_frames(self._trace)  # they hold the caller's tensors
-        with self._lock:
+        with self._queue.changed:
             self._error, self._done = error, True
-            begun, completed = self._begun, self._completed
-        if completed is not None:
-            completed.set()
+            begun = self._begun
+            self._queue.changed.notify_all()
         if begun is not None:
             begun.set_result(None)
 
@@ -97,11 +94,8 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
             self.help(seconds if seconds > 0 else math.inf)
         else:
             self._queue.check_progress(self.text)
-            with self._lock:
-                if self._completed is None:
-                    self._completed = threading.Event()
-            if not self._done:
-                self._completed.wait(seconds if seconds > 0 else None)
+            with self._queue.changed:
+                self._queue.changed.wait_for(lambda: self._done, seconds if seconds > 0 else None)
         if not self._done:
             raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
 
@@ -111,7 +105,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         Its functions run in the thread that completes the call, or at once.
         """
         done = False
-        with self._lock:
+        with self._queue.changed:
             if self._future is None:
                 self._begun = Future()
                 self._future = self._begun.then(self._value)
@@ -158,7 +152,8 @@ class Queue:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Held while calls, and what is known of their ends, change."""
         self._calls: deque[tuple[Work, Callable[[], object]]] = deque()
         self._busy = self._ended = False
         self._thread: threading.Thread | None = None
@@ -180,7 +175,7 @@ class Queue:
         if self._runs_here():
             self._make(work, run)
             return work
-        with self._changed:
+        with self.changed:
             if self._ended:
                 raise Closed(f"{work.text}: the process group was shut down")
             at_once = waits and not self._calls and not self._busy
@@ -192,7 +187,7 @@ class Queue:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                     self._thread.start()
-                self._changed.notify_all()
+                self.changed.notify_all()
         if at_once:
             try:
                 self._make(work, run)
@@ -223,10 +218,10 @@ class Queue:
 
     def end(self, patience: float) -> bool:
         """Let no more calls in; wait ``patience`` seconds for those in; return whether all ended. Not collective."""
-        with self._changed:
+        with self.changed:
             self._ended = True
-            self._changed.notify_all()
-            return self._runs_here() or self._changed.wait_for(lambda: not (self._calls or self._busy), patience)
+            self.changed.notify_all()
+            return self._runs_here() or self.changed.wait_for(lambda: not (self._calls or self._busy), patience)
 
     def _runs_here(self) -> bool:
         """Return whether this thread is the queue's own."""
@@ -234,15 +229,15 @@ class Queue:
 
     def _free(self) -> None:
         """Note that no call runs any more, and wake the threads that wait for this."""
-        with self._changed:
+        with self.changed:
             self._busy = False
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _serve(self) -> None:
         """Make the queued calls one after the other, in the thread of the queue, until its end."""
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
+            with self.changed:
+                self.changed.wait_for(lambda: not self._busy and (self._calls or self._ended))
                 if not self._calls:
                     return
                 self._busy, call = True, self._calls.popleft()
