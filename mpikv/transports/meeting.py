@@ -1,8 +1,8 @@
-"""The ranks of one host as a process group without MPI: words to begin with, and then shared memory alone.
+"""The ranks of one host as a process group without MPI: texts by other means to begin with, then shared memory alone.
 
-At its start a rank knows the others by a :class:`Words`, such as a store of the launcher. Two exchanges of words are
-enough to map the first shared memory. From then on the ranks exchange texts there, with a deadline and without the
-words' server, which may end with another rank.
+At its start a rank reaches the others by a function, such as one of a store of the launcher. Two exchanges of texts
+are enough to map the first shared memory. From then on the ranks exchange texts there, with a deadline and without the
+server of that store, which may end with another rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 
@@ -29,25 +29,15 @@ _PIECE = 4096
 _END = 512
 
 
-class Words(Protocol):
-    """How ranks that share nothing yet learn of each other."""
-
-    def allgather(self, word: bytes) -> list[bytes]:
-        """Send a word to all ranks, and return the words of all, in rank order. Collective.
-
-        Raises :class:`~mpikv.errors.Stalled`, which names the missing ranks, if not all come in time.
-        """
-
-
 class HostGroup:
     """The :class:`~mpikv.protocols.Group` of ranks of one host that need no MPI."""
 
     one_host = threads = True
 
-    def __init__(self, words: Words, rank: int, size: int, timeout: float) -> None:
-        """Make the group by ``words``, used here only; raise on all ranks if they share no memory. Collective.
+    def __init__(self, exchange: Callable[[str], list[str]], rank: int, size: int, timeout: float) -> None:
+        """Make the group by ``exchange``, used here only; raise on all ranks if they share no memory. Collective.
 
-        ``timeout`` is that of an exchange of texts, in seconds.
+        ``exchange`` does as :meth:`exchange`; it may raise Stalled. ``timeout`` is that of later exchanges, in seconds.
 
         Raises:
             Unsupported: on every rank, if they are on several hosts.
@@ -58,8 +48,7 @@ class HostGroup:
         self.size = size
         self.host_ranks = tuple(range(size))
         self.hosts: tuple[str, ...] = (present().host,)
-        self._words: Words | None = words
-        self._texts: ShmTransport | None = None
+        self._exchange: Callable[[str], list[str]] | None = exchange
         fact = json.dumps([present().machine, present().host, sorted(os.sched_getaffinity(0))])
         machines, hosts, cores = zip(*map(json.loads, self.exchange(fact)), strict=True)
         if len(set(machines)) > 1:
@@ -70,9 +59,8 @@ class HostGroup:
             )
         # The union: a launcher may bind each rank to cores of its own.
         self.host_cores = len(set().union(*cores))
-        if size > 1:
-            self._texts = ShmTransport(self, _PIECE, Waiting(timeout), single_copy=False)
-        self._words = None
+        self._texts = ShmTransport(self, _PIECE, Waiting(timeout), single_copy=False)
+        self._exchange = partial(gather_texts, rank=rank, size=size, all_gather=self._texts.all_gather)
         ends = self.allocate(size * _END)
         self._reasons = ends.reshape(size, _END)[:, 8:]
         self._ends = ends.data.cast("q")[:: _END // 8]
@@ -89,13 +77,9 @@ class HostGroup:
             Stalled: not all ranks have come within the timeout.
             Closed: after :meth:`close`.
         """
-        if self.size == 1:
-            return [text]
-        if self._words is not None and self._texts is None:
-            return [word.decode() for word in self._words.allgather(text.encode())]
-        if self._texts is None:
+        if self._exchange is None:
             raise Closed("this group of ranks is closed, and shares nothing more")
-        return gather_texts(text, self.rank, self.size, self._texts.all_gather)
+        return self._exchange(text)
 
     gather = exchange
 
@@ -118,6 +102,6 @@ class HostGroup:
 
     def close(self) -> None:
         """Free the memory for texts, so later exchanges raise Closed; other shared memory stays. Local, idempotent."""
-        if self._texts is not None:
+        if self._exchange is not None:
             self._texts.close()
-            self._texts = None
+            self._exchange = None

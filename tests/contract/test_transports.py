@@ -49,15 +49,7 @@ class TestShm(TransportContract):
 @pytest.mark.ranks(2, 3, 4)
 class TestShmWithoutMpi(TestShm):
     def group(self, comm: Any) -> Group:
-        return HostGroup(CommunicatorsWords(comm), comm.rank, comm.size, 20.0)
-
-
-class CommunicatorsWords:
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def allgather(self, word: bytes) -> list[bytes]:
-        return list(self._comm.allgather(word))
+        return HostGroup(comm.allgather, comm.rank, comm.size, 20.0)
 
 
 class Chosen:

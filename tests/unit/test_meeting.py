@@ -15,7 +15,7 @@ from mpikv.cluster import shared_memory
 from mpikv.errors import TransportError
 
 PROGRAM = """
-import os, signal, sys, time
+import itertools, os, signal, sys, time
 from pathlib import Path
 import numpy as np
 from mpikv.cluster import runtime, shared_memory
@@ -29,19 +29,18 @@ from mpikv.transports.shm import ShmTransport
 
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 
-class Files:
-    turn = 0
+turns = itertools.count()
 
-    def allgather(self, word):
-        self.turn += 1
-        (folder / f"part.{rank}").write_bytes(word)
-        (folder / f"part.{rank}").rename(folder / f"{self.turn}.{rank}")
-        words = [folder / f"{self.turn}.{other}" for other in range(size)]
-        Waiting(20).until(lambda: all(word.exists() for word in words), tuple)
-        return [word.read_bytes() for word in words]
+def exchange(text):
+    turn = next(turns)
+    (folder / f"part.{rank}").write_text(text)
+    (folder / f"part.{rank}").rename(folder / f"{turn}.{rank}")
+    texts = [folder / f"{turn}.{other}" for other in range(size)]
+    Waiting(20).until(lambda: all(text.exists() for text in texts), tuple)
+    return [text.read_text() for text in texts]
 
 def meet(timeout=20.0):
-    return meeting.HostGroup(Files(), rank, size, timeout)
+    return meeting.HostGroup(exchange, rank, size, timeout)
 
 def told(kind, act):
     try:

@@ -98,15 +98,15 @@ class Meeting:
         return self._group.announce_shutdown(), self.deadline.timeout
 
 
-class StoreWords:
-    """The :class:`~mpikv.transports.meeting.Words` of ranks that share PyTorch's Store."""
+class StoreTexts:
+    """Texts of ranks that share PyTorch's Store."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Sequence[int]) -> None:
         """``timeout`` is in seconds. ``names`` are the numbers of the ranks for messages."""
         self._store, self._rank, self._size, self._timeout, self.names = store, rank, size, timeout, names
 
-    def allgather(self, word: bytes) -> list[bytes]:
-        """Return the words of all ranks, in rank order. Collective.
+    def exchange(self, text: str) -> list[str]:
+        """Send a text to all ranks, and return the texts of all, in rank order. Collective.
 
         Raises:
             Stalled: not all ranks have come.
@@ -114,13 +114,13 @@ class StoreWords:
         """
         keys: list[str] = []
         try:
-            # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its words.
+            # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its texts.
             turn = self._store.add(f"mpikv/turn/{self.names[self._rank]}", 1)
             # By their numbers among all ranks, so that ranks with different lists of a group find each other's.
             keys = [f"mpikv/{turn}/{name}" for name in self.names]
-            self._store.set(keys[self._rank], word)
+            self._store.set(keys[self._rank], text)
             self._store.wait(keys, timedelta(seconds=self._timeout))
-            return [self._store.get(key) for key in keys]
+            return [self._store.get(key).decode() for key in keys]
         except RuntimeError as error:
             raise self._explain(keys, error) from error
 
@@ -151,7 +151,7 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
         config = Config.read(timeout=timeout)
     except ConfigError as error:  # the other ranks wait to hear
         problem = error
-    group = _join(StoreWords(store, rank, size, timeout, ranks), rank, size, config, name)
+    group = _join(StoreTexts(store, rank, size, timeout, ranks), rank, size, config, name)
     try:
         return Meeting(group, config, problem)
     except Stalled:  # of ranks that would not come to a close either
@@ -161,21 +161,21 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
         raise
 
 
-def _join(words: StoreWords, rank: int, size: int, config: Config, name: str) -> Group:
+def _join(texts: StoreTexts, rank: int, size: int, config: Config, name: str) -> Group:
     """Return these ranks' group, by MPI if its launcher started them; raise if nothing can join them. Collective."""
     launch = launch_by_mpi()
-    fact = json.dumps([launch and launch.rank, [*words.names]])
-    ranks, lists = zip(*map(json.loads, words.allgather(fact.encode())), strict=True)
-    for other, theirs in zip(words.names, lists, strict=True):
-        if theirs != [*words.names]:
+    fact = json.dumps([launch and launch.rank, [*texts.names]])
+    ranks, lists = zip(*map(json.loads, texts.exchange(fact)), strict=True)
+    for other, theirs in zip(texts.names, lists, strict=True):
+        if theirs != [*texts.names]:
             raise RankMismatch(
-                f"new_group: rank {words.names[rank]} makes a group of ranks {[*words.names]}, and rank {other} one of "
+                f"new_group: rank {texts.names[rank]} makes a group of ranks {[*texts.names]}, and rank {other} one of "
                 f"ranks {theirs}; every rank makes the same groups in the same order [rank {rank}/{size}]"
             )
     if size == 1:
         return ProcessGroup()
     if set(ranks) == {None}:
-        return HostGroup(words, rank, size, config.timeout)
+        return HostGroup(texts.exchange, rank, size, config.timeout)
     if launch is None or None in ranks or len(set(ranks)) < size:
         raise Unsupported(
             f"MPI has started some of the {size} ranks of this group, and something else the others; start the program "
