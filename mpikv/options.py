@@ -56,9 +56,9 @@ def store_checked_fields(options: Any, where: str = "") -> None:
 def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
     """Raise ConfigError for the first unknown name, with the known ones.
 
-    >>> check_names("option of topk", ["ration"], ["ratio", "count"])
+    >>> check_names("option of topk", ["ration"], ["ratio"])
     Traceback (most recent call last):
-    mpikv.errors.ConfigError: unknown option of topk 'ration' (known: count, ratio); did you mean 'ratio'?
+    mpikv.errors.ConfigError: unknown option of topk 'ration' (known: ratio); did you mean 'ratio'?
     """
     for name in names:
         if name not in known:

@@ -10,7 +10,7 @@ name     options                                   bytes for n elements of a flo
 1bit     threshold=0.5                             n / 8
 fp16                                               2 n
 bf16                                               2 n
-topk     ratio=0.01 or count                       8 for each element sent
+topk     ratio=0.01                                8 for each element sent
 lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
@@ -106,7 +106,7 @@ def create(compression: Any) -> Codec | None:
         TypeError: ``compression`` is of another type.
 
     >>> create("topk")
-    ErrorFeedback(TopK(ratio=0.01, count=None))
+    ErrorFeedback(TopK(ratio=0.01))
     >>> create({"type": "2bits"})
     Traceback (most recent call last):
     mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, bf16, ...); did you mean '2bit'?

@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..options import check_number, check_whole
+from ..options import number, store_checked_fields
 from ..protocols import Array, Gather, Rounds
 
 
@@ -21,16 +20,15 @@ from ..protocols import Array, Gather, Rounds
 class TopK:
     """Sends the elements of each value with the largest magnitude: 8 bytes for each of them.
 
-    Of equal ones the first are sent. Each rank chooses its own. Give one of:
+    Of equal ones the first are sent. Each rank chooses its own.
 
     Args:
         ratio: the part of a value's elements, above 0 and up to 1, rounded up, so at least one. Default 0.01.
-        count: the number of elements of a value; all of one that has fewer.
 
     Example:
         >>> import numpy as np
         >>> gradient = np.array([0.1, -3.0, 0.2, 2.0], np.float32)
-        >>> rounds = TopK(count=2).exchange(gradient, (4,), {})
+        >>> rounds = TopK(ratio=0.5).exchange(gradient, (4,), {})
         >>> payload = next(rounds).payload
         >>> try:
         ...     rounds.send([payload, payload])  # of two ranks that had the same gradient
@@ -40,30 +38,20 @@ class TopK:
         (array([ 0., -6.,  0.,  4.], dtype=float32), array([ 0., -3.,  0.,  2.], dtype=float32))
     """
 
-    ratio: float | None = None
-    count: int | None = None
+    ratio: float = number(0.01, "(0, 1]")
+
     elementwise: ClassVar[Literal[False]] = False
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
-        """Check the option, or set the default ratio; ConfigError if it is bad, or both are given."""
-        if self.ratio is not None and self.count is not None:
-            raise ConfigError(f"topk: ratio={self.ratio!r} and count={self.count!r} exclude each other; give one")
-        if self.count is not None:
-            object.__setattr__(self, "count", check_whole("topk: count", self.count, low=1))
-        else:
-            ratio = 0.01 if self.ratio is None else self.ratio
-            object.__setattr__(self, "ratio", check_number("topk: ratio", ratio, "(0, 1]"))
+        store_checked_fields(self, "topk: ")
 
     def settings(self) -> str:
         """Return a text of the name and the option."""
-        return f"topk(ratio={self.ratio!r})" if self.count is None else f"topk(count={self.count})"
+        return f"topk(ratio={self.ratio!r})"
 
     def chosen(self, size: int) -> int:
         """Return the number of elements that are sent of a value of ``size`` elements."""
-        if self.count is not None:
-            return min(self.count, size)
-        assert self.ratio is not None
         # 0.07 * 100 is a little more than 7; without the rounding, ceil would make it 8.
         return min(max(math.ceil(round(self.ratio * size, 6)), 1), size)
 

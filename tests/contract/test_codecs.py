@@ -196,8 +196,6 @@ def test_the_largest_are_chosen(numbers, count):
         (codecs.TopK(ratio=1e-9), 1000, 1),
         (codecs.TopK(ratio=1e-300), 3, 1),
         (codecs.TopK(), 0, 0),
-        (codecs.TopK(count=5), 3, 3),
-        (codecs.TopK(count=5), 30, 5),
     ],
 )
 def test_how_many_are_sent(codec, size, count):
@@ -307,7 +305,7 @@ def test_threads_may_share_a_codec(name):
         ({"type": "2bit", "error_feedback": False}, "2bit(threshold=0.5)"),
         ("fp16", "fp16() with error feedback"),
         ("bf16", "bf16() with error feedback"),
-        ({"type": "topk", "count": 3}, "topk(count=3) with error feedback"),
+        ({"type": "topk", "ratio": 1}, "topk(ratio=1.0) with error feedback"),
         ({"type": "lowrank", "rank": 2}, "lowrank(rank=2, seed=0) with error feedback"),
         (codecs.TwoBit(), "2bit(threshold=0.5)"),
     ],
@@ -340,9 +338,6 @@ def test_none_is_no_codec():
         ({"type": "2bit", "error_feedback": 1}, ConfigError, "error_feedback=1 is neither True nor False"),
         ({"type": "topk", "ratio": 0}, ConfigError, r"ratio=0 is not a number in \(0, 1\]"),
         ({"type": "topk", "ratio": 1.5}, ConfigError, "ratio=1.5"),
-        ({"type": "topk", "count": 0}, ConfigError, r"count=0 is not a whole number in \[1, "),
-        ({"type": "topk", "count": 2.5}, ConfigError, "count=2.5 is not a whole number"),
-        ({"type": "topk", "count": 2, "ratio": 0.5}, ConfigError, "exclude each other"),
         ({"type": "lowrank", "rank": 0}, ConfigError, r"rank=0 is not a whole number in \[1, "),
         ({"type": "lowrank", "seed": -1}, ConfigError, r"seed=-1 is not a whole number in \[0, "),
         ({"type": "auto", "codec": "bf16"}, ConfigError, r"unknown compression 'auto' \(known: 1bit, "),
@@ -433,7 +428,7 @@ class TestElementwise(Drawn, ElementwiseCodecContract):
 @pytest.mark.parametrize(
     ("codec", "other"),
     [
-        (lambda: codecs.TopK(ratio=0.1), lambda: codecs.TopK(count=3)),
+        (lambda: codecs.TopK(ratio=0.1), lambda: codecs.TopK(ratio=0.2)),
         (lambda: codecs.LowRank(rank=2), lambda: codecs.LowRank(rank=3)),
         (lambda: codecs.create({"type": "lowrank", "rank": 2}), lambda: codecs.LowRank(rank=3)),
     ],

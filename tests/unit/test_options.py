@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.codecs import LowRank, TopK
+from mpikv.codecs import LowRank
 from mpikv.errors import ConfigError
 from mpikv.options import (
     check_float32,
@@ -38,8 +38,6 @@ def test_whole_numbers() -> None:
     assert check_whole("n", (1 << 63) - 1) == (1 << 63) - 1
     with pytest.raises(ConfigError, match=r"rank=0 is not a whole number in \[1, "):
         LowRank(0)
-    with pytest.raises(ConfigError, match=r"count=-1 is not a whole number in \[1, "):
-        TopK(count=-1)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ BARE = tuple({"type": name, "error_feedback": False} for name in NAMES)
 # Codecs of whole values, which work on the host; a rank of 2 shrinks most of the matrices below.
 WHOLE = (
     {"type": "topk", "ratio": 0.1},
-    {"type": "topk", "count": 20, "error_feedback": False},
+    {"type": "topk", "ratio": 0.2, "error_feedback": False},
     {"type": "lowrank", "rank": 2},
     {"type": "lowrank", "rank": 2, "error_feedback": False},
 )
