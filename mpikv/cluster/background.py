@@ -247,7 +247,7 @@ class Pending:
     # --- The thread
 
     def _serve(self, issuer: int) -> None:
-        """Make the queued calls, one at a time, until :meth:`end`. The thread's function; its calls are collective."""
+        """Make the queued calls, one at a time, until :meth:`end`; thread ``issuer`` issued the first. Collective."""
         here.issuer = issuer
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await_call():

@@ -185,7 +185,7 @@ class Commits:
         return restored
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Open files; put back the newest commit, or tell of a newer one on disk: (Restored, from_disk). Collective."""
+        """Open files; put back the newest commit unless the disk has newer; return (Restored, disk_has). Collective."""
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
