@@ -208,10 +208,8 @@ def _describe_ranks(launch: Launch | None) -> Report:
     except MPIKVError as error:
         return {"chosen": {"transport": None, "reason": str(error)}, "ranks": None}
     try:
-        hosts: dict[str, list[int]] = {}
-        for rank, host in enumerate(group.gather(platform.node())):
-            hosts.setdefault(host, []).append(rank)
-        ranks = {"size": group.size, "hosts": hosts}
+        # As a store finds them. Two may have one name, as containers of one machine.
+        ranks = {"size": group.size, "hosts": list(zip(group.hosts, group.ranks_of_hosts, strict=True))}
         return {"chosen": _describe_choice(group, config), "ranks": ranks}
     finally:
         group.close()
@@ -236,9 +234,7 @@ def _lines(report: Report) -> Iterator[str]:
     rows += _gpu_rows(report["gpu"])
     rows.append(("launched", f"by {launch['launcher']}" if launch else "by no MPI launcher"))
     if report["ranks"]:
-        rows += [
-            ("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"].items()
-        ]
+        rows += [("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"]]
     yield from _table(rows)
     yield "\noptional packages"
     yield from _table([(name, text or "not installed") for name, text in report["optional"].items()], "  ")
