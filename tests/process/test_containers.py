@@ -24,7 +24,7 @@ kv = mpikv.create(transport="mpi" if "mpi" in sys.argv else "auto", timeout=20)
 kv.init("w", np.zeros(1 << 18))
 kv.push("w", np.ones(1 << 18))
 assert kv.pull("w")[-1] == kv.size
-print("summed")
+print("summed by", kv.transport)
 """
 
 # A filter of system calls, in the language of the kernel: load the call's number; is it this one? allow; refuse.
@@ -39,15 +39,10 @@ if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program, 0, 0):
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 READV = {"x86_64": "310", "aarch64": "270"}.get(platform.machine(), "")
-SMALL = [
-    "unshare",
-    "--map-root-user",
-    "--mount",
-    "sh",
-    "-c",
-    'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"',
-    "_",
-]
+_MOUNT = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$@"'
+SMALL = ["unshare", "--map-root-user", "--mount", "sh", "-c", _MOUNT, "_"]
+# MPI would look for the other rank's memory, too.
+APART = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self", "OMPI_MCA_btl": "tcp,self"}
 
 
 def run(tmp_path: Path, inside: list[str], way: str, *words: str) -> tuple[int, str]:
@@ -62,6 +57,8 @@ def run(tmp_path: Path, inside: list[str], way: str, *words: str) -> tuple[int, 
         command, environ = [sys.executable, "-m", "mpikv", "run", "-n", "2", *program], clean(os.environ)
     environ = {name: text for name, text in environ.items() if not name.startswith("MPIR_CVAR")}
     environ |= {"PYTHONPATH": str(ROOT)} | dict.fromkeys(ROOT_VARIABLES, "1")
+    if way == "each rank":
+        inside, command, environ = [], launch(2, [*inside, sys.executable, *program])[0], environ | APART
     ran = subprocess.run([*inside, *command], env=environ, capture_output=True, text=True, timeout=110, check=False)
     return ran.returncode, ran.stdout + ran.stderr
 
@@ -86,3 +83,9 @@ def test_little_shared_memory_is_named(tmp_path: Path, way: str) -> None:
     assert status, printed
     assert "--shm-size" in printed
     assert "SIG" not in printed
+
+
+def test_ranks_with_other_shared_memory_are_on_other_hosts(tmp_path: Path) -> None:
+    """In one boot, as containers of one machine."""
+    status, printed = run(tmp_path, [part.replace("size=1m", "size=1g") for part in SMALL], "each rank")
+    assert (status, printed.count("summed by hierarchical")) == (0, 2), printed
