@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise, zip_longest
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -32,9 +32,12 @@ from ..protocols import Array, Transfers
 from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
-from .plan import Bucket, Plan, Update
+from .plan import Bucket, Plan, Update, turns
 from .team import CUT_BYTES, SHARED_OUT, Team, deal
 from .values import Values
+
+# At least so many bytes of each rank are in a message of an all-gather. Shorter ones cost more time than they take.
+_SHORTEST_PART = 64 << 10
 
 # numpy finds a function in its module in as long as the function adds a few numbers.
 _add_two = np.add
@@ -396,6 +399,34 @@ class Pipeline:
             for array in outs[piece.item]:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.low : piece.high], casting="unsafe")
 
+    def all_gather(self, memory: Array, owned: Sequence[Sequence[Array]]) -> None:
+        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill the others' with theirs. Collective.
+
+        All are flat bytes, of the same sizes on every rank. They pass through ``memory``, a value's bytes, at least as
+        many.
+        """
+        transport, streams, rank = self._transport, self.streams, self._transport.rank
+        # Ranks that share memory need one message: a fence shows all of it.
+        size = memory.size if transport.shared else max(transport.limit // transport.size, _SHORTEST_PART)
+        messages, flights = tuple(_cut_message(memory, owned, size)), deque[Any]()
+        ahead, apart = (0, nullcontext) if streams is None else (min(streams.ahead, len(messages)), streams.apart)
+        # Without streams both do nothing: each exchange is complete when it returns.
+        sent, wait_for = (bool, bool) if streams is None else (streams.sent, streams.wait_for)
+        with apart():
+            for coming, ready in turns(messages, ahead):
+                if coming is not None:
+                    whole, pairs = coming
+                    self._copy(*pairs[rank])
+                    if transport.shared:
+                        transport.fence()
+                    else:
+                        transport.all_gather(whole, [sum(map(len, parts)) for parts, _ in pairs])
+                    flights.append(sent())
+                if ready is not None:
+                    wait_for(flights.popleft())
+                    for parts, arrays in ready[1][:rank] + ready[1][rank + 1 :]:
+                        self._copy(arrays, parts)
+
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
         """In a with block: let graph capture run calls, then restore the keys' update counts and stale flags. Local."""
@@ -459,6 +490,39 @@ class _Delivery:
             self._streams.wait_for(sent)
         if self._outs:
             self._pipeline.unpack(bucket, self._outs)
+
+
+def _cut_message(
+    memory: Array, owned: Sequence[Sequence[Array]], size: int
+) -> Iterator[tuple[Array, list[tuple[list[Array], list[Array]]]]]:
+    """Yield messages with up to ``size`` bytes of each rank: the memory; for each rank its parts, and arrays. Local."""
+    low = high = 0
+    for chunks in zip_longest(*(_chunks(arrays, size) for arrays in owned), fillvalue=list[Array]()):
+        pairs = []
+        for chunk in chunks:
+            ends = [*accumulate(map(len, chunk), initial=high)]
+            pairs.append(([memory[begin:end] for begin, end in pairwise(ends)], chunk))
+            high = ends[-1]
+        yield memory[low:high], pairs
+        low = high
+
+
+def _chunks(arrays: Sequence[Array], size: int) -> Iterator[list[Array]]:
+    """Yield parts of flat arrays in their order, in lists of ``size`` elements, the last one perhaps of fewer.
+
+    >>> [[part.tolist() for part in chunk] for chunk in _chunks([np.arange(3), np.arange(2)], 2)]
+    [[[0, 1]], [[2], [0]], [[1]]]
+    """
+    chunk, room = list[Array](), size
+    for array in arrays:
+        while array.size:
+            if not room:
+                yield chunk
+                chunk, room = [], size
+            chunk.append(array[:room])
+            room, array = room - chunk[-1].size, array[room:]
+    if chunk:
+        yield chunk
 
 
 def are_plain(arrays: Arrays) -> bool:

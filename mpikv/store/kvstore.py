@@ -204,6 +204,13 @@ class KVStore(RankedStore):
         """Mark the keys' values as mere sums, with the owner of their weights; checkpoints leave them out. Local."""
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
+    def _all_gather(self, key: Key, owned: Sequence[Sequence[Array]]) -> None:
+        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill the others' with theirs. Collective.
+
+        All are flat bytes, of the same sizes on every rank. They travel through the memory of the key, of as many.
+        """
+        self._collective("all_gather", self._verbs.push_pull.all_gather, key, owned)
+
     def is_capable(self, capability: str) -> bool:
         """Return whether it has optimizer, sparse, compression, async or gpu; ConfigError for another word. Local.
 

@@ -58,7 +58,7 @@ def attach(
             ``attach`` after every rank has dropped the model.
         update: ``local``: every rank updates all weights and has the whole state of the optimizer. ``store``: each rank
             updates its part, keeps the state of that part alone, and sends the new weights to the others. This moves
-            twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has the whole state. Hooks
+            half as many bytes again. ``optimizer.state_dict()`` is collective then, and has the whole state. Hooks
             of the optimizer's own step see the parts.
         compression: as in :meth:`mpikv.KVStore.set_gradient_compression`, for gradients alone. They must be finite:
             with a ``GradScaler``, a backward with overflowing gradients raises ``NotFinite`` on every rank.

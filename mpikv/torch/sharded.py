@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import Unsupported
-from ..protocols import Array
 from ..store.kvstore import KVStore
 from .calls import mean_loss, raising_on_all
-from .tensors import init_sums, row_of, tensor_over
+from .tensors import init_sums, row_of
 
 if TYPE_CHECKING:
     from .backward import BackwardSync
@@ -57,15 +57,16 @@ class _Part:
 
     key: str
     parameter: Any
-    low: int
-    high: int
-    """``[low, high)`` are elements in memory order."""
+    strides: tuple[int, ...]
+    """The parameter's when it was divided."""
+    ranges: Mapping[int, tuple[int, int]]
+    """For each rank with a part: its elements ``[low, high)`` in memory order."""
+    rank: int
+    """This rank."""
     whole: bool
     """Whether ranks own whole parameters; then a nonempty part has the parameter's shape."""
     shard: Any = None
     """The optimizer's parameter during a step; None if the part is empty."""
-    buffer: Any = None
-    """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
         """Return this rank's part of a tensor like the parameter: the whole, or a flat view, maybe of a copy. Local."""
@@ -74,7 +75,7 @@ class _Part:
         if tensor.stride() != self.parameter.stride():
             other, pattern = tensor.detach(), self.parameter
             tensor = torch.empty_strided(pattern.shape, pattern.stride(), dtype=other.dtype).copy_(other)
-        return row_of(tensor)[self.low : self.high]
+        return row_of(tensor)[slice(*self.ranges[self.rank])]
 
 
 class ShardedStep:
@@ -88,6 +89,8 @@ class ShardedStep:
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
+        self._key = ""
+        """The key whose memory the weights pass through."""
         self._full_state: Any = None
         self._released = False
 
@@ -116,40 +119,35 @@ class ShardedStep:
             self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Give each rank its part of these parameters, with buffers in the store; cut the state to it. Collective.
+        """Give each rank its part of these parameters, and memory to pass them on; cut the state to it. Collective.
 
         All ranks must have the root's values already.
         """
-        parts = [
-            _Part(f"{self._prefix}{name}*weight", parameter, low, high, self._is_whole)
-            for (name, parameter), (low, high) in self._bounds(list(named))
-        ]
-        if not parts:
-            return
-        keys = [part.key for part in parts]
-        init_sums(self._kv, self._prefix, keys, [row_of(part.parameter) for part in parts])
-        # Zero but for this rank's part, always: so the sum over ranks joins the parts.
-        buffers: Sequence[Array] = self._kv.buffer(keys)
-        for part, array in zip(parts, buffers, strict=True):
-            part.buffer = tensor_over(array, part.parameter)
-            self._parts[part.parameter] = part
-            if part.high > part.low:
-                part.shard = torch.nn.Parameter(part.of(part.parameter))
+        # As they are if there is too little memory: then every rank raises MemoryError.
+        named, kv, parts = list(named), self._kv, dict(self._parts)
+        for (name, parameter), ranges in zip(named, self._divide([one.numel() for _, one in named]), strict=True):
+            key, strides = f"{self._prefix}{name}*weight", parameter.stride()
+            part = parts[parameter] = _Part(key, parameter, strides, ranges, kv.rank, self._is_whole)
+            if kv.rank in ranges:
+                part.shard = torch.nn.Parameter(part.of(parameter))
+        if named and kv.size > 1:
+            self._key = self._key or f"{self._prefix}{named[0][0]}*weights"
+            memory = torch.zeros(sum(one.numel() * one.element_size() for one in parts), dtype=torch.uint8)
+            init_sums(kv, self._prefix, [self._key], [memory], overwrite=True)
+        self._parts = parts
         self._cut_state()
 
-    def _bounds(self, named: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[int, int]]]:
-        """Yield (name, parameter) and (low, high), the range of its elements that this rank owns, for each. Local."""
-        sizes = [parameter.numel() for _, parameter in named]
+    def _divide(self, sizes: Sequence[int]) -> Iterator[dict[int, tuple[int, int]]]:
+        """Yield for each parameter (low, high), a range of its elements, by the rank that owns them. Local."""
+        ranks, begin = self._kv.size, 0
         if self._is_whole:
-            owners = _balance(sizes, self._kv.size)
-            for one, size, owner in zip(named, sizes, owners, strict=True):
-                yield one, (0, size if owner == self._kv.rank else 0)
+            yield from ({owner: (0, size)} for size, owner in zip(sizes, _balance(sizes, ranks), strict=True))
             return
-        total, begin = sum(sizes), 0
         # Equal shares of all elements, across parameters: a rank's share may begin and end inside of one.
-        low, high = (total * rank // self._kv.size for rank in (self._kv.rank, self._kv.rank + 1))
-        for one, size in zip(named, sizes, strict=True):
-            yield one, (min(max(low - begin, 0), size), min(max(high - begin, 0), size))
+        shares = [*pairwise(sum(sizes) * rank // ranks for rank in range(ranks + 1))]
+        for size in sizes:
+            ranges = [(max(low - begin, 0), min(high - begin, size)) for low, high in shares]
+            yield {rank: (low, high) for rank, (low, high) in enumerate(ranges) if low < high}
             begin += size
 
     def undivided(self) -> list[Any]:
@@ -160,10 +158,10 @@ class ShardedStep:
     def find_fault(self) -> Unsupported | None:
         """Return an Unsupported error if a parameter's strides have changed since attach, else None. Local."""
         for part in self._parts.values():
-            if part.parameter.stride() != part.buffer.stride():
-                shape, strides = tuple(part.parameter.shape), part.parameter.stride()
+            if (strides := part.parameter.stride()) != part.strides:
+                shape = tuple(part.parameter.shape)
                 return Unsupported(
-                    f"a parameter of shape {shape} has strides {strides}, and had {part.buffer.stride()} when the "
+                    f"a parameter of shape {shape} has strides {strides}, and had {part.strides} when the "
                     "model was attached (model.to(memory_format=...) changes them); call detach(), and attach the "
                     "model as it is now, with a new optimizer"
                 )
@@ -211,11 +209,14 @@ class ShardedStep:
                     part.shard.grad = None
 
     def _exchange(self, parts: Sequence[_Part]) -> None:
-        """Fill all ranks' parameters with all parts, by a sum of each owner's part and zeros of others. Collective."""
-        for part in parts:
-            if part.shard is not None:
-                part.of(part.buffer).copy_(part.of(part.parameter))
-        self._kv.pushpull([part.key for part in parts], None, [row_of(part.parameter) for part in parts])
+        """Overwrite the others' parts of these parameters by those that they have updated. Collective."""
+        if self._kv.size > 1:
+            owned: list[list[Any]] = [[] for _ in range(self._kv.size)]
+            for part in parts:
+                memory, size = row_of(part.parameter).view(torch.uint8).numpy(), part.parameter.element_size()
+                for rank, (low, high) in part.ranges.items():
+                    owned[rank].append(memory[low * size : high * size])
+            self._kv._all_gather(self._key, owned)
         for part in parts:  # as a step of torch's: backward through an older graph must refuse to run
             torch.autograd.graph.increment_version(part.parameter)
 

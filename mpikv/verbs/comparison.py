@@ -19,7 +19,7 @@ from ..protocols import Array, Updater
 from .arguments import priorities
 
 # Verbs that move no whole values, and so need no buckets.
-_NO_BUCKETS = ("row_sparse_pull", "delete")
+_NO_BUCKETS = ("row_sparse_pull", "delete", "all_gather")
 _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
 # Cached for the few texts that calls with any keys share.
 _digest = lru_cache(maxsize=256)(digest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, are_plain
 from ..engine.plan import Plan
 from ..errors import NotFinite
+from ..protocols import Array
 from .arguments import in_form
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
@@ -95,6 +96,12 @@ class PushPull:
             return in_form(key, plan, self._exchange.values.buffers(plan))
 
         return self._comparison.plan_call("buffer", plan), run
+
+    def all_gather(self, key: Any, owned: Sequence[Sequence[Array]]) -> PreparedCall:
+        """Prepare to send each rank's arrays by way of a flat value's memory. Local; its run is collective."""
+        plan = self._operands.plan(key)
+        run = partial(self._exchange.pipeline.all_gather, plan.values[0], owned)
+        return self._comparison.plan_call("all_gather", plan), run
 
     def _check_finite_values(self, plan: Plan, arrays: Arrays | Brought | None) -> None:
         """Count a push; in every ``check_finite``-th, wait for a GPU, raise NotFinite for NaN and infinity. Local."""

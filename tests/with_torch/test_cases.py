@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpikv
+from mpikv import RankMismatch
+
 from .training import (
     adam,
     assert_close,
@@ -14,6 +17,7 @@ from .training import (
     attach,
     attached_pair,
     batch,
+    is_last,
     loss_of,
     network,
     nn,
@@ -506,6 +510,44 @@ def test_optimizers_of_whole_parameters(kv, update, name):
     train_both(alone, own, model, shared, range(4), kv)
     # Muon iterates in bfloat16, which makes steps of rounding errors.
     assert_close(model, alone, 1e-3 if name == "Muon" else 1e-10)
+
+
+class Rows(nn.Module):
+    """Parameters of several dtypes, odd sizes and exact gradients, of more bytes than are in flight between hosts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (torch.float64, 170_001), (torch.bfloat16, 333), (torch.float32, 1), (torch.float32, 90_001)
+        self.rows = nn.ParameterList((torch.arange(size) % 16).to(dtype) for dtype, size in kinds)
+
+    def forward(self, scale: int, used: slice) -> Any:
+        return sum((scale * (torch.arange(row.numel()) % 3 - 1) * row).sum().double() for row in self.rows[used])
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_weights_travel_in_several_messages(comm, transport):
+    """Bits are those that numpy computes, of weights that a step leaves out, too."""
+    with mpikv.create(comm=comm, timeout=10, transport=transport, bucket_bytes=1 << 16) as kv:
+        model = Rows()
+        optimizer = sgd(model, lr=0.5, momentum=0)
+        attached = attach(model, optimizer, kv=kv, update="store")
+        steps = [0] * 4
+        for used in slice(4), slice(1, 4), slice(2), slice(4):
+            optimizer.zero_grad()
+            model(kv.size * (kv.rank + 1), used).backward()
+            optimizer.step()
+            steps[used] = [count + 1 for count in steps[used]]
+            for row, count in zip(model.rows, steps, strict=True):
+                place = np.arange(row.numel())
+                expected = place % 16 - 0.5 * count * kv.size * (kv.size + 1) / 2 * (place % 3 - 1)
+                assert (row.detach().double().numpy() == expected).all()
+        if is_last(kv):
+            model.rows[1].grad = None
+        before = deepcopy(model.state_dict())
+        with pytest.raises(RankMismatch, match=r"optimizer\.step: .*rows\.1"):
+            optimizer.step()
+        assert_close(model.state_dict(), before, 0)
+        attached.detach()
 
 
 def test_several_optimizers_of_a_model(kv, update):
