@@ -168,7 +168,7 @@ class Check(Standing):
         """Remember, for the log at the end, a request that the program dropped unfinished; keep no buffer. Local."""
         self._dropped[f"{request.describe()[0]}{request.place}"] = None
 
-    def complete(self, request: Any, is_done: Callable[[], object]) -> None:
+    def await_request(self, request: Any, is_done: Callable[[], object]) -> None:
         """Wait until a request's operation is done; first compare the nonblocking calls up to it over ranks.
 
         Raises:
@@ -219,7 +219,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        """Name the communicator in a RankMismatch; end the checks, and tell ranks, if not all know it. May wait."""
+        """Name the communicator in a RankMismatch; end the checks and tell ranks, if not all know. Never raises."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):

@@ -44,7 +44,7 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return ``blocks`` flat parts of the array that ``take`` makes of a message; raise if they do not fit. Local.
+        """Return ``blocks`` flat parts, of own counts if ``vector``, of the array that ``take`` makes; or raise. Local.
 
         A mistake raises TypeError or ValueError.
         """

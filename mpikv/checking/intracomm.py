@@ -76,7 +76,7 @@ def _with_checks(requests: Iterable[Any]) -> list[Any]:
 def _wait_for_all(requests: Iterable[Any]) -> None:
     """Wait until the checked requests are done, and compare nonblocking calls up to them; MPI's call frees them."""
     for request in _with_checks(requests):
-        request.check.complete(request, partial(_Request.Get_status, request))
+        request.check.await_request(request, partial(_Request.Get_status, request))
 
 
 def _wait_for_any(requests: Sequence[Any]) -> None:
