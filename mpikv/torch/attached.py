@@ -145,7 +145,7 @@ class Attached:
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Compare options and models, give all ranks the root's tensors; return the parameters by name. Collective.
+        """Check and compare options and models, take the root's tensors; return parameters by name. Collective.
 
         The check comes before the first meeting, and raises here alone. So it relies on the caller's
         :func:`raising_on_all`.
@@ -224,7 +224,7 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
-        """Of trained parameters: cut shards, hook gradients, note the owner; watch all. Collective with shards."""
+        """Of trained parameters cut shards, hook gradients, note the owner; watch all. Collective with shards."""
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
@@ -297,7 +297,7 @@ class Attached:
             sync.blocking = before
 
     def _catch_up(self) -> None:
-        """Copy buffers, and after unequal passes weights and optimizer states, from a rank with most. Collective."""
+        """Copy buffers, and after unequal passes weights and optimizer states, of a rank with most. Collective."""
         kv, sync, model = self.kv, self._sync, self._model
         kv.barrier()  # with the store's deadline: MPI's allgather would wait for a missing rank for ever
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
@@ -378,7 +378,7 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: count it; raise unless gradients were exchanged; a closure checks later. Collective.
+        """In a hook before a step: count it, and raise unless gradients were exchanged, or return a closure that does.
 
         Collective unless a closure is given.
         """

@@ -124,7 +124,7 @@ class BackwardSync:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
     def release(self) -> None:
-        """Remove the hooks, give each gradient its own memory, drop the buffers. Local. No pass may be cut short."""
+        """Remove the hooks, give each gradient its own memory, drop the buffers. Local; no pass may be under way."""
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
@@ -184,7 +184,7 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Divide a gradient by the rank count into its buffer; return if there was one. Local; faults raise on all.
+        """Divide a gradient by the rank count into its buffer; return whether it was there. Local; faults raise on all.
 
         Before there is a buffer, the gradient is only checked. Zeros stand for a gradient that is None.
         """

@@ -74,7 +74,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
             begun.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end of the call, so for other ranks; return True, or raise its error, then seen. Not collective.
+        """Wait for the call's end, so for other ranks; return True or raise its error, now seen. Not collective.
 
         Raises:
             TimeoutError: it has not completed within ``timeout``, if that is above 0; the call goes on.
@@ -165,9 +165,9 @@ class Queue:
         return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call here in the queue's thread, or if the caller ``waits`` and none is pending; else queue it.
+        """Make a call here in the queue's thread, or if it ``waits`` and none is pending; else queue it; return work.
 
-        It returns the handle ``work``. ``waits``: the caller waits at once.
+        ``waits``: the caller waits at once.
 
         Raises:
             Closed: the queue has ended.

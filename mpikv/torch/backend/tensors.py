@@ -151,7 +151,7 @@ def as_flat(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Ca
 
 
 def split(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return the parts of an array, one after the other. Local.
+    """Return views of an array's parts of ``counts`` elements, one after the other. Local.
 
     >>> [part.tolist() for part in split(flat(torch.arange(3)), [1, 0, 2])]
     [[0], [], [1, 2]]
