@@ -75,12 +75,12 @@ class Comparison:
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm
 
     def value_call(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
-        """Return a new description of a call with arrays: keys, shapes, dtypes, and one more text ``option``. Local."""
+        """Return a new :class:`Call` that compares keys, shapes and dtypes of arrays, and a text ``option``. Local."""
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
     def _describe_update(self, verb: str, plan: Plan, contribution: Contribution) -> UpdateCall:
-        """Return a new description of an update for the plan's cache, and prepare the pipeline for it. Local."""
+        """Return a new :class:`UpdateCall` for the plan's cache; prepare the plan, unless for rows alone. Local."""
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
@@ -98,7 +98,7 @@ class Comparison:
         return UpdateCall(call, steps, confirm, updater.revision)
 
     def _settings(self) -> list[str]:
-        """Return texts to compare: the updater's settings, cached, and the codec's if the store compresses. Local."""
+        """Return a list of texts: the updater's settings, and the codec's if pushes are compressed. Local."""
         updater, known = self._exchange.updater, self._described
         if known is None or known[0] is not updater or known[1] != updater.revision:
             known = self._described = updater, updater.revision, f"updater {updater.settings()}"

@@ -24,7 +24,7 @@ class Join:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
     def prepare(self, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-        """Prepare an empty part in others' call; return its run, None for a barrier; may zero buffers, or raise. Local.
+        """Return a function for an empty part in others' call, None for a barrier; may zero buffers, or raise. Local.
 
         ``until_done`` keeps this rank's buffers zeroed while the others may read them.
         """

@@ -65,7 +65,7 @@ class ValueVerbs:
         return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to store the root's arrays, also new keys, and fill ``out`` or ``value``; collective."""
+        """Return (call, run) to store or add the root's arrays, and fill ``out`` or ``value``. run() is collective."""
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
