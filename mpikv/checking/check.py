@@ -219,7 +219,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        """Name the communicator in a RankMismatch; end the checks and tell ranks, if not all know. Never raises."""
+        """Name the communicator in a RankMismatch; end checks, tell ranks if not all know; the caller raises."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
