@@ -13,7 +13,6 @@ import fcntl
 import os
 import re
 import stat
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,8 +28,6 @@ NONCE = 8
 MOST_PARTS = os.sysconf("SC_IOV_MAX")
 """Most buffers per system call (``pwritev``, ``preadv``)."""
 _SUFFIX = ".mpikv-part"
-# A draft's name keeps as many bytes of a checkpoint's name; most file systems allow 255 bytes per name.
-_LONGEST_STEM, _CUT_STEM = 200, 100
 # Some file systems have no locks, and some cannot flush a folder.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
@@ -133,15 +130,7 @@ class Draft:
 
     def _draft_path(self, nonce: Array) -> str:
         """Return the path of a draft; no other draft has it."""
-        return f"{self._stem()}.{nonce.tobytes().hex()}{_SUFFIX}"
-
-    def _stem(self) -> str:
-        """Return the common beginning of the paths of all drafts of this checkpoint. Local."""
-        folder, name = os.path.split(self.path)
-        whole = os.fsencode(name)
-        if len(whole) > _LONGEST_STEM:
-            name = f"{whole[:_CUT_STEM].decode(errors='ignore')}.{zlib.crc32(whole):08x}"
-        return os.path.join(folder, name)
+        return f"{self.path}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _remove_leftovers(self) -> None:
         """Remove this checkpoint's drafts of killed jobs; CheckpointError if a job holds the lock of one. Local.
@@ -149,8 +138,8 @@ class Draft:
         Raises:
             CheckpointError: the job of one of them is alive.
         """
-        folder, stem = os.path.split(self._stem())
-        left = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{{2 * NONCE}}}{re.escape(_SUFFIX)}")
+        folder, own = os.path.split(self.path)
+        left = re.compile(rf"{re.escape(own)}\.[0-9a-f]{{{2 * NONCE}}}{re.escape(_SUFFIX)}")
         for name in os.listdir(self._folder):
             if left.fullmatch(name):
                 self._remove_leftover(os.path.join(folder, name))

