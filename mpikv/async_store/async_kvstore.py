@@ -464,8 +464,7 @@ class AsyncKVStore(KVStore):
         elif kind == Kind.LEAVE:
             self._clocks.leave(rank, ticket, number)
         else:
-            awaited = self._client.awaits() if number else self._clocks.list_awaited(rank)
-            self._answer(rank, ticket, 0, np.array(awaited, NUMBERS))
+            self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""

@@ -42,7 +42,7 @@ class Kind(IntEnum):
     """For the keeper of the clocks, from an owner, and without an answer. Its number is the rank that has pushed."""
     WAIT = 4
     WHO = 5
-    """Asks for the ranks behind that the asking one waits for; with number 1 for those that the asked one waits for."""
+    """Asks for the ranks behind that the asking one waits for."""
     PUSHPULL = 6
     """A push that is answered by the value: one message each way instead of two."""
 
@@ -75,7 +75,6 @@ class AsyncClient:
         """``endpoint`` is None if this rank owns all keys."""
         self._rank, self._endpoint, self._act, self._waiting = rank, endpoint, act, waiting
         self._tickets = self._epoch = 0
-        self._is_waiting = False
         self._outstanding: dict[int, _Outstanding] = {}
         self._failures: dict[Key, BaseException] = {}
         self._arrived: list[Request] = []
@@ -130,21 +129,13 @@ class AsyncClient:
             Stalled: they do not come before the deadline; it names the silent owners, or the ranks that hold others up.
         """
         if any(ticket in self._outstanding for ticket in tickets):
-            self._wait_until(lambda: self._has_answers(tickets))
+            self._waiting.until(lambda: self._has_answers(tickets), self._awaited_ranks)
 
     def wait_for_all(self) -> None:
         """Wait for all outstanding answers and take them, those to timed-out questions, too; Stalled as of wait()."""
         self.receive()
         if self._outstanding:
-            self._wait_until(lambda: self._has_answers(list(self._outstanding)))
-
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait until ``ready()`` is true, or raise Stalled; note meanwhile, for others' questions, that it waits."""
-        self._is_waiting = True
-        try:
-            self._waiting.until(ready, self._awaited_ranks)
-        finally:
-            self._is_waiting = False
+            self._waiting.until(lambda: self._has_answers(list(self._outstanding)), self._awaited_ranks)
 
     def _has_answers(self, tickets: Iterable[int]) -> bool:
         """Take the answers that have come; return whether none of these tickets is left. Does not wait."""
@@ -205,32 +196,16 @@ class AsyncClient:
         if failures:
             raise failures[0]
 
-    def awaits(self) -> list[int]:
-        """Return the owners whose answers this rank waits for; this rank itself if it is in no wait. Local; any thread.
-
-        A rank that waits for others' pushes alone waits for no owner.
-        """
-        outstanding = list(self._outstanding.values())
-        return [one.owner for one in outstanding if one.key is not None] if self._is_waiting else [self._rank]
-
     def _awaited_ranks(self) -> list[int]:
-        """Ask ranks who holds this one up; return silent owners, or else late ranks, or whom these await. May wait."""
-        owners = {outstanding.owner for outstanding in list(self._outstanding.values())}
-        behind, silent = self._ask_who(owners, 0)
-        # Ranks that are behind may be so by waiting for the same silent owner.
-        found, silent = (set(), silent) if silent else self._ask_who(behind, 1)
-        return sorted(found | silent)
-
-    def _ask_who(self, ranks: set[int], its_own: int) -> tuple[set[int], set[int]]:
-        """Ask ranks, for a second, whom this one awaits, or they do if ``its_own``; return (these, the silent)."""
-        found, silent, asked = set[int](), set[int](), dict[int, int]()
-        for rank in sorted(ranks):
+        """Ask owners, for a second, whom this rank awaits; return the silent ones, or else late ranks. May wait."""
+        behind, silent, asked = set[int](), set[int](), dict[int, int]()
+        for rank in sorted({outstanding.owner for outstanding in list(self._outstanding.values())}):
             try:
-                asked[self.ask(Kind.WHO, rank, take=lambda ranks: found.update(ranks.tolist()), number=its_own)] = rank
+                asked[self.ask(Kind.WHO, rank, take=lambda ranks: behind.update(ranks.tolist()))] = rank
             except Stalled:  # this rank's updater runs and holds the lock
                 silent.add(rank)
         with suppress(Stalled):
             Waiting(PATIENCE).until(lambda: self._has_answers(asked), tuple)
         # Unanswered questions stay outstanding: the communicator must not be freed with messages in flight.
         silent.update(rank for ticket, rank in asked.items() if ticket in self._outstanding)
-        return found, silent
+        return sorted(silent or behind)
