@@ -61,7 +61,8 @@ def attach(
             half as many bytes again. ``optimizer.state_dict()`` is collective then, and has the whole state. Hooks
             of the optimizer's own step see the parts.
         compression: as in :meth:`mpikv.KVStore.set_gradient_compression`, for gradients alone. They must be finite:
-            with a ``GradScaler``, a backward with overflowing gradients raises ``NotFinite`` on every rank.
+            with a ``GradScaler``, a backward with overflowing gradients raises ``NotFinite`` on every rank. A rank in
+            another call of ``kv`` than the others' backward is found at the deadline, by ``Stalled``.
         bucket_bytes: bytes of gradients per call, after a first, smaller call. If all ranks are on one host and one has
             no spare core for such calls, one call at the end of backward moves all.
         buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
