@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import FOLDER
 from support.launching import launch, wait
 from support.processes import is_running
 
@@ -162,7 +163,7 @@ def test_chosen_launcher_of_an_unknown_kind_is_taken(tmp_path: Path) -> None:
 
 
 def start(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), **variables}
+    environ = {"TMPDIR": FOLDER.name, **clean(os.environ), "PYTHONPATH": str(ROOT), **variables}
     return launched([sys.executable, "-m", "mpikv", *arguments], environ, cwd)
 
 
