@@ -324,7 +324,7 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
 
 
 def _count_threads(request: _Request, group: ProcessGroup) -> int:
-    """Return how many threads this rank shall use on the host: as set, by its cores, or 1 in stores without. Local."""
+    """Return how many host threads this rank gets: as set, or by its cores; 1 in async and storeless stores. Local."""
     if request.kind.asynchronous or request.kind.storeless:
         return 1
     # A launcher may bind a rank to cores, and ranks of a host may share some.

@@ -380,7 +380,7 @@ class AsyncKVStore(KVStore):
         return None
 
     def _check_caller(self, verb: str) -> None:
-        """Raise Unsupported in an updater of this store, or if it is busy; Closed if it has ended. Local."""
+        """Raise Unsupported in an updater (alone: this store's only), or if busy; Closed if it has ended. Local."""
         # The lock is held while an updater runs: a call of the store inside would wait for itself.
         if self._holder == threading.get_ident():
             raise Unsupported(f"{verb}: an updater cannot call the store")

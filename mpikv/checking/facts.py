@@ -146,7 +146,7 @@ def _dtypes_by_handle() -> dict[int, np.dtype[Any]]:
 
 
 def _pair(send: Fact, receive: Fact) -> Fact:
-    """Return the fact of a send and a receive that must be alike, or words for their difference; None: no such part."""
+    """Return the fact a send and a receive share, or words for their difference; None stands for a part not there."""
     if send is None or receive is None or send == receive:
         return receive if send is None else send
     return f"sends {text_of(send)}, receives {text_of(receive)}"

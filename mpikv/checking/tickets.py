@@ -30,7 +30,7 @@ class SharedTickets(Tickets, Arrivals):
         self._place = self._stamp = 0
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Post a token, wait for those of all ranks, and return whether they are equal; ANY equals all. Collective."""
+        """Post a token unless posted early, wait for all ranks, return whether all but ANY are equal. Collective."""
         number, self.early = self.early or self.post(token), 0
         words, place, stamp = self._flags, self._place, self._stamp
         for peer in self._peers:
@@ -59,7 +59,7 @@ class SharedTickets(Tickets, Arrivals):
         return min(self._flags[:: self._stride].tolist()) >= number
 
     def meet(self, number: int) -> bool:
-        """Wait for all ranks' tokens of a number, and return whether they are equal; ANY equals all. Collective."""
+        """Wait for all ranks' tokens of a number; return whether all of them but ANY are equal. Collective."""
         words, place = self._flags, _HEAD + number % _ROOM
         try:
             for peer in self._peers:

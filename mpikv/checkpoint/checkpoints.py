@@ -68,7 +68,7 @@ class Checkpoints:
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
-        """Return a Call and a function to save optimizer state, and options on wish; raise if it cannot. Local."""
+        """Return a Call and a function to save optimizer state, with options if ``dump_optimizer``; or raise. Local."""
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)

@@ -288,7 +288,7 @@ def format_error(error: BaseException, call_place: str = "") -> str:
 
 
 def _difference(reports: Mapping[int, CallReport]) -> str:
-    """Return words for the first rank's call, and for the first other call that differs from it."""
+    """Return one text of the first call, the next that differs, and where; at least one must differ. Local."""
     (rank, first), *others = reports.items()
     other = next(other for _, other in others if other.token != first.token)
     where = ""

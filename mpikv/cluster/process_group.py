@@ -159,7 +159,7 @@ class ProcessGroup:
         """
         with self._listening:
             # Also after the end of another rank: some may wait for a message of this one.
-            if not self._has_ended and self._may_speak():
+            if not self._has_ended and self._may_use_mpi():
                 self._has_ended = True
                 with self.translated("sending a shutdown notice"):
                     self.send_notice(why.encode()[:_LONGEST_TEXT], self.others, ENDED)
@@ -187,14 +187,14 @@ class ProcessGroup:
     def find_end(self) -> str:
         """Receive other ranks' notices of their ends; return the first reason, or "". Local; any thread may ask."""
         with self._listening:
-            if self._may_speak():
+            if self._may_use_mpi():
                 with self.translated("receiving a shutdown notice"):
                     while notice := self.receive_notice(ENDED):
                         self.left[notice[0]] = f"rank {notice[0]} has left: {notice[1].decode(errors='replace')}"
             return next(iter(self.left.values()), "")
 
-    def _may_speak(self) -> bool:
-        """Return whether this thread may use MPI now."""
+    def _may_use_mpi(self) -> bool:
+        """Return whether this thread may use the group's MPI now; never once the group begins to close. Local."""
         may = self.comm is not None and not (self._closing or self.mpi.Is_finalized())
         return may and (self.threads or bool(self.mpi.Is_thread_main()))
 

@@ -295,7 +295,7 @@ class Arena:
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
     def _plan_new_blocks(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Return groups of requests that get a new block each, allocate nothing; other requests share blocks. Local."""
+        """Return groups of requests, a new block each; others are small, and share; ``alone``: GPU only. Local."""
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):
@@ -382,7 +382,7 @@ class Arena:
         return (cell, 1) if self._on_host or cell < lines else (cell // lines * lines, line)
 
     def _room(self, dtype: np.dtype[Any], size: int) -> int:
-        """Return how many elements of a block a value of ``size`` takes; on GPUs a multiple, for alignment. Local."""
+        """Return how many elements of a block a value of ``size`` takes: on GPUs rounded up, for alignment. Local."""
         return rounded(size, self._grid(dtype)[1])
 
     def _padded(self, dtype: np.dtype[Any], size: int) -> int:

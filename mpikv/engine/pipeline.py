@@ -124,7 +124,7 @@ class Pipeline:
     def pushpull(
         self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None, result: Any
     ) -> Any:
-        """Push as :meth:`push`, then pull into the targets; return ``result``, the caller's own object. Collective.
+        """Push as :meth:`push` (no sources: the buffers), pull to the targets, return ``result`` as given. Collective.
 
         It pulls message by message where that pays and no target is another key's source. Without targets it only
         brings this rank the newest values.

@@ -457,7 +457,7 @@ class Planner:
         return self.kernels if there and isinstance(self.kernels, GpuKernels) else None
 
     def kept(self, block: Block) -> Spans:
-        """Return the elements of a block with state here: all; on a GPU those it owns, unless ``by_rows``. Local."""
+        """Return the elements whose state this rank keeps: all; on a GPU its own, unless ``block.by_rows``. Local."""
         # The host takes pages only when they are written: state of elements of other ranks costs nothing there.
         all_of_them = block.memory.is_host or block.by_rows
         return Spans.join([(0, block.values.size)]) if all_of_them else self.owned(block)
@@ -478,7 +478,7 @@ class Planner:
         return total
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
-        """Yield the keys' messages, one per cell; may allocate sums; ConfigError if the updater lacks state. Local."""
+        """Yield the keys' messages, one a cell; may allocate sums; ConfigError if state misfits the updater. Local."""
         numbers = count()
         for block, items in by_block(entries).items():
             if not self.updater.assigns:

@@ -19,7 +19,7 @@ from .stream_order import HostOrder
 
 
 def _refuse(_: Any) -> NoReturn:
-    """Raise Unsupported for an array of a GPU."""
+    """Always raise Unsupported: the ``find`` of a memory that takes no arrays of GPUs."""
     raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
 
 

@@ -234,7 +234,7 @@ class Optimizer:
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
-        """In a with block: set other options, and restore them, and the revision, at its end.
+        """In a with block: set other options; at its end, even by an error, restore them and the revision number.
 
         If somebody sets an option inside, the revision changes. If a block sets the same ones again, ranks see
         no change to compare.

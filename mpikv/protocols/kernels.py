@@ -40,10 +40,10 @@ class Kernels(Protocol):
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
     ) -> Callable[[Array, Array, Any], None] | None:
-        """Return a function of two arrays and a step that updates by their sum; None where :meth:`bind` serves as well.
+        """Return a function (a, b, step) that updates by a + b; None where it saves nothing over :meth:`bind`.
 
-        It does not write to the two arrays: flat, contiguous, of the size and the dtype of the value. Returns None if
-        it saves nothing to keep the sum out of memory.
+        It does not write to ``a`` and ``b``: flat, contiguous, of the size and the dtype of the value. It saves a
+        write of the sum to memory.
         """
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:

@@ -166,7 +166,7 @@ class StreamOrder(Protocol):
         """Return a context in which this thread makes calls that others have issued."""
 
     def rejoin(self) -> None:
-        """Make the current stream wait for calls already made by other threads."""
+        """Make the current stream, not the host, wait for calls other threads have made; do nothing on the host."""
 
     def wait(self) -> None:
         """Wait until all queued work is done."""
@@ -191,4 +191,4 @@ class Issue(Protocol):
         """
 
     def rejoin(self) -> None:
-        """Make the current stream wait for the work of the issued call, once that was made."""
+        """Make the current stream, not the host, wait for work of the issued call; do nothing if it was not made."""

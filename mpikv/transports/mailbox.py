@@ -213,7 +213,7 @@ class Mailbox:
             self._end(new, error=error)
 
     def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
-        """End a call, with ValueMismatch if another length was ``sent``; its caller is told later. The lock is held."""
+        """End a call; ``sent``, length of a message that did not fit, makes it a ValueMismatch. The lock is held."""
         if sent:
             text = f"rank {message.source} has sent {sent} bytes, which are lost; the array may have changed"
             error = ValueMismatch(f"{message}: {text}{self._where}")

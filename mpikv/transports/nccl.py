@@ -237,7 +237,7 @@ class NcclTransport(Unshared):
         return self._sum("allreduce", send, recv, start)
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether NCCL sums a dtype without a cast. Local."""
+        """Return whether NCCL sums a dtype as it is; False for all dtypes in deterministic stores. Local."""
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:

@@ -94,7 +94,7 @@ class RowVerbs:
     # --- Call and run
 
     def push(self, plan: Plan, given: Sequence[RowSparse], priority: Any = 0) -> PreparedCall:
-        """Return (call, run) for a push of checked rows. Local; run() is collective."""
+        """Return (call, run) for a push of checked rows; ranks compare priorities. Local; run() is collective."""
         call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
         return call, lambda: self._rows.push(plan, given, steps, confirm)
 

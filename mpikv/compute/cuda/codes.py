@@ -13,7 +13,7 @@ from ...codecs import Bfloat16, Float16, OneBit, TwoBit
 from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...protocols import Array
-from .loading import argument_dtype, kernel, pointer
+from .loading import argument_dtype, gpu_pointer, kernel
 
 PART, THREADS = 1 << 12, 256
 """Elements per block, and threads per block."""
@@ -65,7 +65,7 @@ class CudaCodec(SamePayloads):
         """Queue the codec's encoding on the current stream: write the payload, with feedback the residual. Local."""
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
-            given["gradient"] = pointer(gradient)
+            given["gradient"] = gpu_pointer(gradient)
             kernel("codes.cu", self._encode)((self._blocks(payload),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
@@ -77,8 +77,8 @@ class CudaCodec(SamePayloads):
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
         """Return a launch's argument, one numpy record of addresses and sizes; ``numbers`` are residual or total."""
         given = np.zeros(1, argument_dtype("codes.cu", "Codes"))
-        numbers_at = 0 if numbers is None else pointer(numbers)
-        given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
+        numbers_at = 0 if numbers is None else gpu_pointer(numbers)
+        given[0] = (0, numbers_at, gpu_pointer(payload), size, payload.size, self._threshold)
         return given
 
     def _blocks(self, payload: Array) -> int:

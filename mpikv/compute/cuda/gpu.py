@@ -304,7 +304,7 @@ class CupyGpu:
         return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
 
     def current(self) -> Stream:
-        """Return the thread's current stream on this GPU."""
+        """Return CuPy's current stream of this thread, on this GPU, as a new object; torch has its own."""
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
     @_translated()
@@ -414,7 +414,7 @@ class CupyGpu:
             return self._staging
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy of bytes between two addresses, of host or GPU, on the current stream."""
+        """Queue a copy of bytes between addresses, of host or GPU, on CuPy's current stream; the GPU is current."""
         stream = self.cuda.get_current_stream().ptr
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
@@ -429,7 +429,7 @@ class CupyGpu:
             return made
 
     def _now(self) -> Any:
-        """Record a new event on the current stream, and return it."""
+        """Record a new event on CuPy's current stream, and return it; the GPU is current."""
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
     @_translated()

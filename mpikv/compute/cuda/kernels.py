@@ -20,7 +20,7 @@ from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaCodec, has_code
 from .copies import copy, prepare
-from .loading import Kernel, addresses_of, argument_dtype, kernel, pointer
+from .loading import Kernel, addresses_of, argument_dtype, gpu_pointer, kernel
 from .steps import NUMBERS, Row, Table, rows_of
 
 STATES = 8
@@ -80,7 +80,7 @@ class CudaKernels:
             ValueMismatch: an array has a wrong dtype or size, or has gaps.
         """
         if updater.assigns:
-            if pointer(value) == pointer(total):
+            if gpu_pointer(value) == gpu_pointer(total):
                 return lambda step: None  # the sum was made in the value's memory
             return lambda step: copy((value,), (total,))
         if layerwise.has_kernels(updater):

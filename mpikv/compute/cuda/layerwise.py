@@ -12,7 +12,7 @@ from ...optimizers.layerwise import LAMB, LARS, Layerwise
 from ...optimizers.optimizer import Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Updater, Whole
-from .loading import addresses_of, allocate_floats, argument_dtype, kernel, pointer
+from .loading import addresses_of, allocate_floats, argument_dtype, gpu_pointer, kernel
 from .norms import CELL, PIECES, THREADS, cells_of
 from .steps import rows_of
 
@@ -81,7 +81,7 @@ class _Batch:
             for field, address in addresses_of(optimizer, whole, STATES).items():
                 given[field][..., number] = address
         given["end"][: len(wholes)] = np.cumsum([cells_of(whole.value.size) for whole in wholes])
-        given["sums"] = pointer(self._sums)
+        given["sums"] = gpu_pointer(self._sums)
         given["count"] = len(wholes)
 
     def update(self, steps: Sequence[Step]) -> None:

@@ -148,11 +148,11 @@ def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
             f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
             f"contiguous, {size} elements of {dtype.name}"
         )
-    return pointer(array)
+    return gpu_pointer(array)
 
 
-def pointer(array: Array) -> int:
-    """Return the address of an array's first byte."""
+def gpu_pointer(array: Array) -> int:
+    """Return the GPU address of a CuPy array's first byte, as an int; a numpy array has none. Local."""
     # Array is typed as numpy's, which lacks data.ptr.
     return int(array.data.ptr)  # type: ignore[attr-defined]
 

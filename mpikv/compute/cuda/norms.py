@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import address_of, allocate_floats, argument_dtype, kernel, pointer
+from .loading import address_of, allocate_floats, argument_dtype, gpu_pointer, kernel
 
 MOST = 160
 CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
@@ -49,7 +49,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
         for some in _runs(members):
             # The cells of consecutive arrays are consecutive, too; so one base address serves them all.
             given = _given([arrays[index] for index in some], CELL)
-            given["sums"] = pointer(sums) + 2 * PIECES * sums.itemsize * int(firsts[some[0]])
+            given["sums"] = gpu_pointer(sums) + 2 * PIECES * sums.itemsize * int(firsts[some[0]])
             kernel("norms.cu", expression)((PIECES * int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
     return sums, counts
 

@@ -14,7 +14,7 @@ import numpy as np
 from ...errors import ValueMismatch
 from ...protocols import Array
 from .copies import prepare as prepare_copies
-from .loading import argument_dtype, kernel, pointer
+from .loading import argument_dtype, gpu_pointer, kernel
 
 THREADS, GROUP = 256, 4
 """Threads per block; rows per thread, which are also the numbers added at once."""
@@ -92,4 +92,4 @@ def _address(array: Array) -> int:
     """Return an array's address. Raise if it has gaps: a kernel would write to memory in them."""
     if not array.flags.c_contiguous:
         raise ValueMismatch(f"rows of shape {array.shape} have strides {array.strides}; they must be contiguous")
-    return pointer(array)
+    return gpu_pointer(array)

@@ -12,7 +12,7 @@ import numpy as np
 from ...optimizers.optimizer import Optimizer, Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Memory
-from .loading import argument_dtype, kernel, pointer
+from .loading import argument_dtype, gpu_pointer, kernel
 
 NUMBERS = 12
 """Numbers per row, as in ``Update`` of rules.cu."""
@@ -57,7 +57,7 @@ class Table:
         """Allocate rows for the steps of ``count`` keys; load the kernel that writes them. Local."""
         self._optimizer, self._memory = optimizer, memory.zeros(count * _WIDTH)
         self.rule = rule_of(optimizer)
-        self._address = pointer(self._memory)
+        self._address = gpu_pointer(self._memory)
         self.rows: Sequence[Any] = [Row(self.rule, self._address, row) for row in range(count)]
         # Of each launch of the last write the first row, the rows of keys, and numbers: equal ones need no launch.
         self._last_written: list[tuple[int, list[int], list[tuple[float, ...]]]] = []

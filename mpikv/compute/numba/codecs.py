@@ -129,7 +129,7 @@ def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
 
 
 def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
-    """Write residual plus gradient, rounded, into the payload, and leave the encoding error in the residual."""
+    """Write residual plus gradient, rounded, to the payload, the error to the residual; threshold is unused."""
     halves = payload.view(np.uint16)
     for i in range(residual.size):
         kept = residual[i] + gradient[i]

@@ -66,7 +66,7 @@ def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array
 def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
-    """Return a compiled function that updates by the sum of two arrays and a step; None without a loop. Local."""
+    """Return a function (a, b, step) that updates by a + b in a compiled loop; None if no loop fits. Local."""
     if updater.assigns and has_loops(value.dtype):
         return bind_adding_halves(value)
     return _bind_loop(updater, value, state) if _has_loop(updater, value, *state.values()) else None

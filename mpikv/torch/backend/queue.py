@@ -137,7 +137,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         return self._error
 
     def result(self) -> Any:
-        """Return the tensors that the call fills, without a wait for it."""
+        """Return the tensors that the call fills, at once: filled or not, and also of a failed call."""
         return self._result
 
     def source_rank(self) -> int:
