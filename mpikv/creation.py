@@ -368,7 +368,7 @@ def _find_device(
 
 
 def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
-    """Return why ranks cannot all have a GPU of their own, "" if they can; ``of_ranks``: each rank's lack and GPU."""
+    """Return why ranks cannot all have a GPU each, "" if they can; ``of_ranks``: each rank's lack and GPU. Local."""
     gpus = [gpu for _, gpu, *_ in of_ranks]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
     return next((lack for lack, *_ in of_ranks if lack), f"ranks {twice} see the same GPU" if twice else "")

@@ -21,7 +21,7 @@ class _Wait(NamedTuple):
 
 
 class SspClocks:
-    """The clocks of all ranks. The caller makes one call at a time."""
+    """The clocks of all ranks. All methods are local. The caller makes one call at a time."""
 
     def __init__(self, size: int, answer: Callable[[int, int], None]) -> None:
         """``answer`` receives a rank and its ticket."""

@@ -73,7 +73,7 @@ def call_of(verb: str, facts: Facts | None) -> Call:
 
 
 def text_of(fact: Fact) -> str:
-    """Return a fact in words, as "root 0" or "float64[3]"."""
+    """Return a fact in words, as "root 0" or "float64[3]". Local."""
     if isinstance(fact, tuple):
         kind, count = fact
         return f"{name_of(kind)}[{count}]"
@@ -92,13 +92,13 @@ def _block(message: Any, blocks: int = 1) -> Fact:
 
 
 def _kind(message: Any) -> Fact:
-    """Return a message's dtype without its count, as each rank may have its own; None if it has no elements."""
+    """Return a message's dtype without its count, as each rank may have its own; None if it has no elements. Local."""
     fact = _block(message)
     return fact[0] if isinstance(fact, tuple) else None
 
 
 def counts_of(message: Any, size: int) -> tuple[Fact, list[int]]:
-    """Return dtype, and a count for each rank, of a message; raise Unknown if this rank cannot tell."""
+    """Return dtype, and a count for each rank, of a message; raise Unknown if this rank cannot tell. Local."""
     kind, counts, _, whole = unpack(message, vector=True)
     if counts is None:
         counts = [whole // size + (rank < whole % size) for rank in range(size)]
@@ -159,7 +159,7 @@ def op_of(op: Any) -> str:
 
 
 def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
-    """Return a function that finds the facts of a gather or scatter; ``counted``: all blocks have one count.
+    """Return a function that finds the facts of a gather or scatter; ``counted``: all blocks have one count. Local.
 
     Each rank has one block, the root also a message of all; no other rank looks at that.
     """
@@ -185,7 +185,7 @@ def _allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Facts:
 
 
 def on_gpus(messages: Sequence[Any]) -> list[Any]:
-    """Return the buffers of messages that lie on a GPU; none if the MPI library can read them there."""
+    """Return the buffers of messages that lie on a GPU; none if the MPI library can read them there. Local."""
     if HOST.issuperset(map(type, messages)):
         return []
     first = [one for each in messages for one in (each[:1] if isinstance(each, (list, tuple)) else (each,))]
@@ -202,7 +202,7 @@ def _has_driver() -> bool:
 
 
 def nothing(*_: Any, **__: Any) -> Facts:
-    """Return no facts: the verb alone is compared."""
+    """Return no facts: the verb alone is compared. Local."""
     return ()
 
 

@@ -218,7 +218,7 @@ _signature = cache(lambda name: signature(getattr(_Comm, name)))
 
 
 def _bind(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call's arguments by their names, with the defaults for those that the program left out."""
+    """Return a call's arguments by their names, with the defaults for those that the program left out. Local."""
     bound = _signature(name).bind(None, *given, **named)
     bound.apply_defaults()
     return bound.arguments

@@ -397,18 +397,18 @@ def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
 
 
 def _cut_spans(spans: Iterable[Span], on_host: Callable[[Array], Array]) -> Iterator[Piece]:
-    """Yield the pieces of each array, cut at chunks' edges: views of the host array that ``on_host`` returns for it."""
+    """Yield the pieces of each array, cut at chunks' edges: views of the array that ``on_host`` returns. Local."""
     for begin, array in spans:
         yield from cut_array(begin, on_host(array))
 
 
 def _describe(header: Header) -> str:
-    """Return a text with the header's checksum, for ranks to compare."""
+    """Return a text with the header's checksum, for ranks to compare. Local."""
     return f"contents {header.checksum:08x}"
 
 
 def _describe_sums(source: Source) -> str:
-    """Return a text with one checksum of all the file's chunk checksums, for ranks to compare."""
+    """Return a text with one checksum of all the file's chunk checksums, for ranks to compare. Local."""
     return f"checksums {zlib.crc32(source.sums.data):08x}"
 
 
@@ -491,7 +491,7 @@ def load_states(
 
 
 def _cut_states(header: Header, kept: Mapping[Key, KeptState]) -> Iterator[Piece]:
-    """Yield the pieces of all state arrays, in the order of the file: views of their memory."""
+    """Yield the pieces of all state arrays, in the order of the file: views of their memory. Local."""
     for column in header.columns:
         for item, begin in zip(column.items.tolist(), column.edges.tolist(), strict=False):
             yield from cut_array(begin, kept[header.keys[item]].state[column.slot])

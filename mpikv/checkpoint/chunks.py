@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 def cut_array(begin: int, array: Array) -> list[Piece]:
-    """Return a contiguous array cut at chunks' edges: views of its memory; its first byte has the offset ``begin``."""
+    """Return views of a contiguous array, cut at chunks' edges; its first byte has the offset ``begin``. Local."""
     memory = array.reshape(-1).view(np.uint8).data
     return [Piece(low, memory[low - begin : high - begin]) for low, high in cut(begin, begin + memory.nbytes, CHUNK)]
 

@@ -77,7 +77,7 @@ def _find_source(path: Any, values: bool) -> Source:
 
 
 def slot_names(slots: Slots) -> dict[str, str]:
-    """Return slots as a file has them: a dict from state names to numpy's names of their dtypes."""
+    """Return slots as a file has them: a dict from state names to numpy's names of their dtypes. Local."""
     return {name: dtype.name for name, dtype in slots.items()}
 
 
@@ -151,7 +151,7 @@ def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> N
 
 
 def is_dumpable(optimizer: Optimizer) -> bool:
-    """Return whether a file can hold the optimizer's settings."""
+    """Return whether a file can hold the optimizer's settings. Local."""
     return _describe_options(optimizer) is not None
 
 
@@ -216,5 +216,5 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
 
 
 def _refuse_array(*_: object) -> NoReturn:
-    """Raise ValueError: an optimizer's option cannot be an array."""
+    """Raise ValueError: an optimizer's option cannot be an array. Local."""
     raise ValueError("no option is an array")

@@ -88,7 +88,7 @@ class Draft:
             parts, offset = _rest(parts, done), offset + done
 
     def flush(self) -> None:
-        """Wait until the written bytes are on the disk."""
+        """Wait until the written bytes are on the disk. Local."""
         os.fdatasync(self._file)
 
     def commit(self, header: Header, sums: Array) -> None:
@@ -129,7 +129,7 @@ class Draft:
         self._file, self._folder, self._maker = -1, -1, 0
 
     def _draft_path(self, nonce: Array) -> str:
-        """Return the path of a draft; no other draft has it."""
+        """Return the path of a draft; no other draft has it. Local."""
         return f"{self.path}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _remove_leftovers(self) -> None:
@@ -189,7 +189,7 @@ def _is_at(file: int, path: str) -> bool:
 
 
 def _mode(found: os.stat_result) -> int:
-    """Return a file's permission bits."""
+    """Return a file's permission bits. Local."""
     return stat.S_IMODE(found.st_mode) & 0o777
 
 

@@ -137,7 +137,7 @@ def unpack(memory: Array, name: str) -> Any:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """In a with block: raise ValueError, TypeError and such as CheckpointError: a forged file may hold any bytes."""
+    """In a with block: raise ValueError, TypeError and such as CheckpointError: a file may hold any bytes. Local."""
     try:
         yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:

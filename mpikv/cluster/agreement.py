@@ -301,7 +301,7 @@ def _difference(reports: Mapping[int, CallReport]) -> str:
 
 
 def _places(reports: Mapping[int, CallReport]) -> str:
-    """Return words for the line of each call's first rank; "" if none has a line."""
+    """Return words for the line of each call's first rank; "" if none has a line. Local."""
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     calls = sorted(one for one in firsts.values() if one[1].place)
@@ -313,7 +313,7 @@ _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
 def _between(left: str | None, right: str | None) -> str:
-    """Return words for the difference of two texts, one from each of two calls; None: that call has no such text.
+    """Return words for the difference of two texts, one from each call; None: that call has no such text. Local.
 
     Of two lists of the same options, as of an updater, show only the options that differ.
     """
@@ -326,13 +326,13 @@ def _between(left: str | None, right: str | None) -> str:
 
 
 def _options_of(text: str) -> tuple[str, list[str]]:
-    """Return (name, options) of a name before a list in brackets; without a list (text, [])."""
+    """Return (name, options) of a name before a list in brackets; without a list (text, []). Local."""
     found = _OPTIONS.fullmatch(text)
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
 def _act(ranks: Sequence[int], report: CallReport) -> str:
-    """Return words as "rank 0 calls push(w)" for these ranks, which make one call."""
+    """Return words as "rank 0 calls push(w)" for these ranks, which make one call. Local."""
     who, one = ", ".join(map(str, ranks)), len(ranks) == 1
     if report.verb == _END:
         end = "has reached the end of its program" if one else "have reached the ends of their programs"

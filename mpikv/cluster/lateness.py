@@ -209,7 +209,7 @@ class Lateness:
 
 
 def window(slots: Array, begin: int, last: int) -> Array:
-    """Return the records of calls after ``begin`` up to ``last``, 512 at most, that all slots have: slots x calls."""
+    """Return records of calls after ``begin`` to ``last``, 512 at most, that all slots have: slots x calls. Local."""
     calls = np.arange(max(begin, last - _WINDOW) + 1, last + 1)
     # As numbers: numpy takes records one field at a time, which is four times as slow.
     ring: Array = slots["ring"].view(np.int64).reshape(len(slots), RING, -1)
@@ -218,13 +218,13 @@ def window(slots: Array, begin: int, last: int) -> Array:
 
 
 def phases_of(records: Array) -> Array:
-    """Return the nanoseconds of some records in each of :data:`PHASES`, along a new last axis."""
+    """Return the nanoseconds of some records in each of :data:`PHASES`, along a new last axis. Local."""
     free, began, met, left = (records[name] for name in _MOMENTS)
     return np.stack([records["input"], began - free - records["input"], met - began, left - met], axis=-1)
 
 
 def condense(slots: Array, begin: int, last: int) -> Array:
-    """Return a record for each slot: its wait in each call after ``begin`` up to ``last``, its times, and its signs."""
+    """Return a record for each slot: its wait in each call after ``begin`` to ``last``, its times, its signs. Local."""
     rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
     told["waits"] = np.nan
     told["waits"][:, rows["call"][0] % _WINDOW] = rows["met"] - rows["began"]
@@ -236,7 +236,7 @@ def condense(slots: Array, begin: int, last: int) -> Array:
 
 
 def sums_of(told: Array, signs: Array) -> Array:
-    """Return a row of :data:`COLUMNS` for each rank, from its row of :func:`condense`; its signs less ``signs``."""
+    """Return a row of :data:`COLUMNS` for each rank, from its row of :func:`condense`, signs less ``signs``. Local."""
     # A call that failed on one rank has no record there.
     waits = told["waits"].compress(~np.isnan(told["waits"]).any(axis=0), axis=1).astype(np.int64)
     size, last = len(waits), waits.argmin(axis=0)
@@ -258,7 +258,7 @@ class Late(NamedTuple):
 
 
 def find_late(added: Array, seconds: float, ranks: Sequence[int] | None = None) -> Late | None:
-    """Return the rank that held up others for 1 % of ``seconds`` or more, and the likely cause; None if none did.
+    """Return the rank that held up others for 1 % of ``seconds`` or more, and the likely cause; or None. Local.
 
     ``added`` has the sums over that time for each rank, or for each of these ``ranks``.
     """

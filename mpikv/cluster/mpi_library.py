@@ -45,7 +45,7 @@ class TranslatedErrors:
 
 
 def library_of(comm: Any) -> Any:
-    """Return the message-passing library of a communicator: ``mpi4py.MPI``, or a simulated one."""
+    """Return the message-passing library of a communicator: ``mpi4py.MPI``, or a simulated one. Local."""
     return getattr(comm, "library", None) or load_mpi()
 
 
@@ -122,7 +122,7 @@ def _find_mismatch(version: str) -> str:
 
 
 def _knows_munge(library: Path) -> bool:
-    """Return whether a PMIx library has its munge plugin, inside or beside it."""
+    """Return whether a PMIx library has its munge plugin, inside or beside it. Local."""
     return any(library.parent.glob("**/*psec_munge*")) or b"psec_munge" in library.read_bytes()
 
 
@@ -133,7 +133,7 @@ def find_mapped_files(pattern: str) -> list[str]:
 
 
 def why_no_mpi(reason: str, forced: str) -> str:
-    """Return advice on the text of mpi4py's failed import; ``forced`` is the library of MPI4PY_LIBMPI, or "".
+    """Return advice on the text of mpi4py's failed import; ``forced`` is the library of MPI4PY_LIBMPI, or "". Local.
 
     >>> why_no_mpi("/no: cannot open shared object file", "/no").partition(";")[0]
     'mpi4py cannot load MPI4PY_LIBMPI=/no (/no: cannot open shared object file)'
@@ -164,7 +164,7 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
 
 
 def name_library(version: str) -> str:
-    r"""Return name and number in one text, from that of ``MPI_Get_library_version``.
+    r"""Return name and number in one text, from that of ``MPI_Get_library_version``. Local.
 
     >>> name_library("MPICH Version:      5.0.2\nMPICH Release date: ...")
     'MPICH 5.0.2'
@@ -193,7 +193,7 @@ def may_read_processes() -> bool:
 
 
 def why_no_room(library: str, ranks: int, as_if_empty: bool) -> str:
-    """Return why shared memory, free or ``as_if_empty``, is too small to start ranks of MPICH 5; else "".
+    """Return why shared memory, free or ``as_if_empty``, is too small to start ranks of MPICH 5; else "". Local.
 
     Others of the ranks may have started already: ``as_if_empty`` counts their memory as free.
     """

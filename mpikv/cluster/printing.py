@@ -30,7 +30,7 @@ def print_lines(text: str, prefix: str) -> None:
 
 
 def flush_output() -> None:
-    """Flush standard output and standard error; raises nothing."""
+    """Flush standard output and standard error; raises nothing. Local."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
@@ -60,7 +60,7 @@ def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> Non
 
 
 def _try_write(text: str, stream: Any) -> bool:
-    """Write a text to a stream and flush it; return whether that worked. Raises no Exception."""
+    """Write a text to a stream and flush it; return whether that worked. Raises no Exception. Local."""
     with suppress(Exception):
         stream.write(text)
         if hasattr(stream, "flush"):
@@ -70,7 +70,7 @@ def _try_write(text: str, stream: Any) -> bool:
 
 
 def _unread(descriptor: int) -> int:
-    """Return the number of unread bytes in a pipe; 0 for a file of another kind, or a closed one."""
+    """Return the number of unread bytes in a pipe; 0 for a file of another kind, or a closed one. Local."""
     with suppress(OSError):
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -223,7 +223,7 @@ class ProcessGroup:
             comm.Free()
 
     def _hear_all(self) -> bool:
-        """Receive the messages that have come; return whether all messages to this rank have been received."""
+        """Receive the messages that have come; return whether all messages to this rank have been received. Local."""
         while any(self.receive_notice(tag) for tag in _TAGS):
             pass
         return bool(self._counts[self.rank] == 0)

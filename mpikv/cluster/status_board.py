@@ -196,7 +196,7 @@ class StatusBoard:
 
 
 def call_of(slot: Any) -> str:
-    """Return a slot's last call as "call #3 push(w)", or "create" before the first."""
+    """Return a slot's last call as "call #3 push(w)", or "create" before the first. Local."""
     if not slot["call"]:
         return "create"
     number = int(slot["call"])
@@ -230,7 +230,7 @@ def _answer_no_more(answers: int) -> None:
 
 
 def _is_in_use(number: int) -> bool:
-    """Return whether a signal is handled or ignored, also by code unknown to Python."""
+    """Return whether a signal is handled or ignored, also by code unknown to Python. Local."""
     status = Path("/proc/self/status").read_text()
     return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", status))
 
@@ -257,7 +257,7 @@ def whereabouts(slot: Any) -> str:
 
 
 def is_gone(slot: Any) -> bool:
-    """Return whether a rank's process has ended."""
+    """Return whether a rank's process has ended. Local."""
     return _state(slot) in ("gone", "dead")
 
 

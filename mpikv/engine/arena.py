@@ -173,7 +173,7 @@ class _Holes:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Take up to ``most`` ranges of ``size`` out of the smallest hole that fits; (memory, start, taken) or None.
+        """Take up to ``most`` ranges of ``size`` from the smallest fitting hole; (memory, start, taken) or None. Local.
 
         Returns:
             The memory, the start of the first, and how many were taken; None where no hole fits.
@@ -189,7 +189,7 @@ class _Holes:
         return memory, start, taken
 
     def cover(self, memory: int, size: int) -> bool:
-        """Return whether all of a memory of this size is free."""
+        """Return whether all of a memory of this size is free. Local."""
         return self._sizes.get((memory, 0)) == size
 
 

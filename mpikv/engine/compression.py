@@ -299,7 +299,7 @@ class RangeCompression:
         )
 
     def _count_fitting(self, count: int, room: int) -> int:
-        """Return how many of ``count`` elements, packed, fit in ``room`` bytes: all, about half, a quarter …, or none.
+        """Return how many of ``count`` elements, packed, fit in ``room`` bytes: all, half, a quarter … or 0. Local.
 
         At least one grain fits an empty message: :func:`check_payloads` has seen to that.
         """

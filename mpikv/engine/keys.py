@@ -181,7 +181,7 @@ class KeyTable:
             )
 
     def _unknown(self, key: Key) -> str:
-        """Return the message for an unknown key, with the nearest known ones."""
+        """Return the message for an unknown key, with the nearest known ones. Local."""
         import difflib  # loaded only after a mistake
 
         names = {str(known): repr(known) for known in self._entries}
@@ -198,7 +198,7 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Return a :class:`Form`: each key of a call once, and a tuple of all its arrays; raise if these do not match.
+    """Return a :class:`Form`: each key of a call once, a tuple of all its arrays; raise if they do not match. Local.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 
@@ -232,7 +232,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
-    """Return a dict's keys and values, nested keys joined with ``/``; raise for equal keys, or a ``value`` beside it.
+    """Return a dict's keys and values, nested keys joined by ``/``; raise for equal keys, or ``value`` given. Local.
 
     >>> flatten({"w": 1, "layer": {"b": 2}})
     (['w', 'layer/b'], [1, 2])
@@ -261,17 +261,17 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
 
 @lru_cache(maxsize=256)
 def _joined(name: Key, below: tuple[Key, ...]) -> list[str]:
-    """Return the keys of a nested dict, each after the key of that dict and ``/``. Cached."""
+    """Return the keys of a nested dict, each after the key of that dict and ``/``. Cached. Local."""
     return [f"{name}/{each}" for each in below]
 
 
 def _keys(keys: Sequence[Any]) -> Sequence[Key]:
-    """Return keys as Python's int or str, the same sequence if they are; raise TypeError for other types."""
+    """Return keys as Python's int or str, the same sequence if they are; raise TypeError for other types. Local."""
     return keys if set(map(type, keys)) in _KINDS else [_key(key) for key in keys]
 
 
 def _key(key: Any) -> Key:
-    """Return a key as Python's int or str; raise TypeError for other types."""
+    """Return a key as Python's int or str; raise TypeError for other types. Local."""
     # Converted: two ranks may pass an int and numpy's, and must compare and print the same key.
     if isinstance(key, str):
         return str(key)
@@ -281,7 +281,7 @@ def _key(key: Any) -> Key:
 
 
 def _advice(value: Any, what: str, listed: bool) -> str:
-    """Return the advice of an error about a value that is no array."""
+    """Return the advice of an error about a value that is no array. Local."""
     if type(value).__module__.startswith("scipy.sparse"):
         return f"mpikv.RowSparse.from_scipy({what}) makes one"
     if value is None:
@@ -299,7 +299,7 @@ def _advice(value: Any, what: str, listed: bool) -> str:
 
 
 def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
-    """Return a key's arrays as a tuple; raise if the list is empty, or an item is no array."""
+    """Return a key's arrays as a tuple; raise if the list is empty, or an item is no array. Local."""
     listed = isinstance(value, (list, tuple))
     group = tuple(value) if listed else (value,)
     if not group:

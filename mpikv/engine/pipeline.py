@@ -508,7 +508,7 @@ def _cut_message(
 
 
 def _chunks(arrays: Sequence[Array], size: int) -> Iterator[list[Array]]:
-    """Yield parts of flat arrays in their order, in lists of ``size`` elements, the last one perhaps of fewer.
+    """Yield parts of flat arrays in their order, in lists of ``size`` elements, the last one perhaps of fewer. Local.
 
     >>> [[part.tolist() for part in chunk] for chunk in _chunks([np.arange(3), np.arange(2)], 2)]
     [[[0, 1]], [[2], [0]], [[1]]]
@@ -526,17 +526,17 @@ def _chunks(arrays: Sequence[Array], size: int) -> Iterator[list[Array]]:
 
 
 def are_plain(arrays: Arrays) -> bool:
-    """Return whether each key has one plain array, not a tuple, as defined at :data:`Arrays`; False without keys."""
+    """Return whether each key has one plain array, not a tuple, as :data:`Arrays` says; False without keys. Local."""
     return len(arrays) > 0 and type(arrays[0]) is not tuple
 
 
 def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
-    """Return each key's arrays as a sequence: a tuple of one for a plain array. No copies."""
+    """Return each key's arrays as a sequence: a tuple of one for a plain array. No copies. Local."""
     return [(array,) for array in arrays] if are_plain(arrays) else arrays
 
 
 def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
-    """Return the parts of plain, contiguous arrays that a bucket holds, as views in the pieces' shapes."""
+    """Return the parts of plain, contiguous arrays that a bucket holds, as views in the pieces' shapes. Local."""
     return [
         sources[item] if sources[item].shape == shape else sources[item].reshape(-1)[begin:end]
         for (item, begin, end, _, _), shape in zip(bucket.pieces, bucket.shapes, strict=True)
@@ -544,12 +544,12 @@ def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
 
 
 def _layers(sources: Arrays) -> Layers:
-    """Return a sequence per position in the keys' lists, equally long ones: the flat array of each key there."""
+    """Return a sequence per position in the keys' lists, equally long ones: the flat array of each key there. Local."""
     return [[array.reshape(-1) for array in sources]] if are_plain(sources) else list(zip(*sources, strict=True))
 
 
 def _flat_views(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
-    """Return flat views of the arrays to fill; without a value's own view, as it is filled already."""
+    """Return flat views of the arrays to fill; without a value's own view, as it is filled already. Local."""
     pairs = zip(plan.entries, groups, strict=True)
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
 
@@ -563,7 +563,7 @@ def _copy_in_lanes(team: Team, targets: Sequence[Array], sources: Sequence[Array
 
 
 def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy each source to its target, of the same shape and dtype.
+    """Copy each source to its target, of the same shape and dtype. Local.
 
     It stands here, so that a call stays in this file.
     """

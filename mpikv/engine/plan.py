@@ -283,7 +283,7 @@ class Plans:
         self._held = 0
 
     def add(self, plan: Plan, key_count: int) -> None:
-        """Keep a plan; forget those of lists if they have more than 4 x ``key_count`` keys, and more than 65,536.
+        """Keep a plan; forget those of lists if these have over 4 x ``key_count`` keys, and over 65,536. Local.
 
         The count includes the new plan. A plan of one key is always kept.
         """
@@ -302,7 +302,7 @@ class Plans:
 
 
 def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:
-    """Return pairs, one per turn of a push: the message to reduce, then the message to update.
+    """Return pairs, one per turn of a push: the message to reduce, then the message to update. Local.
 
     ``ahead``: how many messages are reduced, and in flight, before the first is updated.
 
@@ -314,12 +314,12 @@ def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | No
 
 
 def digest(text: str) -> int:
-    """Return a hash of a text in [0, 2**62 - 2), the same in every process."""
+    """Return a hash of a text in [0, 2**62 - 2), the same in every process. Local."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 2)
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    """Return a list of texts for ranks to compare: of each key with its dtype and shape."""
+    """Return a list of texts for ranks to compare: of each key with its dtype and shape. Local."""
     # A text for each kind: thousands of keys have few shapes, and formatting takes longer than all else here.
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
@@ -328,7 +328,7 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
 
 
 def _index_rows(rows: Sequence[int]) -> Any:
-    """Return row numbers in the form that indexes fastest: a number, a slice or an array."""
+    """Return row numbers in the form that indexes fastest: a number, a slice or an array. Local."""
     if len(rows) == 1:
         return rows[0]
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
@@ -337,7 +337,7 @@ def _index_rows(rows: Sequence[int]) -> Any:
 
 
 def label(keys: Sequence[Key]) -> str:
-    """Return a short text of a call's keys, for errors and logs."""
+    """Return a short text of a call's keys, for errors and logs. Local."""
     if len(keys) == 1:
         return repr(keys[0])
     if len(keys) <= 3:
@@ -346,7 +346,7 @@ def label(keys: Sequence[Key]) -> str:
 
 
 def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
-    """Return for each block the positions of its entries, in the order of their memory."""
+    """Return for each block the positions of its entries, in the order of their memory. Local."""
     blocks: dict[Block, list[int]] = {}
     for item, entry in enumerate(entries):
         blocks.setdefault(entry.place.block, []).append(item)
@@ -357,7 +357,7 @@ def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, sorted by their memory, at the grid's cells; yield each cell's first element in them, and its ranges.
+    """Cut keys, sorted by memory, at the grid's cells; yield each cell's first element in them, and its ranges. Local.
 
     Yields, for each cell with elements of them: the first such element, and the ranges, counted from there.
     """
@@ -376,7 +376,7 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
 
 
 def join_ranges(ranges: Sequence[Range], line: int = 1) -> list[Range]:
-    """Return ranges joined where they touch or only padding to ``line`` parts them; each has its first one's item."""
+    """Return ranges joined where they touch, but for padding to ``line``; each has its first one's item. Local."""
     runs: list[Range] = []
     first, high = 0, None
     for number, each in enumerate(ranges):
@@ -463,7 +463,7 @@ class Planner:
         return Spans.join([(0, block.values.size)]) if all_of_them else self.owned(block)
 
     def owned(self, block: Block) -> Spans:
-        """Return the elements of a block that this rank owns."""
+        """Return the elements of a block that this rank owns. Local."""
         return block.grid.owned(self.placement, 0, block.grid.size)
 
     def memory_for_total(self, entry: Entry) -> Array | None:
@@ -548,19 +548,19 @@ class Planner:
 
 
 def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield (item, low, high): a range's key as in the range, its part of this shard; empty where low >= high."""
+    """Yield (item, low, high): a range's key as given, its part of this shard; empty where low >= high. Local."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
 
 
 def _shape_of(piece: Range, entry: Entry) -> tuple[int, ...]:
-    """Return the shape of a piece: the key's if it is all of the value, else flat."""
+    """Return the shape of a piece: the key's if it is all of the value, else flat. Local."""
     size = piece.end - piece.begin
     return entry.shape if size == entry.place.size else (size,)
 
 
 def _items_slice(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
-    """Return the keys' positions in the call as a slice, if they are whole and follow one another; else None."""
+    """Return the keys' positions in the call as a slice, if they are whole and follow one another; else None. Local."""
     # Then the arrays of the call are a slice, and need no loop.
     first = pieces[0].item
     for number, piece in enumerate(pieces):

@@ -277,7 +277,7 @@ class Values:
 
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
-    """Return for each block the ranges of its entries, joined, in one order on all ranks."""
+    """Return for each block the ranges of its entries, joined, in one order on all ranks. Local."""
     places = {block: [entries[item].place for item in items] for block, items in by_block(entries).items()}
     # In one order on all ranks: each range may be a broadcast.
     return {
@@ -287,7 +287,7 @@ def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
 
 
 def _is_same(array: Array, other: Array) -> bool:
-    """Return whether two arrays are the same elements of memory."""
+    """Return whether two arrays are the same elements of memory. Local."""
     if array.shape != other.shape or array.dtype != other.dtype or not array.flags.c_contiguous:
         return False
     return address_of(array) == address_of(other)

@@ -288,7 +288,7 @@ def _check_compiling() -> None:
 
 
 def _is_traced(leaves: Sequence[Any]) -> bool:
-    """Return whether JAX is tracing: a leaf is a tracer, or a new operation makes one."""
+    """Return whether JAX is tracing: a leaf is a tracer, or a new operation makes one. Local."""
     kind = jax.core.Tracer
     # All leaves may be constants of the function.
     return any(isinstance(leaf, kind) for leaf in leaves) or isinstance(jax.lax.neg(np.float32(0)), kind)

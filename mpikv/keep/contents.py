@@ -146,7 +146,7 @@ class Contents:
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first text only in ``before`` and the first only in ``after``, "nothing" for none; None without any.
+    """Return the first text only in ``before``, the first only in ``after``, "nothing" for one; None for both. Local.
 
     Order is ignored. "nothing" stands in for one that is missing.
 

@@ -186,12 +186,12 @@ class Slots:
 
 
 def _align(place: int) -> int:
-    """Return a place in a file, rounded up to a multiple of 64."""
+    """Return a place in a file, rounded up to a multiple of 64. Local."""
     return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
 def _write(file: int, content: Any, offset: int) -> None:
-    """Write all of the content to a file at an offset."""
+    """Write all of the content to a file at an offset. Local."""
     rest = memoryview(content)
     while rest:
         # The system may write less than asked, e.g. at a signal.

@@ -150,7 +150,7 @@ class DeviceMemory:
         self.order.check()
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return for each array if it has NaN or a magnitude above ``bound``; wait, and raise if the GPU failed."""
+        """Return for each array if it has NaN or a magnitude above ``bound``; wait; raise if the GPU failed. Local."""
         found = self.gpu.exceeding(every, bound) if every else ()
         self.order.check()  # as in to_host
         return found

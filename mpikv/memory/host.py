@@ -19,7 +19,7 @@ from .stream_order import HostOrder
 
 
 def _refuse(_: Any) -> NoReturn:
-    """Always raise Unsupported: the ``find`` of a memory that takes no arrays of GPUs."""
+    """Always raise Unsupported: the ``find`` of a memory that takes no arrays of GPUs. Local."""
     raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
 
 
@@ -50,7 +50,7 @@ class HostMemory:
         return arrays.zeros(nbytes, huge_pages=True)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new numpy array of any content."""
+        """Return a new numpy array of any content. Local."""
         return np.empty(shape, dtype)
 
     # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
@@ -86,7 +86,7 @@ class HostMemory:
         """Do nothing: numpy needs no compilation."""
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return the row numbers as they are."""
+        """Return the row numbers as they are. Local."""
         return every
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
@@ -117,7 +117,7 @@ class HostMemory:
         return total.astype(rows.dtype, copy=False)
 
     def to_host(self, array: Array) -> Array:
-        """Return the array itself."""
+        """Return the array itself. Local."""
         return array
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:

@@ -149,7 +149,7 @@ class RowSparse:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> RowSparse:
-        """Return the nonempty rows of a sparse matrix or array of scipy, in any format; TypeError for anything else.
+        """Return the nonempty rows of scipy's sparse matrix or array, of any format; TypeError for others. Local.
 
         Raises:
             TypeError: the object is no such matrix, or has not two dimensions.
@@ -162,7 +162,7 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return a sparse COO tensor's nonempty rows, uncopied if coalesced and sparse in rows only; or TypeError.
+        """Return a sparse COO tensor's nonempty rows, uncopied if coalesced, sparse in rows only; or TypeError. Local.
 
         Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
         and is not copied if it is coalesced. All other tensors must be on the host.

@@ -255,7 +255,7 @@ class GpuOrder:
             self.wake()
 
     def drop_done(self) -> bool:
-        """Drop the arguments of ended work; return whether none is left. Any thread may call it."""
+        """Drop the arguments of ended work; return whether none is left. Any thread may call it. Local."""
         dropped = []  # freed after the lock is released: a destructor may call anything, this method included
         with self._dropping:
             while self._in_use:

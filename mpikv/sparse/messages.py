@@ -132,7 +132,7 @@ class Split:
         return [_read_numbers(_taker(part), len(kinds)) for part in received], table
 
     def _drop_own(self, parts: Lists) -> Lists:
-        """Return the parts with () for this rank's own, which stays here; a single part, which is for all, as it is."""
+        """Return the parts with () for this rank's own, which stays; a single part, for all, as it is. Local."""
         return parts if len(parts) == 1 else [() if to == self._rank else part for to, part in enumerate(parts)]
 
 
@@ -151,18 +151,18 @@ def _pack(every: Sequence[Array], rows: Sequence[Array] = ()) -> Part:
 
 
 def _flatten(rows: Sequence[Array]) -> Part:
-    """Return rows as flat arrays, widest elements first: so each array of the message starts aligned for a GPU."""
+    """Return rows as flat arrays, widest elements first: each array of the message starts aligned for a GPU. Local."""
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 
 def _read_numbers(take: _Take, values: int) -> list[Array]:
-    """Return the next row numbers of a message, of so many values; none from an empty message."""
+    """Return the next row numbers of a message, of so many values; none from an empty message. Local."""
     lengths = take(8 * values).view(np.int64).tolist() or [0] * values
     return [take(8 * count).view(np.int64) for count in lengths]
 
 
 def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
-    """Return the next rows of a message: of each value, as many as there are numbers."""
+    """Return the next rows of a message: of each value, as many as there are numbers. Local."""
     # As _flatten has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: take(numbers[item].size * kinds[item].nbytes).view(kinds[item].dtype) for item in order}
@@ -176,7 +176,7 @@ def _read_answers(received: Sequence[Array], wanted: Lists, kinds: Sequence[Kind
 
 
 def _taker(packed: Array) -> _Take:
-    """Return a function that returns the next ``count`` bytes of ``packed`` at each call."""
+    """Return a function that returns the next ``count`` bytes of ``packed`` at each call. Local."""
     at = 0
 
     def take(count: int) -> Array:

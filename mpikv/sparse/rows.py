@@ -355,7 +355,7 @@ class _Owners:
         """Whether one rank owns all elements."""
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
-        """Return for each row the numbers of the owners' ranges that have its first and its last element."""
+        """Return for each row the numbers of the owners' ranges that have its first and its last element. Local."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
         if not self._cut:
             return first, first
@@ -363,7 +363,7 @@ class _Owners:
         return first, last
 
     def split(self, ids: Array, size: int) -> list[Any]:
-        """Return for each rank the positions of rows with elements of its own: an array, or a slice.
+        """Return for each rank the positions of rows with elements of its own: an array, or a slice. Local.
 
         They are a slice if one rank owns the whole value.
         """
@@ -382,13 +382,13 @@ class _Owners:
         return parts
 
     def pieces(self, ids: Array) -> Array:
-        """Return the numbers of the pieces of state of rows that this rank owns as a whole."""
+        """Return the numbers of the pieces of state of rows that this rank owns as a whole. Local."""
         first, _ = self._ends(ids)
         begin = (ids * self._width + self._shifts[first]) // self.unit
         return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return the positions of rows that a rank owns as a whole, and its parts of others: (position, first, end)."""
+        """Return positions of rows that a rank owns whole, and its parts of others: (position, first, end). Local."""
         if not self._cut:
             return slice(None), ()
         first, last = self._ends(ids)
@@ -397,7 +397,7 @@ class _Owners:
         return slice(None) if whole.all() else np.flatnonzero(whole), parts
 
     def _parts(self, rank: int, at: int, ids: Array) -> Iterator[tuple[int, int, int]]:
-        """Yield a rank's parts of one row, as (position, first element, end)."""
+        """Yield a rank's parts of one row, as (position, first element, end). Local."""
         begin = int(ids[at]) * self._width
         first, last = (int(end[0]) for end in self._ends(ids[at : at + 1]))
         for number in range(first, last + 1):
@@ -413,15 +413,15 @@ def _bound_rows(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies:
 
 
 def _kind(entry: Entry) -> Kind:
-    """Return the width and dtype of a value's rows."""
+    """Return the width and dtype of a value's rows. Local."""
     return Kind(prod(entry.shape[1:]), entry.dtype)
 
 
 def _table(entry: Entry, array: Array) -> Array:
-    """Return a two-dimensional view of a value, or of its state: one flat row for each of its rows."""
+    """Return a two-dimensional view of a value, or of its state: one flat row for each of its rows. Local."""
     return array.reshape(entry.shape[0], prod(entry.shape[1:]))
 
 
 def _flat(rows: RowSparse) -> Array:
-    """Return a two-dimensional view of the rows: one flat row for each."""
+    """Return a two-dimensional view of the rows: one flat row for each. Local."""
     return rows.values.reshape(len(rows), prod(rows.shape[1:]))

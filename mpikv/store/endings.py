@@ -64,7 +64,7 @@ def _close_all() -> None:
 
 
 def _complain(error: BaseException) -> None:
-    """Print an error that nobody can catch any more, and make the process exit with a failure."""
+    """Print an error that nobody can catch any more, and make the process exit with a failure. Local."""
     _tell(error)
     fail_at_end()
 

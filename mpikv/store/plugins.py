@@ -209,7 +209,7 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return a lower-case name's store class or None; may import and register a package's; ConfigError if bad."""
+    """Return a lower-case name's store class or None; may import, register a package's; ConfigError if bad. Local."""
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package

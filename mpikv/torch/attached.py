@@ -500,7 +500,7 @@ def _free_dropped(new: _Remains) -> None:
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """Return the torch optimizer inside of a wrapper, such as Accelerate's and Lightning's."""
+    """Return the torch optimizer inside of a wrapper, such as Accelerate's and Lightning's. Local."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

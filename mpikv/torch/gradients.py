@@ -113,11 +113,11 @@ def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[l
 
 
 def _kind(tensor: Any) -> tuple[Any, Any, Any]:
-    """Return a tensor's dtype, shape and device."""
+    """Return a tensor's dtype, shape and device. Local."""
     return tensor.dtype, tensor.shape, tensor.device
 
 
 def _form(kind: tuple[Any, Any, Any]) -> str:
-    """Return a result of :func:`_kind` as a text for errors."""
+    """Return a result of :func:`_kind` as a text for errors. Local."""
     dtype, shape, device = kind
     return f"{dtype}{list(shape)} on {device}"

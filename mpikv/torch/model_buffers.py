@@ -75,7 +75,7 @@ class ModelBuffers:
 
 
 def _length(buffer: Any) -> int:
-    """Return a buffer's number of elements; 0 for None."""
+    """Return a buffer's number of elements; 0 for None. Local."""
     return 0 if buffer is None else buffer.numel()
 
 

@@ -33,7 +33,7 @@ _WHOLE = ("Adafactor", "Muon")
 
 
 def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
-    """Return the classes of torch.optim with these names, without those that this PyTorch lacks."""
+    """Return the classes of torch.optim with these names, without those that this PyTorch lacks. Local."""
     return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
 
 
@@ -277,7 +277,7 @@ class ShardedStep:
 
 
 def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
-    """Return the parameters of an optimizer's group that have a gradient; only these change in a step."""
+    """Return the parameters of an optimizer's group that have a gradient; only these change in a step. Local."""
     return [one for one in group["params"] if one.grad is not None and one.numel()]
 
 

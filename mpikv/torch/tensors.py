@@ -13,7 +13,7 @@ from ..protocols import Array
 
 
 def tensors_of(model: Any) -> dict[str, Any]:
-    """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``."""
+    """Return the parameters and buffers of a model by name, including those absent from its ``state_dict``. Local."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -51,7 +51,7 @@ def init_sums(kv: Any, prefix: str, keys: Sequence[str], rows: Sequence[Any], ov
 
 
 def row_of(tensor: Any) -> Any:
-    """Return a detached view of a dense tensor's memory, of one dimension, in the order of memory."""
+    """Return a detached view of a dense tensor's memory, of one dimension, in the order of memory. Local."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,))
 
 

@@ -199,10 +199,10 @@ def _are_close(tensor: Any, other: Any) -> bool:
 
 
 def _finite(tensor: Any) -> Any:
-    """Return a copy with zeros for infinities and NaN: these would hide differences of all other numbers."""
+    """Return a copy with zeros for infinities and NaN: these would hide differences of all other numbers. Local."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _join_names(names: list[str]) -> str:
-    """Return a text of up to three names, and of how many more there are."""
+    """Return a text of up to three names, and of how many more there are. Local."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

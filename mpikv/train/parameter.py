@@ -254,7 +254,7 @@ def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
 
 
 def _byte_bounds(array: Array) -> tuple[int, int]:
-    """Return the address of the first byte of an array, and the address after its last byte."""
+    """Return the address of the first byte of an array, and the address after its last byte. Local."""
     start = address_of(array)
     spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
     return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize

@@ -314,6 +314,6 @@ class HierarchicalTransport:
                     started.append(self._comm.Isend(piece, route.carrier, _VALUES))
 
     def _pieces(self, memory: Array) -> list[Array]:
-        """Return a list of views of an array's bytes, each for one message of MPI. Sender and receiver cut alike."""
+        """Return views of an array's bytes, each for one message of MPI; sender and receiver cut alike. Local."""
         whole = memory.view(np.uint8)
         return [whole[low : low + self._piece] for low in range(0, whole.size, self._piece)]

@@ -77,7 +77,7 @@ class Tickets:
         self.waiting.complete(self._group.comm.Iallgather(self._group.mpi.IN_PLACE, buffer))
 
     def close(self) -> None:
-        """Release nothing: a transport whose ranks agree by these does not own them."""
+        """Release nothing: a transport whose ranks agree by these does not own them. Local."""
 
 
 class MpiTransport(Unshared):
@@ -207,6 +207,6 @@ class MpiTransport(Unshared):
 
 
 def _lay_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
-    """Return two lists: the bytes of each rank's elements, and their offsets side by side."""
+    """Return two lists: the bytes of each rank's elements, and their offsets side by side. Local."""
     nbytes = [count * itemsize for count in counts]
     return nbytes, [0, *accumulate(nbytes[:-1])]

@@ -524,12 +524,12 @@ class NcclTransport(Unshared):
 
 
 def _as_wire(array: Array, wire: Wire) -> Array | None:
-    """Return the array in NCCL's type over the same memory, or None if its elements are narrower."""
+    """Return the array in NCCL's type over the same memory, or None if its elements are narrower. Local."""
     return array.view(wire.kind) if array.itemsize == wire.each * wire.kind.itemsize else None
 
 
 def _aligned(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of 16."""
+    """Return a number of bytes, rounded up to a multiple of 16. Local."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -543,7 +543,7 @@ def _status(error: Exception) -> int:
 
 
 def _failure(error: Exception, call: str) -> MPIKVError:
-    """Return a new error for later calls: the text, with the call in flight; Stalled, PeerFailed or TransportError."""
+    """Return a new Stalled, PeerFailed or TransportError for later calls: the text, with the call in flight. Local."""
     about = f", with {call} in flight" if call else ""
     if isinstance(error, Stalled):
         failure: MPIKVError = Stalled(f"{error}{about}", error.missing)
@@ -568,7 +568,7 @@ def _abort(comm: Any, prepare: Callable[[], None]) -> None:
 
 
 def last_error() -> str:
-    """Return NCCL's text about the last error of this process; "" before NCCL 2.13, or if it is not loaded."""
+    """Return NCCL's text about the last error of this process; "" before NCCL 2.13, or if it is not loaded. Local."""
     try:
         describe = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetLastError
     except (OSError, AttributeError):

@@ -31,7 +31,7 @@ _NAP = 1e-3
 
 
 def ring_bytes(size: int) -> int:
-    """Return the bytes of each ring if so many ranks have one to each: fewer with more ranks.
+    """Return the bytes of each ring if so many ranks have one to each: fewer with more ranks. Local.
 
     >>> [ring_bytes(size) for size in (2, 16, 100)]
     [262144, 65536, 4096]
@@ -46,7 +46,7 @@ class _Ring:
         self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
 
     def write(self, data: Array) -> int:
-        """Write to the ring as many of the bytes as there is room for; return their number. By the sender alone."""
+        """Write as many of the bytes to the ring as have room; return their number. By the sender alone. Local."""
         size, written = self._bytes.size, self.words[_WRITTEN]
         count = min(data.size, size - (written - self.words[_READ]))
         if count:
@@ -61,7 +61,7 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Take bytes from the ring into an array, as far as there; return (their number, whether the ring was full)."""
+        """Take the bytes there from the ring into an array; return (their number, whether the ring was full). Local."""
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:

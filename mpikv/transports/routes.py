@@ -61,7 +61,7 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
 def _between(
     carriers: Sequence[int], owners: Sequence[int], first: int, counts: Sequence[int], starts: Sequence[int]
 ) -> Iterator[Route]:
-    """Yield the messages from one host's carriers to another's owners: their elements, in equal shares.
+    """Yield the messages from one host's carriers to another's owners: their elements, in equal shares. Local.
 
     Owners receive in their order. Shares begin with the ``first`` carrier: another one for each host.
     """

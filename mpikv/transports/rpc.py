@@ -250,7 +250,7 @@ class _Inbox:
         return () if self._coming is None else (self._coming[1],)
 
     def take(self) -> list[Request]:
-        """Return the parts of a received message; else [], and begin to receive one that has come. Does not wait.
+        """Return the parts of a received message; else [], and begin to receive one that has come. Local: no wait.
 
         The next message overwrites their bodies.
         """

@@ -345,7 +345,7 @@ class ShmTransport(Arrivals):
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
-    """Return (low, high) of the elements that a rank gets of a message; all of them without ``counts``."""
+    """Return (low, high) of the elements that a rank gets of a message; all of them without ``counts``. Local."""
     if counts is None:
         return 0, size
     low = sum(counts[:rank])

@@ -35,7 +35,7 @@ class Join:
         return run
 
     def _prepare(self, report: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
-        """Return (call, run) of an empty part; zero own buffers ``until_done`` if pushed. run() is collective."""
+        """Return (call, run) of an empty part; zero buffers ``until_done`` if pushed. Local; run() is collective."""
         # An empty list of arrays for each key adds nothing, and fills nothing.
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if report.verb == "pull":

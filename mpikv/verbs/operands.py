@@ -262,5 +262,5 @@ def given_to_fill(key: Any, value: Any, out: Any) -> Any:
 
 
 def _are_keys(names: Sequence[Any], equal: tuple[Key, ...]) -> bool:
-    """Return whether names that equal some keys are keys themselves: True and 1.0 equal the key 1 and are none."""
+    """Return whether names that equal keys are keys themselves: True and 1.0 equal the key 1 and are none. Local."""
     return not equal or type(equal[0]) is str or set(map(type, names)) == {int}

@@ -56,7 +56,7 @@ class PushPull:
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to pull into ``out``, a dict given as ``key``, or new arrays. run() is collective."""
+        """Return (call, run) to pull into ``out``, a dict as ``key``, or new arrays. Local; run() is collective."""
         known = self._operands.find_cached_pulled(key, out)
         if known is None:
             given = out if out is not None or not isinstance(key, Mapping) else key
@@ -66,7 +66,7 @@ class PushPull:
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to pushpull into ``out``, else ``value``; may pack a message. run() is collective."""
+        """Return (call, run) to pushpull into ``out`` or ``value``; may pack a message. Local; run() is collective."""
         plan, arrays = self._operands.find_sources(key, value, out is None)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -88,7 +88,7 @@ class PushPull:
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
-        """Return (call, run); run() allocates missing buffers, and returns this rank's. run() is collective."""
+        """Return (call, run); run() allocates missing buffers, and returns this rank's. Local; run() is collective."""
         plan = self._operands.plan(key)
 
         def run() -> Any:
@@ -98,7 +98,7 @@ class PushPull:
         return self._comparison.plan_call("buffer", plan), run
 
     def all_gather(self, key: Any, owned: Sequence[Sequence[Array]]) -> PreparedCall:
-        """Prepare to send each rank's arrays by way of a flat value's memory. Local; its run is collective."""
+        """Return (call, run) to send ranks' arrays by way of a flat value's memory. Local; run() is collective."""
         plan = self._operands.plan(key)
         run = partial(self._exchange.pipeline.all_gather, plan.values[0], owned)
         return self._comparison.plan_call("all_gather", plan), run

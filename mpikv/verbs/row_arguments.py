@@ -172,14 +172,14 @@ def fill(entry: Entry, out: RowSparse) -> None:
 
 
 def _union(wanted: Sequence[Array]) -> Array:
-    """Return the sorted union of sorted arrays of numbers; the array itself if there is one."""
+    """Return the sorted union of sorted arrays of numbers; the array itself if there is one. Local."""
     if len(wanted) == 1:
         return wanted[0]
     return np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)
 
 
 def _is_one(wanted: Any) -> bool:
-    """Return whether these are row numbers for one array, not a list of several such."""
+    """Return whether these are row numbers for one array, not a list of several such. Local."""
     return is_array(wanted) or (
         isinstance(wanted, (list, tuple)) and all(isinstance(number, Integral) for number in wanted)
     )

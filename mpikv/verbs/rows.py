@@ -37,7 +37,7 @@ class RowVerbs:
     # --- Check
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to pull; fill a RowSparse out, or leave it if ``ignore_sparse``. run() is collective."""
+        """Return (call, run) to pull, into RowSparse unless ``ignore_sparse``; may log. Local; run() is collective."""
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
         plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
@@ -69,7 +69,7 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to push rows, and pull a RowSparse's own rows or whole arrays. run() is collective."""
+        """Return (call, run) to push rows, pull a RowSparse's own rows or whole arrays. Local; run() is collective."""
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -106,7 +106,7 @@ class RowVerbs:
     def pushpull_rows(
         self, plan: Plan, given: Sequence[RowSparse], whole: Arrays | None, asked: Requests, result: Any, priority: Any
     ) -> PreparedCall:
-        """Return (call, run) to push checked rows, then pull ``whole`` values and rows. run() is collective."""
+        """Return (call, run) to push checked rows, then pull ``whole`` values and rows. Local; run() is collective."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
         # Before ranks agree: it takes the memory for the rows.

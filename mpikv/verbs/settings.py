@@ -25,12 +25,12 @@ class SettingVerbs:
         """The codec as the user set it: a GPU's store may run another implementation of it."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
-        """Return (call, run) to set an updater function, None: remove it; raise if unfit. run() is collective."""
+        """Return (call, run) to set an updater function, or remove it; raise if unfit. Local; run() is collective."""
         new = Assign() if updater is None else CallableUpdater(updater_function(updater))
         return self._change_updater("set_updater", new)
 
     def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
-        """Return (call, run) to set the optimizer; rank 0 logs unknown keys' multipliers. run() is collective."""
+        """Return (call, run) to set an optimizer; rank 0 logs unknown keys' multipliers. Local; run() is collective."""
         new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
         unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
         if unknown and len(table) and self._exchange.transport.rank == 0:
@@ -39,7 +39,7 @@ class SettingVerbs:
         return self._change_updater("set_optimizer", new)
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
-        """Return (call, run) to adopt an updater; raise if it cannot serve present values. run() is collective."""
+        """Return (call, run) to adopt an updater; raise if unfit for present values. Local; run() is collective."""
         # For its errors: a placement or a dtype that the updater cannot serve is found before ranks agree.
         self._exchange.place_updater(updater)
         return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)

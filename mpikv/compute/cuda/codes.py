@@ -27,7 +27,7 @@ _CODES: dict[type[Any], tuple[str, int]] = {
 
 
 def has_code(codec: Any) -> bool:
-    """Return whether there is a kernel for this codec.
+    """Return whether there is a kernel for this codec. Local.
 
     >>> from mpikv import codecs
     >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
@@ -37,7 +37,7 @@ def has_code(codec: Any) -> bool:
 
 
 def _inside(codec: Any) -> Any:
-    """Return the codec inside of error feedback, or the codec itself."""
+    """Return the codec inside of error feedback, or the codec itself. Local."""
     return codec.codec if type(codec) is ElementwiseFeedback else codec
 
 
@@ -82,5 +82,5 @@ class CudaCodec(SamePayloads):
         return given
 
     def _blocks(self, payload: Array) -> int:
-        """Return the number of blocks of a launch for this payload."""
+        """Return the number of blocks of a launch for this payload. Local."""
         return -(-payload.size * 8 // (self._bits * PART))

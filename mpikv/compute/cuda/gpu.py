@@ -271,7 +271,7 @@ class CupyGpu:
         return self  # as of its streams
 
     def lacking(self, error: Exception) -> MemoryError:
-        """Return a MemoryError with advice for CUDA's error, to be raised."""
+        """Return a MemoryError with advice for CUDA's error, to be raised. Local."""
         why = str(error).rstrip(".")
         return MemoryError(
             f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
@@ -279,14 +279,14 @@ class CupyGpu:
         )
 
     def present(self) -> Any:
-        """Return a context that makes this the thread's current GPU."""
+        """Return a context that makes this the thread's current GPU. Local."""
         if self.present_number() == self.ordinal:
             return _STAYS
         # A new one each time: CuPy's object stores the previous GPU in itself, so threads must not share one.
         return self.cuda.Device(self.ordinal)
 
     def use(self) -> None:
-        """Make this the thread's current GPU, as a new thread must before it calls a CUDA library."""
+        """Make this the thread's current GPU, as a new thread must before it calls a CUDA library. Local."""
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
@@ -300,28 +300,28 @@ class CupyGpu:
 
     @_translated()
     def stream(self) -> Stream:
-        """Return a new stream of high priority that does not wait for the default stream."""
+        """Return a new stream of high priority that does not wait for the default stream. Local."""
         return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
 
     def current(self) -> Stream:
-        """Return CuPy's current stream of this thread, on this GPU, as a new object; torch has its own."""
+        """Return CuPy's current stream of this thread, on this GPU, as a new object; torch has its own. Local."""
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
     @_translated()
     def capturing(self) -> bool:
-        """Return whether torch's or CuPy's current stream records its work instead of running it."""
+        """Return whether torch's or CuPy's current stream records its work instead of running it. Local."""
         # Torch has its own current stream. The module may be missing, or half imported by another thread.
         torch_captures = getattr(sys.modules.get("torch.cuda"), "is_current_stream_capturing", bool)
         return bool(torch_captures() or self.cuda.get_current_stream(self.ordinal).is_capturing())
 
     @_translated()
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of undefined content on this GPU."""
+        """Return a new array of undefined content on this GPU. Local."""
         return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
 
     @_translated()
     def zeros(self, nbytes: int) -> Array:
-        """Return so many new zeroed bytes on this GPU."""
+        """Return so many new zeroed bytes on this GPU. Local."""
         return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
 
     @_translated()
@@ -330,11 +330,11 @@ class CupyGpu:
         self.cupy.get_default_memory_pool().free_all_blocks(stream=stream.beneath)
 
     def owns(self, value: object) -> bool:
-        """Return whether this is an array of CuPy on this GPU."""
+        """Return whether this is an array of CuPy on this GPU. Local."""
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return the arrays' addresses if all are plain arrays of CuPy on this GPU; else, or for none, None."""
+        """Return the arrays' addresses if all are plain arrays of CuPy on this GPU; else, or for none, None. Local."""
         if set(map(type, values)) != {self.kind} or set(map(_device_of, values)) != {self.ordinal}:
             return None
         return list(map(_address_of, values))
@@ -378,7 +378,7 @@ class CupyGpu:
         return array
 
     def _shares_stream(self) -> bool:
-        """Return whether torch and CuPy have the same current stream.
+        """Return whether torch and CuPy have the same current stream. Local.
 
         If not, torch orders the two when it is asked for the memory.
         """
@@ -397,7 +397,7 @@ class CupyGpu:
 
     @_translated()
     def download(self, array: Array, out: Array) -> None:
-        """Copy GPU memory into a numpy array, and wait for it."""
+        """Copy GPU memory into a numpy array, and wait for it. Local."""
         whole = self.cupy.ascontiguousarray(array)
         flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
         self._stage().download(whole.data.ptr, flat.reshape(-1).view(np.uint8))
@@ -405,7 +405,7 @@ class CupyGpu:
             out[...] = flat
 
     def _stage(self) -> Staging:
-        """Return the Staging, which copies through pinned memory, made in the first call."""
+        """Return the Staging, which copies through pinned memory, made in the first call. Local."""
         with self._making:
             if self._staging is None:
                 pinned = [self.cuda.alloc_pinned_memory(_PIECE) for _ in range(_PIECES)]
@@ -419,7 +419,7 @@ class CupyGpu:
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
     def event(self) -> Any:
-        """Return an event to be recorded: taken from ``spare_events``, or a new one. The GPU must be current."""
+        """Return an event to be recorded: taken from ``spare_events``, or a new one. The GPU must be current. Local."""
         try:
             # It may be reused although a stream still waits for it: CUDA binds a wait to the event's last record when
             # the wait is queued (cudaStreamWaitEvent), and later records do not change that.
@@ -429,7 +429,7 @@ class CupyGpu:
             return made
 
     def _now(self) -> Any:
-        """Record a new event on CuPy's current stream, and return it; the GPU is current."""
+        """Record a new event on CuPy's current stream, and return it; the GPU is current. Local."""
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
     @_translated()
@@ -444,25 +444,25 @@ class CupyGpu:
 
     @_translated()
     def scale(self, arrays: Sequence[Array], factor: float) -> None:
-        """Queue a multiplication of arrays in place, in float64, rounded once."""
+        """Queue a multiplication of arrays in place, in float64, rounded once. Local."""
         whole = [self.cupy.ascontiguousarray(array) for array in arrays]
         norms.scale(whole, factor)
         apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
         copies.copy([array for array, _ in apart], [copied for _, copied in apart])
 
     def kernels(self) -> GpuKernels:
-        """Return new CUDA kernels for this GPU; nothing is compiled yet."""
+        """Return new CUDA kernels for this GPU; nothing is compiled yet. Local."""
         from .kernels import CudaKernels
 
         return CudaKernels(self.present)
 
     def address(self, array: Any) -> int:
-        """Return the address of an array's first byte."""
+        """Return the address of an array's first byte. Local."""
         return int(array.data.ptr)
 
     @_translated()
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Queue a copy of each source to its target, cast where the dtypes differ."""
+        """Queue a copy of each source to its target, cast where the dtypes differ. Local."""
         if len(targets) == 1:
             (target,), (source,) = targets, sources
             if target.dtype == source.dtype and target.flags.c_contiguous and source.flags.c_contiguous:
@@ -473,7 +473,7 @@ class CupyGpu:
 
     @_translated()
     def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU."""
+        """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU. Local."""
         flags = self.zeros(len(arrays))
         copies.flag_exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
@@ -482,7 +482,7 @@ class CupyGpu:
         return flagged
 
     def workspace(self) -> Workspace:
-        """Return a new object that moves and sums rows of this GPU's arrays, for one thread at a time."""
+        """Return a new object that moves and sums rows of this GPU's arrays, for one thread at a time. Local."""
         return CupyWorkspace(self)
 
 
@@ -553,14 +553,14 @@ class CupyWorkspace:
 
     @_translated()
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Queue the sums of runs of rows, each run in its order; return new GPU memory that will hold them."""
+        """Queue the sums of runs of rows, each run in its order; return new GPU memory that will hold them. Local."""
         total = self.gpu.empty((starts.size, *rows.shape[1:]), rows.dtype)
         numbers = self.gpu.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
         cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
         return total
 
     def _there(self, ids: Array) -> Array:
-        """Return row numbers on the GPU: as they are if they lie there, else by a queued upload."""
+        """Return row numbers on the GPU: as they are if they lie there, else by a queued upload. Local."""
         return ids if self.gpu.owns(ids) else self.gpu.upload(ids, self.empty(ids.shape, ids.dtype))
 
 
@@ -575,7 +575,7 @@ class _Tensor(NamedTuple):
 
 
 def _forget(known: dict[int, _Tensor], name: int, gone: object) -> None:
-    """Remove a tensor that is gone from the cache, unless a new tensor has taken its id."""
+    """Remove a tensor that is gone from the cache, unless a new tensor has taken its id. Local."""
     if name in known and known[name].gone is gone:
         del known[name]
 
@@ -608,7 +608,7 @@ class CupyStream:
 
     @_translated("nothing can be queued on {0}")
     def record(self) -> Event:
-        """Record an event behind all work queued so far, and return it."""
+        """Record an event behind all work queued so far, and return it. Local."""
         return CupyEvent(self.gpu, self.beneath.record(self.gpu.event()))
 
     @_translated("nothing can be queued on {0}")
@@ -618,18 +618,18 @@ class CupyStream:
 
     @_translated("what was queued on {0} failed")
     def synchronize(self) -> None:
-        """Block until all queued work is done."""
+        """Block until all queued work is done. Local."""
         self.beneath.synchronize()
 
     @_translated("work of {0} cannot be recorded")
     def begin_capture(self) -> None:
-        """Record work queued on this stream from now on, instead of running it."""
+        """Record work queued on this stream from now on, instead of running it. Local."""
         # Relaxed mode: other threads, such as the watchdog's, may query events during a capture.
         self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
 
     @_translated("work of {0} could not be recorded")
     def end_capture(self) -> Graph:
-        """Stop recording; return the recorded work as a graph."""
+        """Stop recording; return the recorded work as a graph. Local."""
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
@@ -654,13 +654,13 @@ class CupyGraph:
 
     @_translated("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
-        """Queue all recorded work on the current stream; TransportError if the graph was closed."""
+        """Queue all recorded work on the current stream; TransportError if the graph was closed. Local."""
         if (graph := self._graph) is None:  # another thread has discarded it
             raise TransportError(f"the graph recorded on {self.gpu.name} was discarded")
         graph.launch()
 
     def close(self) -> None:
-        """Drop the recorded work; a later launch raises."""
+        """Drop the recorded work; a later launch raises. Local."""
         self._graph = None
 
 
@@ -723,7 +723,7 @@ class Staging:
                 self._send(piece, target + start, piece.ctypes.data, part.size)
 
     def download(self, source: int, target: Array) -> None:
-        """Copy from an address into bytes of the host, piece by piece, and wait for it."""
+        """Copy from an address into bytes of the host, piece by piece, and wait for it. Local."""
         coming: deque[tuple[Array, Array, Any]] = deque()
         with self._using:
             for start, piece in self._cut(target.size):
@@ -754,12 +754,12 @@ class Staging:
 
 
 def _keep_busy(pieces: deque[tuple[Array, Any]]) -> None:
-    """Keep the pieces with a copy that may be in flight in ``_left``, for the next staging."""
+    """Keep the pieces with a copy that may be in flight in ``_left``, for the next staging. Local."""
     # CuPy gives freed pinned memory to the next caller, even if a copy is in flight, e.g. when a thread has ended.
     _left.extend(pair for pair in pieces if pair[1] is not None)
 
 
 def _receive(target: Array, piece: Array, event: Any) -> None:
-    """Wait for a copy's event, then copy the pinned piece into ``target``."""
+    """Wait for a copy's event, then copy the pinned piece into ``target``. Local."""
     event.synchronize()
     target[...] = piece[: target.size]

@@ -35,7 +35,7 @@ def compiled_image(cupy: Any, text: str, options: tuple[str, ...], expression: s
 
 
 def _name_file(cupy: Any, facts: tuple[str, ...]) -> str:
-    """Return a name for a file of the cache by all that its code depends on; "" if nothing shall be kept.
+    """Return a name for a file of the cache by all that its code depends on; "" if nothing shall be kept. Local.
 
     CuPy compiles for the GPU's architecture, or for the newest it knows. The result is machine code, or PTX with
     CUPY_COMPILE_WITH_PTX=1.
@@ -60,7 +60,7 @@ def _build_of(compiler: Any, architecture: str) -> str:
 
 
 def _ask_cache(cupy: Any, verb: str, file: str, *given: Any) -> Any:
-    """Load or save a file by CuPy's cache on disk, and return its answer; log a failure, and return None."""
+    """Load or save a file by CuPy's cache on disk, and return its answer; log a failure, and return None. Local."""
     try:
         return getattr(cupy.cuda.compiler._kernel_cache_backend, verb)(file, *given)
     except Exception as error:  # of any kind: the cache may be the user's own

@@ -94,7 +94,7 @@ class CudaKernels:
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function that, given a step for each range, queues the updates of all with few launches.
+        """Return a function that, given a step for each range, queues the updates of all with few launches. Local.
 
         One launch does for 200 ranges and up to 16 different steps.
 
@@ -104,7 +104,7 @@ class CudaKernels:
         return _Updates(updater, Whole(total, value, state), ends, MANY)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function that queues updates of whole values, by a step each; None without such kernels.
+        """Return a function that queues updates of whole values, by a step each; None without such kernels. Local.
 
         It takes three launches, and keeps the arrays alive.
 
@@ -113,7 +113,7 @@ class CudaKernels:
         return layerwise.bind(updater, wholes) if layerwise.has_kernels(updater) else None
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        """Return None: NCCL sums completely, so no second addend is left for an update."""
+        """Return None: NCCL sums completely, so no second addend is left for an update. Local."""
 
     def bind_list(self, arrays: Sequence[Array]) -> None:
         """Return None: lists of arrays need no code of their own, as one launch copies many arrays."""
@@ -196,5 +196,5 @@ def _preload(rule: Rule, dtype: np.dtype[Any]) -> None:
 
 
 def _kernel_of(rule: Rule, dtype: str, room: Room) -> Kernel:
-    """Return a rule's kernel for a dtype, compiled or loaded if new; ``room``: for how many ranges."""
+    """Return a rule's kernel for a dtype, compiled or loaded if new; ``room``: for how many ranges. Local."""
     return kernel("rules.cu", f"update<{rule.name}, {dtype}_kind, {room.name}>", rule)

@@ -23,7 +23,7 @@ PARTS = {"direct": "norms<{0}, {1}_kind>", "adapt": "rates<{0}>", "rule": "desce
 
 
 def has_kernels(updater: Updater) -> TypeGuard[Layerwise]:
-    """Return whether this module has kernels for an updater: for LARS and LAMB, not for subclasses."""
+    """Return whether this module has kernels for an updater: for LARS and LAMB, not for subclasses. Local."""
     return type(updater) in (LARS, LAMB)  # their descent uses the rate by itself
 
 
@@ -34,7 +34,7 @@ def prepare(optimizer: Layerwise, dtype: np.dtype[Any]) -> None:
 
 
 def launch_of(part: str, rule: Rule, dtype: str) -> tuple[str, Rule]:
-    """Return the C++ name of a part's kernel, and ``rule`` itself: arguments of :func:`.loading.kernel`."""
+    """Return the C++ name of a part's kernel, and ``rule`` itself: arguments of :func:`.loading.kernel`. Local."""
     place = rule.numbers.index("s.rate") if part == "rule" else 0
     return PARTS[part].format(rule.name, dtype, place), rule
 

@@ -59,7 +59,7 @@ def argument_dtype(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
 
 
 def print_rule(rule: Rule) -> str:
-    """Return the C++ text of a type for a rule. Its ``directs`` says whether the code changes the gradient."""
+    """Return the C++ text of a type for a rule. Its ``directs`` says whether the code changes the gradient. Local."""
     words = set(re.findall("[a-z]+", rule.code))
     kinds = {"weight": "T&", "gradient": "T&", "state": "T*", "bits": "int", "n": "const T*"}
     parameters = ", ".join(kind + f" {name}" * (name in words) for name, kind in kinds.items())
@@ -125,7 +125,7 @@ def _by_address(expression: str, function: Callable[..., None], parameter_at: Ca
 
 
 def allocate_floats(count: int) -> Array:
-    """Return undefined memory of the current GPU for ``count`` float64.
+    """Return undefined memory of the current GPU for ``count`` float64. Local.
 
     It belongs to the current stream, and goes back to this stream's pool.
     """

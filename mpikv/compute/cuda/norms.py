@@ -55,7 +55,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
 
 
 def join_pieces(sums: Array) -> Array:
-    """Return each cell's sum of squares and count of not finite numbers, from a host's copy of its pieces' sums.
+    """Return each cell's sum of squares and count of not finite numbers, from a host's copy of its pieces' sums. Local.
 
     The pieces' sums are those of :func:`measure`; they are added as in numpy's last two halvings.
 
@@ -86,12 +86,12 @@ def scale(arrays: Sequence[Array], factor: float) -> None:
 
 
 def cells_of(size: int) -> int:
-    """Return the number of cells, of ``CELL`` elements each, of an array of this size."""
+    """Return the number of cells, of ``CELL`` elements each, of an array of this size. Local."""
     return -(-size // CELL)
 
 
 def _runs(members: Sequence[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive numbers, each as long as a launch allows."""
+    """Yield runs of consecutive numbers, each as long as a launch allows. Local."""
     # Consecutive numbers rise as their places do.
     for _, pairs in groupby(enumerate(members), lambda pair: pair[1] - pair[0]):
         run = [member for _, member in pairs]
@@ -99,7 +99,7 @@ def _runs(members: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _given(arrays: Sequence[Array], part: int) -> Array:
-    """Return the argument of a launch for some arrays, each cut into parts; it keeps no array alive."""
+    """Return the argument of a launch for some arrays, each cut into parts; it keeps no array alive. Local."""
     given, count = np.zeros(1, argument_dtype("norms.cu", "Arrays")), len(arrays)
     given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
     given["size"][0, :count] = [array.size for array in arrays]
@@ -109,7 +109,7 @@ def _given(arrays: Sequence[Array], part: int) -> Array:
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype in norms.cu; Unsupported if it is not one of four floats."""
+    """Return the name of a dtype in norms.cu; Unsupported if it is not one of four floats. Local."""
     if dtype.name not in FLOATS:
         raise Unsupported(
             f"an array of {dtype.name} on a GPU cannot be measured or scaled (known: {', '.join(FLOATS)})"

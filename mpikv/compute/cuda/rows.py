@@ -34,7 +34,7 @@ def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
 
 
 def take(table: Array, ids: Array, out: Array) -> None:
-    """Queue a copy of the rows ``ids`` of a table into ``out``."""
+    """Queue a copy of the rows ``ids`` of a table into ``out``. Local."""
     _move("take_rows", table, out, ids)
 
 
@@ -49,12 +49,12 @@ def add(table: Array, ids: Array, rows: Array) -> None:
 
 
 def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
-    """Queue sums of rows into ``out``: ``out[i]`` sums the rows ``order[starts[i]:starts[i + 1]]``."""
+    """Queue sums of rows into ``out``: ``out[i]`` sums the rows ``order[starts[i]:starts[i + 1]]``. Local."""
     _add(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), _address(starts))
 
 
 def _add_kernel_name(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
-    """Return the C++ name of the kernel that adds rows of a dtype to rows of ``wide``."""
+    """Return the C++ name of the kernel that adds rows of a dtype to rows of ``wide``. Local."""
     return f"add_rows<{dtype.name}_kind, {wide.name}_kind>"
 
 
@@ -89,7 +89,7 @@ def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int,
 
 
 def _address(array: Array) -> int:
-    """Return an array's address. Raise if it has gaps: a kernel would write to memory in them."""
+    """Return an array's address. Raise if it has gaps: a kernel would write to memory in them. Local."""
     if not array.flags.c_contiguous:
         raise ValueMismatch(f"rows of shape {array.shape} have strides {array.strides}; they must be contiguous")
     return gpu_pointer(array)

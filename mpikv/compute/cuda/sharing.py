@@ -9,7 +9,7 @@ _CHOSEN = ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def sharing(rank: int) -> dict[str, str]:
-    """Return the environment variables that let the ranks of one host use one GPU, for this rank.
+    """Return the environment variables that let the ranks of one host use one GPU, for this rank. Local.
 
     NCCL reads them in its first call, and CuPy when it is imported. NCCL refuses two ranks on one GPU. So each rank
     gets a host name of its own, and data pass through sockets, as between hosts. This shows correctness, not speed.

@@ -82,7 +82,7 @@ def _has_loop(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
 def _bind_loop(
     optimizer: Optimizer, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array | None, Step], None]:
-    """Return a function of a sum, a second addend or None, and a step; it updates value and state in place."""
+    """Return a function of a sum, a second addend or None, and a step; it updates value and state in place. Local."""
     dtype = value.dtype
     arrays_of = cache(lambda rule: [array.reshape(-1) for array in (value, *map(state.__getitem__, rule.states))])
 
@@ -96,14 +96,14 @@ def _bind_loop(
 
 @cache
 def loop_of(rule: Rule, dtype: np.dtype[Any], adding: bool) -> Callable[..., None]:
-    """Return a rule's loop for a dtype, with or without a second addend; its first call compiles it."""
+    """Return a rule's loop for a dtype, with or without a second addend; its first call compiles it. Local."""
     text, names = print_loop(rule), dict(globals())
     exec(compile(text, __file__, "exec"), names)  # numba caches it beside the file of this name
     return compile_cached(names[rule.name], kind=f"{dtype.name}-{'adding-' * adding}{zlib.crc32(text.encode()):08x}")
 
 
 def print_loop(rule: Rule) -> str:
-    """Return the source of a rule's loop.
+    """Return the source of a rule's loop. Local.
 
     Its arguments are the sum, or two addends (``term`` may be None), the arrays to update, and what
     :func:`~mpikv.optimizers.recording.call_of` returns: float64, which it rounds. It does not write ``total`` and

@@ -483,7 +483,7 @@ def _shut_down_all() -> None:
 
 
 def _as_list(tensors: Any) -> Sequence[Any]:
-    """Return a list of the tensor if it is one, else the list that was given, itself."""
+    """Return a list of the tensor if it is one, else the list that was given, itself. Local."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
@@ -494,5 +494,5 @@ def _reduction(options: Any) -> Reduction:
 
 
 def _kind(tensor: Any) -> str:
-    """Return the name of a tensor's dtype, without "torch."."""
+    """Return the name of a tensor's dtype, without "torch.". Local."""
     return str(tensor.dtype)[6:]

@@ -104,7 +104,7 @@ def _check_writable(tensors: Iterable[Any]) -> None:
 
 
 def _dense(tensor: Any, factor: Any) -> Any:
-    """Return a tensor itself, or a dense copy of it, times a factor if there is one."""
+    """Return a tensor itself, or a dense copy of it, times a factor if there is one. Local."""
     if factor is not None:
         tensor = (tensor * factor).to(tensor.dtype)  # a factor with more bits would change it
     return tensor.resolve_conj().resolve_neg().contiguous()  # itself, if it is dense
