@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .. import optimizers
 from ..cluster.printing import log
-from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
+from ..errors import CheckpointError, Unsupported, ValueMismatch, brief, text_of
 from ..optimizers import Optimizer
 from ..optimizers.options import plain
 from ..optimizers.updaters import Assign
@@ -208,10 +208,10 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
     """Make an optimizer of a file's name and options; CheckpointError if it cannot be made here. Local."""
     try:
         return optimizers.create(name, **{option: decode(value, _refuse_array) for option, value in options.items()})
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RecursionError) as error:
+    except Exception as error:  # a class of the user's own may raise any error
         raise CheckpointError(
-            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; register "
-            "an optimizer of your own first"
+            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {type(error).__name__}: "
+            f"{brief(text_of(error), 500)}; register an optimizer of your own first, as a class that its options make"
         ) from error
 
 

@@ -264,6 +264,14 @@ def nested(depth: int) -> Any:
     return {"tuple": [nested(depth - 1)]} if depth else 1
 
 
+@mpikv.optimizers.register
+class Refusing(mpikv.optimizers.SGD):
+    """An optimizer of a user's own that raises an error of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        raise ImportError("it needs the package fast")
+
+
 W = {"dtype": "F64", "shape": [2, 3]}
 
 
@@ -304,6 +312,7 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (change("updater", to={"kind": "assign", "divides_by_ranks": None}), "a value of the wrong type"),
         (change("updater", "name", to="os.system"), "unknown optimizer 'os.system'"),
         (change("updater", "name", to="adam"), "unknown option of Adam 'momentum'"),
+        (change("updater", "name", to="Refusing"), "'Refusing' of the checkpoint cannot be made here: ImportError: it"),
         (change(*OPTIONS, "momentum", to=1.5), "momentum=1.5 is not a number"),
         (change(*OPTIONS, "revision", to=1), "unknown option of SGD 'revision'"),
         (change(*OPTIONS, "lr_scheduler", to={"schedule": ["math", {"dict": []}]}), "no schedule is called 'math'"),
