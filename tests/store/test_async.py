@@ -644,7 +644,7 @@ def test_an_optimizer_that_fails_in_the_middle():
     kv.init("w", np.zeros(2))
     kv.set_optimizer(Breaking(learning_rate=1.0))
     pushes = kv.rank == kv.size - 1
-    text = r"key 'w' failed halfway: MemoryError.*may be half changed" if pushes else "waited 2.0 s for"
+    text = r"key 'w' failed halfway: MemoryError.*may be half changed" if pushes else r"waited [2-9]\.\d s for"
     with pytest.raises(TransportError, match=text):
         push_and_pull(kv, "w", np.ones(2)) if pushes else kv.barrier()
 
