@@ -57,20 +57,19 @@ class BoundList:
         return bool(compile_cached(_all_alike)(address_of(objects), self._begin, self._count, flags, own))
 
     def take(self, others: Sequence[Any]) -> bool:
-        """Copy the others into these arrays; return False at the first misfit: earlier pairs are copied then."""
-        return self._copy(_objects_of(others), len(others), taking=True)
+        """Copy the others into the arrays; return False at the first misfit: earlier ones are copied then. Local."""
+        return self._copy(others, _C_CONTIGUOUS, taking=True)
 
     def give(self, others: Sequence[Any]) -> bool:
-        """Copy these arrays into the others; return False at the first misfit: earlier pairs are copied then."""
-        return self._copy(_objects_of(others), len(others), taking=False)
+        """Copy the arrays into the others; return False as :meth:`take`. Local."""
+        return self._copy(others, _C_CONTIGUOUS | _WRITEABLE, taking=False)
 
-    def _copy(self, objects: Array, count: int, taking: bool) -> bool:
-        """Copy from the others if ``taking``, else to them; return False at a misfit: earlier pairs are copied then."""
-        if count != self._count:
+    def _copy(self, others: Sequence[Any], flags: int, taking: bool) -> bool:
+        """Copy from the others, which need these flags, or to them; return whether all fit. Local."""
+        if len(others) != self._count:
             return False
-        theirs = address_of(objects)
-        targets, sources = (self._begin, theirs) if taking else (theirs, self._begin)
-        return bool(compile_cached(_copy_all)(targets, sources, self._sizes))
+        objects = _objects_of(others)
+        return bool(compile_cached(_copy_all)(address_of(objects), self._begin, self._sizes, flags, taking))
 
 
 def _objects_of(arrays: Sequence[Any]) -> Array:
@@ -113,19 +112,17 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
     return True
 
 
-def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
-    """Copy arrays in turn, by addresses of numpy objects; return False at the first pair not alike.
+def _copy_all(objects: int, own: int, nbytes: Any, flags: int, taking: bool) -> bool:
+    """Copy from arrays to ``own`` ones, or back, by addresses of numpy objects; return False at the first misfit.
 
     Earlier ones are copied.
     """
     for i in range(nbytes.size):
-        target, source = _word(targets + 8 * i), _word(sources + 8 * i)
-        # Check both directions again: another thread may have changed an array since ``fits``.
-        if not (
-            _is_alike(source, target, _C_CONTIGUOUS, False)
-            and _is_alike(target, source, _C_CONTIGUOUS | _WRITEABLE, False)
-        ):
+        array, mine = _word(objects + 8 * i), _word(own + 8 * i)
+        # Checked again: another thread may have changed an array since ``fits``.
+        if not _is_alike(array, mine, flags, False):
             return False
+        target, source = (mine, array) if taking else (array, mine)
         _move(_word(target + _DATA), _word(source + _DATA), nbytes[i])
     return True
 
