@@ -91,7 +91,6 @@ class ShardedStep:
         self._wrapped = optimizer.step
         self._key = ""
         """The key whose memory the weights pass through."""
-        self._full_state: Any = None
         self._released = False
 
         @wraps(self._wrapped)
@@ -102,7 +101,7 @@ class ShardedStep:
         self._method = optimizer.step = MethodType(torch.compiler.disable(step), optimizer)
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._gather_state),
-            optimizer.register_state_dict_post_hook(self._drop_state),
+            optimizer.register_state_dict_post_hook(lambda *_: self._cut_state()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._cut_state()),
         ]
 
@@ -227,6 +226,7 @@ class ShardedStep:
         groups = [
             {name: one for name, one in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
+        self._cut_state()
         owned = [part for part in self._parts.values() if part.shard is not None]
         return {"groups": groups, "parts": {part.key: self.optimizer.state.get(part.shard, {}) for part in owned}}
 
@@ -241,7 +241,8 @@ class ShardedStep:
     def _cut_state(self) -> None:
         """Replace the state of whole parameters in the optimizer by this rank's part of it. Local.
 
-        The state of whole parameters comes from the optimizer's constructor or a checkpoint.
+        The state of whole parameters comes from the optimizer's constructor, a checkpoint, or ``state_dict``, which may
+        have failed.
         """
         state = self.optimizer.state
         for part in self._parts.values():
@@ -251,15 +252,12 @@ class ShardedStep:
 
     def _gather_state(self, optimizer: Any) -> None:
         """In a hook before ``state_dict``: put the whole parameters' state in the optimizer. Collective."""
-        self._full_state, optimizer.state = optimizer.state, self._gather_whole_state()
-
-    def _drop_state(self, optimizer: Any, _: Any) -> None:
-        """In a hook after ``state_dict``: put back the state of this rank's part. Local."""
-        optimizer.state, self._full_state = self._full_state, None
+        optimizer.state = self._gather_whole_state()
 
     def _gather_whole_state(self) -> Any:
         """Have ranks meet if a call has failed, then return the whole parameters' state on every rank. Collective."""
         kv, state = self._kv, self.optimizer.state
+        self._cut_state()
         self._sync.complete()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
         kv.check_equal(f"state_dict of {type(self.optimizer).__name__}", "state_dict")

@@ -337,6 +337,18 @@ def test_a_state_that_was_loaded_stays_with_its_owner(kv):
     assert held <= 2 * (sum(one.numel() for one in model.parameters()) // kv.size + 1)
 
 
+def test_a_state_that_cannot_be_read_is_not_lost(kv):
+    alone, own, model, shared, _ = pair(kv, network, adam, update="store")
+    train_both(alone, own, model, shared, range(2), kv)
+    hook = shared.register_state_dict_pre_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        shared.state_dict()
+    hook.remove()
+    train_both(alone, own, model, shared, range(2, 5), kv)
+    assert_close(model, alone)
+    assert_close(shared.state_dict()["state"], own.state_dict()["state"])
+
+
 def test_memory_of_a_state(kv):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
