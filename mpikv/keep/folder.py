@@ -10,9 +10,8 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-HEADER = struct.Struct("<QQQQI")
-"""The begin of a file: epoch, step, bytes and CRC-32 of the text, and the CRC-32 of these. No kill leaves half of it:
-it is in one page."""
+HEADER = struct.Struct("<QQQQQI")
+"""The begin of a file: the numbers of a commit, and their CRC-32. No kill leaves half of it: it is in one page."""
 # The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
 _NOTE, NOTE_AT = struct.Struct("<qq"), 1024
 BRIEFING = "start.json"
@@ -29,6 +28,8 @@ class Commit(NamedTuple):
     """Bytes of the text."""
     crc: int = 0
     """CRC-32 of the text."""
+    size: int = 0
+    """Bytes of the file; one with fewer has lost the end of the commit's arrays."""
 
 
 def seal(commit: Commit) -> bytes:

@@ -105,12 +105,16 @@ class Slots:
         """Enlarge both files, if too small for such a commit; return its arrays' offsets; MemoryError without room.
 
         Raises:
-            MemoryError: there is too little; the files keep their commits.
+            CheckpointError: a file has lost the end of its commit, or its header.
+            MemoryError: there is too little room; the files keep their commits.
         """
         first = _align(_TEXT_AT + len(text))
         *begins, end = accumulate(arrays, lambda end, array: _align(end + array.nbytes), initial=first)
-        for file in self._files:
+        for slot, file in enumerate(self._files):
             size = os.fstat(file).st_size
+            # A kill leaves a whole header or zeros.
+            if size < (found := read_header(file)).size or (not found.epoch and any(os.pread(file, HEADER.size, 0))):
+                raise self._damage(slot)
             try:
                 if size < end:
                     os.posix_fallocate(file, size, end - size)
@@ -140,7 +144,7 @@ class Slots:
         for begin, array in zip(begins, arrays, strict=True):
             _write(file, array.reshape(-1).view(np.uint8), begin)
         self._flush(file)
-        _write(file, seal(Commit(epoch, step, len(text), zlib.crc32(text))), 0)
+        _write(file, seal(Commit(epoch, step, len(text), zlib.crc32(text), os.fstat(file).st_size)), 0)
         self._flush(file)
 
     def _flush(self, file: int) -> None:
@@ -159,9 +163,7 @@ class Slots:
         end = _TEXT_AT + commit.nbytes
         text = memory[_TEXT_AT:end].tobytes()
         if zlib.crc32(text) != commit.crc:
-            raise CheckpointError(
-                f"the commit in {self._paths[commit.epoch % 2]} is damaged; remove this file to go on from an older one"
-            )
+            raise self._damage(commit.epoch % 2)
 
         def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
             nonlocal end
@@ -170,6 +172,13 @@ class Slots:
             return memory[begin:end].view(dtype).reshape(shape)
 
         return text, take
+
+    def _damage(self, slot: int) -> CheckpointError:
+        """Return, not raise, an error that one of the two files is damaged."""
+        return CheckpointError(
+            f"the commit in {self._paths[slot]} is damaged, or of another version of mpikv; remove this file to go on "
+            "from an older one"
+        )
 
     def read_note(self) -> tuple[int, int]:
         """Return from this rank's file how many steps all starts have begun, and the process of the last start."""
