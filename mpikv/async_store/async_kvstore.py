@@ -490,13 +490,13 @@ class AsyncKVStore(KVStore):
             self._endpoint.stop()
         return left
 
-    def _announce(self) -> Callable[[], list[int]]:
+    def _begin_handshake(self) -> Callable[[], list[int]]:
         """Return a function that lists missing ranks, and announces the shutdown once own messages arrived. Local."""
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
-            return super()._announce()
+            return super()._begin_handshake()
         # Its first call announces, and returns the function that lists; later calls return the same one.
-        parting = cache(super()._announce)
+        parting = cache(super()._begin_handshake)
 
         def absent() -> list[int]:
             if endpoint.answering:

@@ -131,18 +131,18 @@ def wake_sleepers(address: int) -> None:
         system_function("syscall")(number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
-def find_memory_barrier(machine: str = platform.machine()) -> Callable[[], object] | None:
-    """Return a fence for this thread's loads and stores; None on x86-64, whose own order is enough for flags. Local.
+def find_flag_fence(machine: str = platform.machine()) -> Callable[[], object] | None:
+    """Return the fence that flags in shared memory need; None on x86-64, whose own order is enough for them. Local.
 
-    x86-64 keeps the order among stores and among loads; flags in shared memory need no more.
+    It orders this thread's loads and stores. x86-64 keeps the order among stores and among loads, as flags need.
 
     Raises:
         TransportError: the system offers none for this processor.
     """
-    return None if machine in ("x86_64", "AMD64") else find_membarrier(machine)
+    return None if machine in ("x86_64", "AMD64") else find_membarrier_call(machine)
 
 
-def find_membarrier(machine: str) -> Callable[[], object]:
+def find_membarrier_call(machine: str) -> Callable[[], object]:
     """Return a function that orders this thread's memory accesses, by membarrier(2); TransportError without it. Local.
 
     Raises:

@@ -1243,9 +1243,9 @@ class KVStore(RankedStore):
             A function that lists the ranks that have not announced their shutdown yet, and the seconds they may take.
         """
         # One that does not know of the failure yet finds it when it closes the store, after the timeout.
-        return self._announce(), self._config.timeout + _LAST_STEPS
+        return self._begin_handshake(), self._config.timeout + _LAST_STEPS
 
-    def _announce(self) -> Callable[[], list[int]]:
+    def _begin_handshake(self) -> Callable[[], list[int]]:
         """Tell other ranks that this one ends; return a function that lists those yet to do so. Local."""
         return self._group.announce_shutdown()
 

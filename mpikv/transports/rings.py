@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 import numpy as np
 
 from ..cluster.runtime import present
-from ..cluster.shared_memory import find_memory_barrier, sleep_on, wake_sleepers
+from ..cluster.shared_memory import find_flag_fence, sleep_on, wake_sleepers
 from ..errors import TransportError
 from ..protocols import Array, Group
 from .cma import Attached
@@ -87,7 +87,7 @@ class Rings:
         memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
         self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
         """A word for each rank, which changes when there is something new for it."""
-        self._rank, self._seen, self._order = group.rank, 0, find_memory_barrier() or (lambda: None)
+        self._rank, self._seen, self._order = group.rank, 0, find_flag_fence() or (lambda: None)
         rings = memory[size * _LINE :].reshape(size, size, -1)
         self._to = [_Ring(part, self._order) for part in rings[group.rank]]
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..cluster.shared_memory import find_memory_barrier
+from ..cluster.shared_memory import find_flag_fence
 from ..cluster.waiting import Waits
 from ..errors import Stalled
 from ..memory.host import HOST
@@ -59,7 +59,7 @@ class Arrivals:
         self.waiting: Any = waiting
         self._host_ranks, self._stride, size = group.host_ranks, stride, len(group.host_ranks)
         self._flags = group.allocate(size * stride * 8).data.cast("q")
-        self._order = find_memory_barrier()
+        self._order = find_flag_fence()
         self._mine = group.local_rank * stride
         self._peers = [rank * stride for rank in range(size) if rank != group.local_rank]
         # Where ranks share cores, a rank that spins keeps the awaited one from running.

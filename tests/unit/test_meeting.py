@@ -211,10 +211,10 @@ def test_a_sleeper_is_woken(monkeypatch: pytest.MonkeyPatch, machine: str) -> No
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is that of x86-64")
 def test_the_kernels_barrier() -> None:
-    assert shared_memory.find_membarrier("x86_64")() == 0
+    assert shared_memory.find_membarrier_call("x86_64")() == 0
 
 
 def test_processors_that_reorder_memory() -> None:
-    assert shared_memory.find_memory_barrier("x86_64") is None
+    assert shared_memory.find_flag_fence("x86_64") is None
     with pytest.raises(TransportError, match=r"no memory barrier \(membarrier\) on unknown"):
-        shared_memory.find_memory_barrier("unknown")
+        shared_memory.find_flag_fence("unknown")
