@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -43,28 +43,18 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)
 
 
-class _Feedback:
-    """The common part of codecs that add error feedback to another one."""
+class ElementwiseFeedback(SamePayloads):
+    """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
 
     feedback: ClassVar[Literal[True]] = True
 
-    def __init__(self, codec: Any) -> None:
+    def __init__(self, codec: ElementwiseCodec) -> None:
         self.codec = codec
+        self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
         """Return the inner codec's settings and "with error feedback", as a text."""
         return f"{self.codec.settings()} with error feedback"
-
-    def __repr__(self) -> str:
-        return f"ErrorFeedback({self.codec!r})"
-
-
-class ElementwiseFeedback(_Feedback, SamePayloads):
-    """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
-
-    def __init__(self, codec: ElementwiseCodec) -> None:
-        super().__init__(codec)
-        self._decoded = Scratch()
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Write residual plus gradient, encoded, to the payload; leave the encoding error in the residual."""
@@ -89,12 +79,22 @@ class ElementwiseFeedback(_Feedback, SamePayloads):
         self.codec.decode_add(payload, decoded)
         return decoded
 
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"
 
-class ValueFeedback(_Feedback):
+
+class ValueFeedback:
     """A :class:`~mpikv.protocols.TensorCodec` that adds error feedback to another one."""
 
     elementwise: ClassVar[Literal[False]] = False
-    codec: TensorCodec
+    feedback: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: TensorCodec) -> None:
+        self.codec = codec
+
+    def settings(self) -> str:
+        """Return the inner codec's settings and "with error feedback", as a text."""
+        return f"{self.codec.settings()} with error feedback"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return the arrays that the inner codec keeps for a value of this shape."""
@@ -113,3 +113,6 @@ class ValueFeedback(_Feedback):
         total, own = yield from self.codec.exchange(residual.copy(), shape, state, None)
         np.subtract(residual, own, out=residual)
         return total, own
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"

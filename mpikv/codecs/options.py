@@ -22,7 +22,8 @@ _METHODS: Mapping[Any, Sequence[str]] = {
 class Scratch(threading.local):
     """Memory for a codec's temporary arrays. Each thread has its own, so a codec can work in several stores at once."""
 
-    array: Array = np.empty(0, np.float32)
+    def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        self.array: Array = np.empty(shape, dtype)
 
 
 class SamePayloads:
