@@ -36,7 +36,8 @@ from .plan import Bucket, Plan, Update, turns
 from .team import CUT_BYTES, SHARED_OUT, Team, deal
 from .values import Values
 
-# At least so many bytes of each rank are in a message of an all-gather. Shorter ones cost more time than they take.
+# At least so many bytes of each rank are in a message of an all-gather: with many ranks it is longer than a bucket, as
+# shorter pieces would take more time to start than to travel.
 _SHORTEST_PART = 64 << 10
 
 # numpy finds a function in its module in as long as the function adds a few numbers.
@@ -45,6 +46,9 @@ _add_two = np.add
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key. Either each item is *plain*: one array in the store's memory, of the value's
 shape and dtype. Or each is a tuple of any number of arrays, flat ones for a push."""
+
+_Pairs: TypeAlias = "list[tuple[list[Array], list[Array]]]"
+"""For each rank its parts of a message, and its arrays, from or to which these parts are copied."""
 
 
 class Pipeline:
@@ -409,23 +413,31 @@ class Pipeline:
         # Ranks that share memory need one message: a fence shows all of it.
         size = memory.size if transport.shared else max(transport.limit // transport.size, _SHORTEST_PART)
         messages, flights = tuple(_cut_message(memory, owned, size)), deque[Any]()
-        ahead, apart = (0, nullcontext) if streams is None else (min(streams.ahead, len(messages)), streams.apart)
-        # Without streams both do nothing: each exchange is complete when it returns.
-        sent, wait_for = (bool, bool) if streams is None else (streams.sent, streams.wait_for)
-        with apart():
-            for coming, ready in turns(messages, ahead):
+
+        def send(whole: Array, pairs: _Pairs) -> None:
+            self._copy(*pairs[rank])
+            if transport.shared:
+                transport.fence()
+            else:
+                transport.all_gather(whole, [sum(map(len, parts)) for parts, _ in pairs])
+
+        def unpack(_: Array, pairs: _Pairs) -> None:
+            for parts, arrays in pairs[:rank] + pairs[rank + 1 :]:
+                self._copy(arrays, parts)
+
+        if streams is None:
+            for message in messages:
+                send(*message)
+                unpack(*message)
+            return
+        with streams.apart():
+            for coming, ready in turns(messages, min(streams.ahead, len(messages))):
                 if coming is not None:
-                    whole, pairs = coming
-                    self._copy(*pairs[rank])
-                    if transport.shared:
-                        transport.fence()
-                    else:
-                        transport.all_gather(whole, [sum(map(len, parts)) for parts, _ in pairs])
-                    flights.append(sent())
+                    send(*coming)
+                    flights.append(streams.sent())
                 if ready is not None:
-                    wait_for(flights.popleft())
-                    for parts, arrays in ready[1][:rank] + ready[1][rank + 1 :]:
-                        self._copy(arrays, parts)
+                    streams.wait_for(flights.popleft())
+                    unpack(*ready)
 
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
@@ -492,9 +504,7 @@ class _Delivery:
             self._pipeline.unpack(bucket, self._outs)
 
 
-def _cut_message(
-    memory: Array, owned: Sequence[Sequence[Array]], size: int
-) -> Iterator[tuple[Array, list[tuple[list[Array], list[Array]]]]]:
+def _cut_message(memory: Array, owned: Sequence[Sequence[Array]], size: int) -> Iterator[tuple[Array, _Pairs]]:
     """Yield messages with up to ``size`` bytes of each rank: the memory; for each rank its parts, and arrays. Local."""
     low = high = 0
     for chunks in zip_longest(*(_chunks(arrays, size) for arrays in owned), fillvalue=list[Array]()):

@@ -134,6 +134,7 @@ class Slots:
         It may enlarge the files.
 
         Raises:
+            CheckpointError: another program has cut a file off, or changed its header.
             MemoryError: there is too little room; the files keep their commits.
         """
         # The text may have grown: room is taken before the commit there is voided.
@@ -177,7 +178,7 @@ class Slots:
         """Return, not raise, an error that one of the two files is damaged."""
         return CheckpointError(
             f"the commit in {self._paths[slot]} is damaged, or of another version of mpikv; remove this file to go on "
-            "from an older one"
+            "from the newest commit that all ranks have then"
         )
 
     def read_note(self) -> tuple[int, int]:

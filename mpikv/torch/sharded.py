@@ -53,9 +53,10 @@ def check_shardable(optimizer: Any) -> None:
 
 @dataclass
 class _Part:
-    """This rank's part of a parameter."""
+    """A parameter with its division among the ranks, and this rank's part of it."""
 
     key: str
+    """Names the parameter, for the comparison of ranks and in checkpoints; the store has no such key."""
     parameter: Any
     strides: tuple[int, ...]
     """The parameter's when it was divided."""
@@ -131,8 +132,11 @@ class ShardedStep:
                 part.shard = torch.nn.Parameter(part.of(parameter))
         if named and kv.size > 1:
             self._key = self._key or f"{self._prefix}{named[0][0]}*weights"
-            memory = torch.zeros(sum(one.numel() * one.element_size() for one in parts), dtype=torch.uint8)
-            init_sums(kv, self._prefix, [self._key], [memory], overwrite=True)
+            nbytes = sum(one.numel() * one.element_size() for one in parts)
+            # One zero, seen as many: this rank needs no memory of its own here.
+            init_sums(
+                kv, self._prefix, [self._key], [torch.zeros((), dtype=torch.uint8).expand(nbytes)], overwrite=True
+            )
         self._parts = parts
         self._cut_state()
 
