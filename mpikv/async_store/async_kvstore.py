@@ -449,7 +449,7 @@ class AsyncKVStore(KVStore):
         """Run a rank's request on a value or the clocks; answer now, later or (TICK) never. Local; the lock is held."""
         if kind in (Kind.PUSH, Kind.PUSHPULL):
             assert body is not None
-            with self._board.on_worker():  # a rank that asks where this one is learns the updater's line
+            with self._board.on_worker(updating=True):  # a rank that asks where this one is learns the updater's line
                 self._owner.push(rank, ticket, number, body, kind == Kind.PUSHPULL)
             if tick:
                 self._act(rank, Kind.TICK, 0, rank, None, tick)

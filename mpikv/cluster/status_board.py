@@ -64,7 +64,7 @@ _STARTED = str(Path(_PACKAGE, "cli", "rank.py"))
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
-_NUMBERS = ("call", "pid", "space", "thread", "answers", "over", "closed", "rank", "size", "layout")
+_NUMBERS = ("call", "pid", "space", "thread", "updating", "answers", "over", "closed", "rank", "size", "layout")
 SLOT = np.dtype(
     [
         *((name, "i8") for name in _NUMBERS),
@@ -137,16 +137,22 @@ class StatusBoard:
         return Answer(late, f"{call}: {'; '.join(told)}" if told else call)
 
     def _find_late(self, missing: Sequence[int]) -> Answer:
-        """Ask this host's late ranks by a signal for their lines of code; return them, and a text. Local; may wait."""
+        """Ask this host's late ranks by a signal for their lines of code; return them, and a text. Local; may wait.
+
+        It also asks up to four ranks that are in an updater. The text begins with the first that does not return.
+        """
         begun, slots = self.record.calls, list(zip(self._ranks, self._slots, strict=True))
         fewer = [rank for rank, slot in slots if slot["call"] < begun]
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
         late = tuple(sorted({*fewer, *missing})) or self._find_away()
         # A late rank may wait for an owner whose thread is in an updater, and that owner may be the one that asks.
-        updating = [rank for rank, slot in slots if slot["thread"] != slot["pid"] and not _ask_if_waiting(slot)]
-        texts = self.describe(list(dict.fromkeys((*updating, *late))))
-        if len(late) > _MOST_ASKED:
-            texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
+        asked = [(rank, slot) for rank, slot in slots if slot["updating"]][:_MOST_ASKED]
+        # "updating" is read again: an owner that left its updater just before the question may compute.
+        updating = [rank for rank, slot in asked if not _ask_if_waiting(slot) and slot["updating"]]
+        who = list(dict.fromkeys((*updating[:1], *late)))
+        texts = self.describe(who)
+        if rest := len(who[_MOST_ASKED:]):
+            texts.append(f"{rest} more {'rank is' if rest == 1 else 'ranks are'} late")
         return Answer(late, "; ".join(texts))
 
     def describe(self, ranks: Sequence[int]) -> list[str]:
@@ -160,13 +166,17 @@ class StatusBoard:
             self._inquiry.give_up()
 
     @contextmanager
-    def on_worker(self) -> Iterator[None]:
-        """In a with block, show on the board this thread, not the main one, as that of the rank's calls. Local."""
+    def on_worker(self, updating: bool = False) -> Iterator[None]:
+        """In a with block, show this thread on the board as that of the rank's calls, perhaps in an updater. Local."""
         # The question goes to one thread, and must find the one that is in the call.
         self._own["thread"] = threading.get_native_id()
+        if updating:  # else untouched: another thread may be in an updater
+            self._own["updating"] = 1
         try:
             yield
         finally:
+            if updating:  # before "thread", so that a set flag is about that thread
+                self._own["updating"] = 0
             self._own["thread"] = self._own["pid"]
 
     def _find_away(self) -> tuple[int, ...]:
