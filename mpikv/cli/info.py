@@ -209,7 +209,8 @@ def _describe_ranks(launch: Launch | None) -> Report:
         return {"chosen": {"transport": None, "reason": str(error)}, "ranks": None}
     try:
         # As a store finds them. Two may have one name, as containers of one machine.
-        ranks = {"size": group.size, "hosts": list(zip(group.hosts, group.ranks_of_hosts, strict=True))}
+        hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
+        ranks = {"size": group.size, "hosts": [{"name": name, "ranks": numbers} for name, numbers in hosts]}
         return {"chosen": _describe_choice(group, config), "ranks": ranks}
     finally:
         group.close()
@@ -233,8 +234,8 @@ def _lines(report: Report) -> Iterator[str]:
     rows.append(("cores", f"{host['cores']}, as this process may use them"))
     rows += _gpu_rows(report["gpu"])
     rows.append(("launched", f"by {launch['launcher']}" if launch else "by no MPI launcher"))
-    if report["ranks"]:
-        rows += [("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"]]
+    if ranks := report["ranks"]:
+        rows += [("ranks", f"{len(it['ranks'])} on {it['name']}: {_ranges(it['ranks'])}") for it in ranks["hosts"]]
     yield from _table(rows)
     yield "\noptional packages"
     yield from _table([(name, text or "not installed") for name, text in report["optional"].items()], "  ")

@@ -79,7 +79,7 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
         name: {"available": True, "reason": None} for name in ("hierarchical", "local", "mpi", "shm")
     }
     assert found["chosen"] == {"transport": "local", "reason": "one rank"}
-    assert found["ranks"] == {"size": 1, "hosts": [[platform.node(), [0]]]}
+    assert found["ranks"] == {"size": 1, "hosts": [{"name": platform.node(), "ranks": [0]}]}
 
 
 def test_in_a_job_of_slurm(mpi: tuple[Library, Launcher]) -> None:
@@ -175,6 +175,6 @@ def test_ranks_of_one_machine_that_mpi_takes_for_two(mpi: tuple[Library, Launche
     command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "-m", "mpikv", "info", "--json"]
     found = json.loads(run(command, MPIR_CVAR_NOLOCAL="1"))
     assert found["chosen"] == {"transport": "shm", "reason": "all ranks on one host"}
-    assert found["ranks"] == {"size": 2, "hosts": [[platform.node(), [0, 1]]]}
+    assert found["ranks"] == {"size": 2, "hosts": [{"name": platform.node(), "ranks": [0, 1]}]}
     apart = json.loads(run(command, MPIKV_SIMULATE_RANKS_PER_HOST="1"))
-    assert apart["ranks"]["hosts"] == [[platform.node(), [0]], [platform.node(), [1]]]
+    assert apart["ranks"]["hosts"] == [{"name": platform.node(), "ranks": [rank]} for rank in (0, 1)]
