@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -481,11 +481,19 @@ class Optimizer:
         )
 
     def __repr__(self) -> str:
-        base = {one.name: one.metadata.get("default", one.default) for one in fields(self) if one.init}
-        changed = (f"{name}={describe(now)}" for name in base if (now := getattr(self, name)) not in (None, base[name]))
+        # By their texts: to compare arrays gives arrays.
+        options = ((one, describe(getattr(self, one.name))) for one in fields(self) if one.init)
+        changed = (f"{one.name}={now}" for one, now in options if now not in ("None", _describe_default(one)))
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies take the options alone: read-only mappings cannot be pickled and scratch must not be shared.
         options = self.chosen() | {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return partial(type(self), **options), ()
+
+
+def _describe_default(option: Field[Any]) -> str:
+    """Return the text of an option's default as :func:`~.options.describe` shows it once it is set. Local."""
+    default = option.default if option.default_factory is MISSING else option.default_factory()
+    default = option.metadata.get("default", default)
+    return describe(option.metadata.get("check", lambda where, value: value)(option.name, default))

@@ -4,7 +4,7 @@ import copy
 import inspect
 import pickle
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -508,11 +508,14 @@ def test_a_class_whose_defaults_would_not_count_is_refused():
     class Plain(Optimizer):
         learning_rate: float | None = optimizers.rate(0.5)
         scale: float = 2.0
+        table: object = (0, 1)
+        names: list[str] = field(default_factory=list)
 
     with pytest.raises(ConfigError, match=r"put @dataclass.* between @register and Plain"):
         optimizers.register(Plain)
     # As a dataclass it is taken, also with an option that nobody checks.
-    assert repr(dataclass(kw_only=True, eq=False, repr=False)(Plain)(scale=4)) == "Plain(scale=4)"
+    plain = dataclass(kw_only=True, eq=False, repr=False)(Plain)
+    assert repr(plain(scale=4, table=np.arange(3))) == "Plain(scale=4, table=array([0, 1, 2]))"
 
 
 @pytest.mark.parametrize("name", ["weight", "gradient", "state"])
