@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays.arrays import (
     address_of,
+    castable,
     disjoint,
     is_immutable,
     lies_elsewhere,
@@ -31,7 +32,7 @@ from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import DeviceMemory
 from ..memory.host import HostMemory
 from ..protocols import Array, Gpu, Key, Memory
-from ..verbs.arguments import checked_target, outs_of, priorities
+from ..verbs.arguments import cast_fault, checked_target, outs_of, priorities
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
@@ -369,20 +370,25 @@ class TestStore(KVStoreBase):
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
         """Copy the first array of each key to the key's arrays in ``out``; do nothing without ``out``. Local."""
-        if out is None:
-            return
-        for (array, *_), outs in zip(parse(key, value).groups, parse(key, out, "out").groups, strict=True):
-            _fill(outs, source(array))
+        if out is not None:
+            form = parse(key, value)
+            _fill(form.keys, parse(key, out, "out").groups, [source(array) for array, *_ in form.groups])
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
         """Fill each key's arrays in ``out``, else in ``value``, with the sum of its arrays in ``value``. Local."""
-        groups = parse(key, value).groups
-        for group, outs in zip(groups, groups if out is None else parse(key, out, "out").groups, strict=True):
-            first, *others = map(source, group)
-            _fill(outs, sum(others, start=first.copy()))
+        form = parse(key, value)
+        sums = [sum(others, start=first.copy()) for first, *others in (map(source, group) for group in form.groups)]
+        _fill(form.keys, form.groups if out is None else parse(key, out, "out").groups, sums)
 
 
-def _fill(outs: Sequence[Any], array: Array) -> None:
-    """Copy an array to each of these, cast within its kind; TypeError for one that cannot be written. Local."""
-    for out in outs:
-        np.copyto(target(out), array, casting="same_kind")
+def _fill(keys: Sequence[Key], groups: Sequence[Sequence[Any]], arrays: Sequence[Array]) -> None:
+    """Copy each array to its key's group; first raise ValueMismatch for a dtype, TypeError for one read-only. Local."""
+    pairs = []
+    for key, outs, array in zip(keys, groups, arrays, strict=True):
+        for into in map(target, outs):
+            if not castable(array.dtype, into.dtype):
+                fault = cast_fault(f"the array to fill of key {key!r}", into.dtype, array.dtype)
+                raise ValueMismatch(f"{fault}; pass an out of {array.dtype.name}")
+            pairs.append((into, array))
+    for into, array in pairs:
+        np.copyto(into, array, casting="unsafe")

@@ -91,8 +91,7 @@ def test_the_store_of_tests() -> None:
     store: Any = mpikv.create("TestStore")
     values, outs = [np.ones(2), np.full(2, 2.0)], [np.zeros(2), np.zeros(2, np.float32)]
     store.pushpull("w", values, out=outs)
-    for out in outs:
-        np.testing.assert_array_equal(out, [3, 3])
+    np.testing.assert_array_equal(outs, [[3, 3], [3, 3]])
     store.pushpull("w", values)
     np.testing.assert_array_equal(values, [[3, 3], [3, 3]])
     one = np.ones(2)
@@ -100,6 +99,10 @@ def test_the_store_of_tests() -> None:
     np.testing.assert_array_equal(one, [1, 1])
     store.broadcast("w", one, out=outs)
     np.testing.assert_array_equal(outs[0], [1, 1])
+    for unfit in (np.int8, np.float32):
+        with pytest.raises(mpikv.ValueMismatch, match=r"of key 'w' has dtype .* wider ones alone"):
+            store.pushpull("w", np.full(2, 300), out=[many := np.zeros(2, np.int64), np.zeros(2, unfit)])
+        np.testing.assert_array_equal(many, [0, 0])
     assert store.is_capable(store.OPTIMIZER) is False
     with pytest.raises(Unsupported):
         store.set_optimizer("sgd")
