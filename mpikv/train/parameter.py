@@ -101,7 +101,8 @@ class Parameter:
         ``parameter.grad[...] *= 2``.
 
         Raises:
-            ValueMismatch: the shape or the device is not the weight's.
+            ValueMismatch: the shape or the device is not the weight's; or, with "add", the dtype is not cast to that
+                of the weight, or of the earlier gradient.
             ConfigError: the earlier gradient is a sum over ranks, or was used by an update; call ``zero_grad()``
                 before the next gradient.
         """
@@ -170,7 +171,14 @@ class Parameter:
             raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
-        elif self._grad is None:
+            return
+        wanted = self.data.dtype if self._grad is None else self._grad.dtype
+        # By castable, as numpy's "same_kind" would let integers wrap.
+        if not castable(array.dtype, wanted):
+            raise ValueMismatch(
+                f"a gradient of {array.dtype} cannot be added up in {wanted} for {self.title}; cast it with astype"
+            )
+        if self._grad is None:
             # A copy: later gradients are added in place, and the caller's array must not change.
             self._grad = array.copy() if self.gpu is None else add_up(self.gpu, (array,), array.dtype)
         else:
@@ -179,9 +187,6 @@ class Parameter:
 
     def _add(self, grad: Array, array: Array) -> None:
         """Add an array to the gradient in place, summed in the wider dtype; queued on a GPU. Local."""
-        # By castable, as numpy's "same_kind" would let integers wrap.
-        if not castable(array.dtype, grad.dtype):
-            raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
         if self.gpu is None:
             np.add(grad, array, out=grad, casting="same_kind")
             return

@@ -284,7 +284,7 @@ def test_mistakes(cupy):
         Trainer({"a": whole[:4], "b": whole[3:]}, "sgd")
     added = Parameter(cupy.ones(3, np.float32), grad_req="add")
     added.grad = cupy.ones(3, np.float32)
-    with pytest.raises(ValueMismatch, match="a gradient of int32 cannot be added to one of float32"):
+    with pytest.raises(ValueMismatch, match="a gradient of int32 cannot be added up in float32"):
         added.grad = cupy.ones(3, np.int32)
     assert weight.gpu.name == "cuda:0"
     assert Parameter(np.ones(3)).gpu is None
