@@ -20,7 +20,7 @@ from ..errors import Closed, TransportError, Unsupported, noted, text_of
 from ..protocols import Issue
 from .printing import log
 from .runtime import here, present
-from .tracebacks import hidden_from_pytest, hide_frames
+from .tracebacks import hidden_from_pytest, hide_frames, place_here
 
 __tracebackhide__ = hidden_from_pytest
 
@@ -55,6 +55,7 @@ class Work:
         """Converts the call's own result into the result of :meth:`wait`, if they differ."""
         self.awaited = False
         """Whether somebody waits for the call, or will: then its error need not be logged."""
+        self._place = place_here()
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
 
@@ -167,7 +168,7 @@ class Pending:
         """Start the queue's thread, once; RuntimeError if the system has no thread left. Local; the lock is held."""
         if self._thread is None:
             # Set before start(): an interrupt may come while start() waits, and the next call would start a second one.
-            self._thread = present().thread(partial(self._serve, threading.get_ident()), "mpikv")
+            self._thread = present().thread(self._serve, "mpikv")
             try:
                 self._thread.start()
             except RuntimeError:  # the system has no thread left
@@ -246,9 +247,8 @@ class Pending:
 
     # --- The thread
 
-    def _serve(self, issuer: int) -> None:
-        """Make the queued calls, one at a time, until :meth:`end`; thread ``issuer`` issued the first. Collective."""
-        here.issuer = issuer
+    def _serve(self) -> None:
+        """Make the queued calls, one at a time, until :meth:`end`. The thread's function; its calls are collective."""
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await_call():
             with self._on_worker():
@@ -259,6 +259,7 @@ class Pending:
 
     def _make_next(self, queued: int) -> Work:
         """Agree on the next call, take it out of the queue and make it; return it, perhaps failed. Collective."""
+        here.place = self._queue[0]._place  # only this thread takes calls out
         try:
             work = self._take(self._least(queued))
         except BaseException as error:
@@ -266,6 +267,7 @@ class Pending:
             work = self._take(1)
             work._fail(error)
         else:
+            here.place = work._place
             work._perform()
         return work
 

@@ -133,8 +133,8 @@ def _watch_collector() -> list[int]:
 class _Here(threading.local):
     # Class attributes: a new thread finds the real system without an __init__ per thread.
     runtime = _SYSTEM
-    issuer = 0
-    """The thread that issued the first of the ``wait=False`` calls that this thread makes; 0 if it makes none."""
+    place: str | None = None
+    """The line that issued the ``wait=False`` call that this thread makes; None in a thread that makes none."""
 
 
 here = _Here()

@@ -12,10 +12,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from itertools import pairwise
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -119,17 +118,25 @@ def callers_place_of(error: BaseException) -> str:
 def place_here() -> str:
     """Return " at FILE:LINE in NAME" of the caller's line that called this package; "" if there is none.
 
-    There is none at the end of the program.
+    There is none at the end of the program. In the thread that makes ``wait=False`` calls, it is the line that issued
+    the present one.
     """
-    # The line of a wait=False call is that of the thread which issued it, and now waits, or goes on.
-    frames = traceback.walk_stack(sys._current_frames().get(here.issuer))
-    return _innermost([(frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame)])
+    if here.place is not None:
+        return here.place
+    # One by one: each wait=False call comes here, and the first frame mostly ends the search.
+    frames = traceback.walk_stack(sys._getframe())
+    return _innermost((frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame))
 
 
-def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
+def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return " at FILE:LINE in NAME" of the first frame outside installed libraries, else of the first; "" for none."""
-    own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
-    return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
+    first = ""
+    for frame, line in frames:
+        place = f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        if not _is_installed(frame):
+            return place
+        first = first or place
+    return first
 
 
 def _shorten(error: BaseException) -> None:
@@ -182,7 +189,7 @@ def _is_ours(frame: FrameType) -> bool:
 
 def _is_installed(frame: FrameType) -> bool:
     """Return whether a frame's file is in a directory of installed packages."""
-    return bool({"site-packages", "dist-packages"} & {*Path(frame.f_code.co_filename).parts})
+    return not {"site-packages", "dist-packages"}.isdisjoint(frame.f_code.co_filename.split(os.sep))
 
 
 def _is_library(frame: FrameType) -> bool:

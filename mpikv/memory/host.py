@@ -147,7 +147,7 @@ class HostMemory:
 
     def _locate(self, value: Any) -> tuple[Gpu, Array]:
         """Return the GPU of an array, and an Array over its memory; raise on a worker thread; warn once. Local."""
-        if self.find is not _refuse and here.issuer:
+        if self.find is not _refuse and here.place is not None:
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"

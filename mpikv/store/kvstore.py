@@ -1376,7 +1376,7 @@ def drain_gpu_stores(but: KVStore | None = None) -> None:
 
     So all ranks use NCCL in the order of the program.
     """
-    for store in () if here.issuer else tuple(open_stores()):
+    for store in () if here.place is not None else tuple(open_stores()):
         if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()
 
