@@ -15,7 +15,7 @@ from chaos_faults import FUNCTION, MISTAKES, Mistake, Scene, Wrong, judge
 
 import mpikv
 from mpikv import KVStore, optimizers
-from mpikv.arrays.arrays import accumulator
+from mpikv.arrays.arrays import accumulator, castable
 from mpikv.cluster.runtime import present
 
 try:
@@ -223,27 +223,29 @@ class Program:
         known = list(self.model.values)
         return self.plan.sample(known, self.plan.randint(1, min(len(known), self.plan.choice([1, 1, 4, 40]))))
 
-    def arrays(self, rank: int, key: Any, shape: tuple[int, ...], dtype: np.dtype[Any], most: int = 1) -> list[Any]:
-        """Return what a rank brings for a key in this call, the same on whichever rank this is asked."""
+    def arrays(
+        self, rank: int, key: Any, shape: tuple[int, ...], dtype: np.dtype[Any], most: int = 1, filled: bool = False
+    ) -> list[Any]:
+        """Return what a rank brings for a key in this call, to be filled too or not; the same on any asking rank."""
         text = f"{self.name} {self.number_of_calls} {rank} {key}"
         draw, data = random.Random(text), np.random.default_rng(list(text.encode()))
         # The sum of hundreds of ranks must fit in int8.
         high = 2 if dtype.kind == "b" or (dtype == np.int8 and rank >= 8) else 5
         low = 0 if dtype.kind in "ub" else 1 - high
+        # Integers are cast to wider ones alone.
+        dtypes = [one for one in relatives(dtype) if castable(one, dtype) and castable(dtype, one if filled else dtype)]
         brought = []
         for _ in range(draw.randint(1, most)):
-            # A pushpull also fills them, and integers are cast to wider ones alone.
-            given = dtype if dtype.kind in "iu" else draw.choice(relatives(dtype))
-            array = data.integers(low, high, shape).astype(given)
+            array = data.integers(low, high, shape).astype(draw.choice(dtypes))
             brought.append(draw.choice(LAYOUTS)(array))
         return brought
 
-    def contributions(self, keys: Sequence[Any], ranks: Sequence[int], most: int) -> dict[Any, list[list[Any]]]:
+    def contributions(
+        self, keys: Sequence[Any], ranks: Sequence[int], most: int, filled: bool = False
+    ) -> dict[Any, list[list[Any]]]:
         """Return the arrays of each key, by rank."""
-        values = self.model.values
-        return {
-            key: [self.arrays(rank, key, values[key].shape, values[key].dtype, most) for rank in ranks] for key in keys
-        }
+        kinds = {key: (self.model.values[key].shape, self.model.values[key].dtype) for key in keys}
+        return {key: [self.arrays(rank, key, *kinds[key], most, filled) for rank in ranks] for key in keys}
 
     def value(self, key: Any) -> tuple[np.ndarray, np.ndarray]:
         """Return a value of a new shape and dtype: this rank's, and the root's."""
@@ -255,11 +257,7 @@ class Program:
     def form(self, groups: dict[Any, list[Any]], most: int) -> tuple[Any, Any]:
         """Return key and value of a call in one of their forms."""
         keys = list(groups)
-        way = (
-            self.plan.choice(["list", "repeated", "dict"])
-            if len(keys) > 1
-            else self.plan.choice(["one", "list", "dict"])
-        )
+        way = self.plan.choice([*(["list", "repeated"] if len(keys) > 1 else ["one", "list"]), "dict"])
         values = [group[0] if most == 1 else group for group in groups.values()]
         if way == "one":
             return keys[0], values[0]
@@ -268,9 +266,8 @@ class Program:
         if way == "repeated" and most == 1:
             return tuple(keys), tuple(values)
         if way == "repeated":
-            return [key for key, group in groups.items() for _ in group], [
-                each for group in groups.values() for each in group
-            ]
+            pairs = [(key, each) for key, group in groups.items() for each in group]
+            return [key for key, _ in pairs], [each for _, each in pairs]
         return keys, values
 
     def tree(self, flat: dict[Any, Any]) -> dict[Any, Any]:
@@ -309,11 +306,11 @@ class Program:
     def push_from(self, ranks: Sequence[int]) -> None:
         """Push from some of the ranks; the others only learn what the values become."""
         keys, most = self.some_keys(), self.plan.choice([1, 1, 3])
-        brought = self.contributions(keys, ranks, most)
+        verb, priority = self.plan.choice(["push", "pushpull", "out"]), self.plan.choice([0, 0, 0, 5])
+        brought = self.contributions(keys, ranks, most, filled=verb == "pushpull")
         groups = {
             key: [] if self.rank not in ranks else arrays[ranks.index(self.rank)] for key, arrays in brought.items()
         }
-        verb, priority = self.plan.choice(["push", "pushpull", "out"]), self.plan.choice([0, 0, 0, 5])
         key, value = self.form(groups, most) if self.rank in ranks else self.form({name: [None] for name in keys}, most)
         for name, arrays in brought.items():
             self.model.push(name, [array for group in arrays for array in group])
@@ -339,9 +336,8 @@ class Program:
         for key in groups:
             value = self.model.values[key]
             dtypes = [value.dtype, relatives(value.dtype)[-1]]
-            outs.append(
-                [own.choice(LAYOUTS)(np.ones(value.shape, own.choice(dtypes))) for _ in range(own.choice([1, 2]))]
-            )
+            number = own.choice([1, 2])
+            outs.append([own.choice(LAYOUTS)(np.ones(value.shape, own.choice(dtypes))) for _ in range(number)])
         self.kv.pushpull(list(groups), list(groups.values()), out=outs, priority=priority)
         for key, group in zip(groups, outs, strict=True):
             value = self.model.values[key]
