@@ -82,7 +82,8 @@ class Restarts:
         given_up = f"; {many} from {place} brought no new commit" if self._fruitless > self._most > 0 else ""
         if self._certain:
             given_up = f"; {min(self._certain)[0]} came twice at the same step, and would come again"
-        return given_up + (f"; the same command goes on from {place}" if self._stays else "")
+        again = f"; the same command goes on from {place}, unless it refuses the commits" if self._stays else ""
+        return given_up + again
 
     def _count_begun(self, rank: int) -> int:
         """Return how many steps a rank has begun in all starts, of all its loops."""

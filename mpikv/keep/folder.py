@@ -26,10 +26,10 @@ class Commit(NamedTuple):
     """The next step to make."""
     nbytes: int = 0
     """Bytes of the text."""
+    end: int = 0
+    """Where its arrays end in the file."""
     crc: int = 0
-    """CRC-32 of the text."""
-    size: int = 0
-    """Bytes of the file; one with fewer has lost the end of the commit's arrays."""
+    """CRC-32 of all from the text to there, begun with the rank."""
 
 
 def seal(commit: Commit) -> bytes:

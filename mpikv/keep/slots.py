@@ -37,7 +37,7 @@ class Slots:
 
     def __init__(self, folder: Path, loop: int, rank: int, flushes: bool = False) -> None:
         """``flushes``: commits outlive this host, in a folder on a disk that others share."""
-        self.folder, self._flushes = folder, flushes
+        self.folder, self._rank, self._flushes = folder, rank, flushes
         self._paths = [folder / f"{loop}.{rank}.{slot}" for slot in range(2)]
         self._files: list[int] = []
 
@@ -102,7 +102,7 @@ class Slots:
                 _write(file, bytes(HEADER.size), 0)
 
     def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
-        """Enlarge both files, if too small for such a commit; return its arrays' offsets; MemoryError without room.
+        """Enlarge both files, if too small for such a commit; return the offsets of its arrays, then of their end.
 
         Raises:
             CheckpointError: a file has lost the end of its commit, or its header.
@@ -113,7 +113,7 @@ class Slots:
         for slot, file in enumerate(self._files):
             size = os.fstat(file).st_size
             # A kill leaves a whole header or zeros.
-            if size < (found := read_header(file)).size or (not found.epoch and any(os.pread(file, HEADER.size, 0))):
+            if size < (found := read_header(file)).end or (not found.epoch and any(os.pread(file, HEADER.size, 0))):
                 raise self._damage(slot)
             try:
                 if size < end:
@@ -126,7 +126,7 @@ class Slots:
                     f"the commits of this rank take {2 * end} bytes in {self.folder}, which has "
                     f"{space.f_bavail * space.f_frsize} left; start with mpikv run --keep DIR, a folder with more room"
                 ) from None
-        return begins
+        return [*begins, end]
 
     def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
         """Write a commit over that of ``epoch`` - 2, flushed if it shall outlive the host; MemoryError without room.
@@ -138,14 +138,15 @@ class Slots:
             MemoryError: there is too little room; the files keep their commits.
         """
         # The text may have grown: room is taken before the commit there is voided.
-        begins, file = self.reserve(text, arrays), self._files[epoch % 2]
+        *begins, end = self.reserve(text, arrays)
+        file = self._files[epoch % 2]
         _write(file, bytes(HEADER.size), 0)
         self._flush(file)
         _write(file, text, _TEXT_AT)
         for begin, array in zip(begins, arrays, strict=True):
             _write(file, array.reshape(-1).view(np.uint8), begin)
         self._flush(file)
-        _write(file, seal(Commit(epoch, step, len(text), zlib.crc32(text), os.fstat(file).st_size)), 0)
+        _write(file, seal(Commit(epoch, step, len(text), end, self._sum_up(file, end)[0])), 0)
         self._flush(file)
 
     def _flush(self, file: int) -> None:
@@ -158,13 +159,13 @@ class Slots:
         """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only.
 
         Raises:
-            CheckpointError: the text is damaged.
+            CheckpointError: it is damaged, or another rank's.
         """
-        memory = np.frombuffer(mmap.mmap(self._files[commit.epoch % 2], 0, access=mmap.ACCESS_READ), np.uint8)
+        crc, memory = self._sum_up(self._files[commit.epoch % 2], commit.end)
+        if crc != commit.crc:
+            raise self._damage(commit.epoch % 2)
         end = _TEXT_AT + commit.nbytes
         text = memory[_TEXT_AT:end].tobytes()
-        if zlib.crc32(text) != commit.crc:
-            raise self._damage(commit.epoch % 2)
 
         def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
             nonlocal end
@@ -174,11 +175,16 @@ class Slots:
 
         return text, take
 
+    def _sum_up(self, file: int, end: int) -> tuple[int, Array]:
+        """Return the CRC-32 of a commit, text and arrays, begun with the rank, and the file's bytes, read-only."""
+        mapped = mmap.mmap(file, end, access=mmap.ACCESS_READ)
+        return zlib.crc32(memoryview(mapped)[_TEXT_AT:], self._rank), np.frombuffer(mapped, np.uint8)
+
     def _damage(self, slot: int) -> CheckpointError:
         """Return, not raise, an error that one of the two files is damaged."""
         return CheckpointError(
-            f"the commit in {self._paths[slot]} is damaged, or of another version of mpikv; remove this file to go on "
-            "from the newest commit that all ranks have then"
+            f"the commit in {self._paths[slot]} is damaged, or of another rank or version of mpikv; remove this file "
+            "to go on from the newest commit that all ranks have then"
         )
 
     def read_note(self) -> tuple[int, int]:

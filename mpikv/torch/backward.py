@@ -243,7 +243,8 @@ class BackwardSync:
             self._end_pass()
             self._take_census(brought)
         except RankMismatch as error:
-            noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
+            advice = "with update='local' ranks with unequal numbers of batches need attached.join()"
+            noted(error, f"in a backward of mpikv.torch; {advice}")
             raise
         if not self.blocking:
             self.weights.close_pass(bool(self._totals[_HEAD - 1]), self.number)
