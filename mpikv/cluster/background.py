@@ -43,9 +43,15 @@ class Work:
     """
 
     def __init__(
-        self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any], issue: Issue | None
+        self,
+        pending: Pending,
+        urgent: int,
+        text: Callable[[], str],
+        run: Callable[[], Any],
+        issue: Issue | None,
+        awaited: bool = False,
     ) -> None:
-        """``issue`` is the call's note, if its arrays need an order."""
+        """``issue`` is the call's note, if its arrays need an order; ``awaited``: its issuer is sure to wait for it."""
         self._pending, self._urgency, self._text, self._issue = pending, urgent, text, issue
         self._run: Callable[[], Any] | None = run if issue is None else partial(issue.run, run)
         # Of the rank's own system: in a simulation a wait for it lets other ranks run.
@@ -53,8 +59,7 @@ class Work:
         self._result: Any = None
         self.inner: Callable[[Any], Any] | None = None
         """Converts the call's own result into the result of :meth:`wait`, if they differ."""
-        self.awaited = False
-        """Whether somebody waits for the call, or will: then its error need not be logged."""
+        self._awaited = awaited
         self._place = place_here()
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -94,7 +99,7 @@ class Work:
             Closed: it was issued before a fork, and completes in the other process.
         """
         self._pending.check_waitable(self)
-        self.awaited |= timeout is None
+        self._awaited |= timeout is None
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
@@ -287,8 +292,8 @@ class Pending:
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
-        """Mark a call as completed, and wake all who wait; log an error, and note that nobody has seen it. Local."""
-        if work._error is not None and not work.awaited:
+        """Mark a call as completed, and wake all who wait; note an error, and log it if nobody waits yet. Local."""
+        if work._error is not None and not work._awaited:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:
             self._completed += 1

@@ -1313,7 +1313,11 @@ class KVStore(RankedStore):
             self.raise_on_all_ranks(TypeError(f"wait={wait!r} is neither True nor False"), verb)
         return bool(wait)
 
-    def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
+    def _issue_sums(self, keys: Sequence[str], arrays: Sequence[Any]) -> Work:
+        """Queue a pushpull for which the caller is sure to wait, so that its error is not logged. Local; as _issue."""
+        return self._issue("pushpull", self._verbs.push_pull.pushpull, keys, None, arrays, 0, awaited=True)
+
+    def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any, awaited: bool = False) -> Work:
         """Queue a call for the worker thread; return its Work. Local; some mistakes are raised on all ranks."""
         self._door.check_free(verb)
         if not self._group.threads:
@@ -1329,7 +1333,7 @@ class KVStore(RankedStore):
         if issue is not None:
             drain_gpu_stores(self)
         key, run = arguments[0], partial(self._collective, verb, prepare, *arguments)
-        work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, issue)
+        work = Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, issue, awaited)
         return self._pending.add(work)
 
     @contextmanager

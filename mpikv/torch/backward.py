@@ -216,12 +216,11 @@ class BackwardSync:
             if complete and bucket.missing:
                 return
             self._sent += 1
-            wait = self.blocking or not self._overlaps
-            work = self._sums.pushpull(bucket.keys, None, bucket.arrays, wait=wait)
-            if not wait:
+            if self.blocking or not self._overlaps:
+                self._sums.pushpull(bucket.keys, None, bucket.arrays)
+            else:
                 # Kept: the work's end is awaited at the end of the pass, and a dropped handle would lose its error.
-                work.awaited = True
-                self._works.append(work)
+                self._works.append(self._sums._issue_sums(bucket.keys, bucket.arrays))
 
     def _restart(self) -> None:
         """Set the counts of passes and steps to zero; every rank does so after an error. Local."""
