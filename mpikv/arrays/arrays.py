@@ -305,7 +305,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def quiet() -> Callable[..., Any]:
-    """Return a function ``run(function, *arguments)`` that runs a function without numpy's warnings of overflow.
+    """Return ``run(function, *arguments)``, which runs a function without numpy's floating-point warnings.
 
     The caller's own rules do not matter. The function sees the context variables of this moment, and calls must not be
     nested.
@@ -319,7 +319,7 @@ def quiet() -> Callable[..., Any]:
 
 
 def run_quietly(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a function without numpy's warnings of overflow. It may call anybody's code, also this function."""
+    """Run a function without numpy's floating-point warnings; return its result. Calls may be nested."""
     with np.errstate(all="ignore"):
         return function(*arguments)
 

@@ -105,7 +105,7 @@ class AsyncKVStore(KVStore):
         self._clock = 0
         self._pushes: dict[Key, int] = {}
         self._client = AsyncClient(group.rank, self._endpoint, self._act_here, self._waiting)
-        self._freeze_updater()
+        self._copy_updater()
         self._begin()
         if self._endpoint is not None:
             self._endpoint.start()
@@ -329,7 +329,7 @@ class AsyncKVStore(KVStore):
             super()._collective(verb, self._prepare_drained, verb, failure)
             result = super()._collective(verb, prepare, *arguments)
             if self._door.state is not State.ENDED:
-                self._freeze_updater()  # the settings of this call, the same on all ranks
+                self._copy_updater()  # the settings of this call, the same on all ranks
             return result
         finally:
             if self._door.state is not State.ENDED:
@@ -347,11 +347,11 @@ class AsyncKVStore(KVStore):
         return call, self._gather_counts
 
     def _gather_counts(self) -> None:
-        """Set all ranks' update counts to the owners', then freeze the updater. Collective."""
+        """Set update counts to the owners', mark stale values, copy the updater for the next pushes. Collective."""
         self._exchange.values.gather_counts()
-        self._freeze_updater()
+        self._copy_updater()
 
-    def _freeze_updater(self) -> None:
+    def _copy_updater(self) -> None:
         """Copy the updater if it has changed; pushes are applied by the copy until the next collective call. Local."""
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:

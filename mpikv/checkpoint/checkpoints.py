@@ -198,7 +198,7 @@ class Checkpoints:
         return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
-        """Compile the updater's kernels, or raise; return a Call and a function that loads the file. Local."""
+        """Set the updater's rank count, compile its kernels; return (call, run). Local; run() is collective."""
         self._exchange.place_updater(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, lambda: self._load(call, source, updater)

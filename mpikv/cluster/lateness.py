@@ -125,7 +125,7 @@ class Recorder:
         return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
-        """Return the main thread's ns on a core in ``length`` ns up to ``now``; may write signs to the board. Local."""
+        """Estimate the main thread's ns on a core in ``length`` up to ``now``; may write to the board. Local."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now

@@ -73,7 +73,7 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def hidden_from_pytest(raised: Any) -> bool:
-    """Return whether an error has its frames cut: a module's ``__tracebackhide__``, for pytest to hide its own."""
+    """Return whether the error of pytest's ExceptionInfo has cut frames; a module's ``__tracebackhide__``."""
     return is_shortened(raised.value)
 
 

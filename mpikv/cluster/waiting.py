@@ -19,7 +19,7 @@ class Waits(Protocol):
     """Anything that waits as :class:`Waiting` does."""
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true, or raise :class:`~mpikv.errors.Stalled`."""
+        """Wait until ``ready()``; after a timeout raise :class:`~mpikv.errors.Stalled`, naming ``missing()``."""
 
 
 class Waiting:

@@ -103,7 +103,7 @@ class Alltoallv:
     def _send_rest(
         self, parts: Sequence[Part], first: Sequence[Array], coming: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
-        """Send in further messages the bytes that ``first`` lacks; return all bytes for this rank, copied. Collective.
+        """Send the bytes that ``first`` lacks; return new arrays by sender, this rank's own undefined. Collective.
 
         ``coming`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the
         longest part to each rank, sent so far and in all.

@@ -211,7 +211,7 @@ class Pipeline:
         self.count_push(plan, stale=delivery is None)
 
     def count_push(self, plan: Plan, stale: bool) -> None:
-        """Count a push of each key; mark all rows as nonzero, and values as ``stale`` or not. Local."""
+        """Count a push of each key; any row may be nonzero now; mark values stale or not, where they can be. Local."""
         for entry in plan.row_sparse:
             entry.nonzero = None
         # A memoryview changes one number in a quarter of the time that an array takes.
@@ -246,7 +246,7 @@ class Pipeline:
         slot = self._transport.slot
         send = bucket.sends[slot]
         # Keys between those of the call are in the message, too: what lies there must add nothing.
-        if not bucket.dense:
+        if not bucket.gapless:
             send.fill(0)
         if type(sources[0]) is not tuple:
             given, (parts, bound) = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.slots[slot]

@@ -112,9 +112,9 @@ class Bucket:
         """The elements of each key."""
         self.runs = tuple(join_ranges(pieces, block.grid.line))
         """The same, joined where keys lie side by side."""
-        self.dense = len(self.runs) == 1
+        self.gapless = len(self.runs) == 1
         """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
-        self.total = total = planner.find_total(block, start, shard, self.dense, half)
+        self.total = total = planner.find_total(block, start, shard, self.gapless, half)
         """Memory for the sum of this rank's elements, where the transport's library adds."""
         self.joint_updates = tuple(planner.cut_updates(block, start, shard, self.runs, total))
         """This rank's updates for equal steps: keys side by side are updated together."""
@@ -486,7 +486,7 @@ class Planner:
             for start, pieces in _cells(block, items, entries):
                 yield Bucket(self, entries, block, start, pieces, next(numbers) % 2)
 
-    def find_total(self, block: Block, start: int, shard: Shard, dense: bool, half: int) -> Array:
+    def find_total(self, block: Block, start: int, shard: Shard, gapless: bool, half: int) -> Array:
         """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
@@ -495,7 +495,7 @@ class Planner:
             return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
         # ASSIGN: the sum is the new value, and can be made in its place. Not with gaps, where a library that adds would
         # overwrite the keys between.
-        if self.updater.assigns and dtype == block.values.dtype and (dense or self.adds):
+        if self.updater.assigns and dtype == block.values.dtype and (gapless or self.adds):
             return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
         # Between GPUs one message is summed while the one before is updated: they take turns in two halves.

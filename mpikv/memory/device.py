@@ -112,7 +112,7 @@ class DeviceMemory:
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy arrays to targets of any dtype, on GPU or host; waits only for copies between both. Local."""
+        """Copy arrays to targets of any dtype, on GPU or host; wait for downloads; raise if the GPU failed. Local."""
         # The common case in one launch: all arrays lie on this GPU.
         if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
             self.gpu.copy(targets, sources)

@@ -181,7 +181,7 @@ def private_allocator(transport: Transport) -> Callable[[int], Array]:
 
 
 def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
-    """Queue a copy of a host array to an array of a GPU, through contiguous memory: uploads leave no gaps. Local."""
+    """Queue an upload of a host array to ``out``, by way of ``whole``: contiguous GPU memory, or ``out``. Local."""
     gpu.upload(array, whole)
     if whole is not out:
         gpu.copy((out,), (whole,))

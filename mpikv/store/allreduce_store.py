@@ -163,7 +163,7 @@ class AllReduce(RankedStore):
         self._store.__exit__(*failure)
 
     def _cannot(self, verb: str) -> NoReturn:
-        """Raise Unsupported on every rank: this store has no such call. Collective."""
+        """Raise Unsupported: this store has no such call; a rank in another call raises PeerFailed. Collective."""
         error = Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has")
         self.raise_on_all_ranks(error, verb)
 

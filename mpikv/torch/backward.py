@@ -285,7 +285,7 @@ class BackwardSync:
 
     @property
     def next_store(self) -> KVStore:
-        """The store of the next call of a pass."""
+        """The store of a pass's next call: that of compressed sums until all are sent, then the program's."""
         return self._sums if self._sent < len(self.buckets) else self._kv
 
     def _count_failed(self) -> int:

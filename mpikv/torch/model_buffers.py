@@ -61,7 +61,7 @@ class ModelBuffers:
             torch._foreach_copy_(tensors, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
 
     def _tensors(self, dtype: Any) -> list[Any]:
-        """Return the buffers of a dtype that the model has now; None for one that it lost. Local."""
+        """Return the present tensors, in order, of buffers that had this dtype at first; None for a lost one. Local."""
         return [buffers.get(name) for buffers, name, _ in self._places[dtype]]
 
     def _fault(self, dtype: Any, found: list[int]) -> Unsupported:

@@ -237,7 +237,7 @@ class Mailbox:
                 raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
     def _break(self, error: Exception) -> None:
-        """End present and later calls by this error, or an earlier one; mark own sends as lost. The lock is held."""
+        """Note present and later calls as failed and own sends as lost; then call _tell(). The lock is held."""
         self._failure = self._failure or error
         self._carrier.give_up()
         _abandoned.extend(self._pending)

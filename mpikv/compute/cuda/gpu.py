@@ -340,7 +340,7 @@ class CupyGpu:
         return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over another library's memory; queue a wait for its work, not for torch if ``ordered``."""
+        """Return an array over another library's memory, no copy, after its work, unless torch's is ``ordered``."""
         if type(value).__module__.partition(".")[0] == "torch":
             return self._adopt_tensor(value, ordered)
         return self._adopt(value)

@@ -35,7 +35,7 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 def bind_list(arrays: Sequence[Array]) -> BoundList | None:
-    """Return a BoundList of loops; None for few arrays, or with gaps, or if numpy's layout is unknown. Local."""
+    """Return a BoundList that compiled loops check and copy; None for few arrays, gaps, or unknown layout. Local."""
     alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
     return BoundList(arrays) if alike else None
 
