@@ -496,13 +496,13 @@ class AsyncKVStore(KVStore):
         if (endpoint := self._endpoint) is None:
             return super()._begin_handshake()
         # Its first call announces, and returns the function that lists; later calls return the same one.
-        parting = cache(super()._begin_handshake)
+        begin = cache(super()._begin_handshake)
 
         def absent() -> list[int]:
             if endpoint.answering:
                 return [self.rank]
             # Until nothing is in flight in either direction; only then may the communicator be freed.
-            return endpoint.discard() or parting()()
+            return endpoint.discard() or begin()()
 
         return absent
 
