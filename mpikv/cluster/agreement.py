@@ -58,7 +58,6 @@ class Agreement:
         """Returns the program's line that makes the call, for other ranks."""
         self._lateness, self.record = board.lateness, board.record
         """Shows the call on the board; whoever makes calls notes there the end of each one, good or bad."""
-        self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
         """Show a call on the board, and raise on all ranks unless each makes an equal one; waits. Collective; a fence.
@@ -83,10 +82,10 @@ class Agreement:
 
     def least(self, number: int) -> int:
         """Return the smallest of the numbers that the ranks pass; compares no call. Collective."""
-        # In place, in memory of its own: it is called before each call with wait=False.
-        self._numbers[self._group.rank] = number
-        self._transport.all_gather(self._numbers, self._one_each)
-        return int(self._numbers.min())
+        numbers = np.zeros(self._group.size, np.int64)
+        numbers[self._group.rank] = number
+        self._transport.all_gather(numbers, (1,) * numbers.size)
+        return int(numbers.min())
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
         """Count a call, tell ranks in :meth:`begin` that this one cannot make it, and raise the error. Collective."""
@@ -243,16 +242,14 @@ def compare_requests(
     """Return a list of ranks' ``own``; raise on all if their ``wanted`` differ or one has a problem. Collective."""
     # JSON, never pickle: a rank must not run what another one sends.
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
-    texts = group.gather(text)
-    request_of = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
+    requests = [json.loads(text) for text in group.gather(text)]
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"{verb}: {problem}{where}",)
-        failures = [request_of[text][1] for text in texts]
+        failures = [failure for _, failure, _ in requests]
         raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
-    first, _, _ = request_of[texts[0]]
-    for text, (other, failure, _) in request_of.items():
-        rank = texts.index(text)
+    first, _, _ = requests[0]
+    for rank, (other, failure, _) in enumerate(requests):
         if failure:
             raise PeerFailed(f"{verb}: rank {rank} raised {failure}{where}", rank)
         if other != first:
@@ -263,7 +260,7 @@ def compare_requests(
             ]
             mismatch = RankMismatch(f"{verb}: ranks disagree: {'; '.join(differing)}{where}")
             raise mark_repeated(mismatch, group.rank == 0)
-    return [request_of[text][2] for text in texts]
+    return [own for _, _, own in requests]
 
 
 def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
