@@ -54,8 +54,6 @@ class Agreement:
     def __init__(self, transport: Transport, group: Group, board: StatusBoard) -> None:
         """Local: only the methods talk to other ranks."""
         self._transport, self._group, self._board = transport, group, board
-        self.place: Callable[[], str] = place_here
-        """Returns the program's line that makes the call, for other ranks."""
         self._lateness, self.record = board.lateness, board.record
         """Shows the call on the board; whoever makes calls notes there the end of each one, good or bad."""
 
@@ -141,7 +139,7 @@ class Agreement:
 
     def _exchange_reports(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
         """Send every rank a report of this rank's call, line and error; return all ranks', in order. Collective."""
-        text, verb, place = str(call), call.verb, self.place() if place is None else place
+        text, verb, place = str(call), call.verb, place_here() if place is None else place
         if verb == "close" and not place:
             place = "".join(owned("exits"))  # where the program called sys.exit
             last = self.record.calls - 1

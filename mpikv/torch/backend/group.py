@@ -106,7 +106,6 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         meeting = self._meeting = open_group(*place)
         self._communicator, self._collectives = meeting.communicator, meeting.communicator.collectives
         self._queue = Queue(f"mpikv {given.group_id}")
-        meeting.agreement.place = self._queue.place
         self._process, self._why = os.getpid(), ""
         _open_groups().append(self)
         prepare_endings(on_gpu=False)

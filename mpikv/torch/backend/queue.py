@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
+from ...cluster.runtime import here
 from ...cluster.tracebacks import hide_frames, place_here
 from ...errors import Closed, Unsupported, noted
 
@@ -157,12 +158,7 @@ class Queue:
         self._calls: deque[tuple[Work, Callable[[], object]]] = deque()
         self._busy = self._ended = False
         self._thread: threading.Thread | None = None
-        self._place = ""
         self._unseen: tuple[Exception, str] | None = None
-
-    def place(self) -> str:
-        """Return the place in the program that issued the running call, as a text for messages."""
-        return self._place or place_here()
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
         """Make a call here in the queue's thread, or if it ``waits`` and none is pending; else queue it; return work.
@@ -241,9 +237,8 @@ class Queue:
                 if not self._calls:
                     return
                 self._busy, call = True, self._calls.popleft()
-            self._place = call[0].place
+            here.place = call[0].place
             self._make(*call)
-            self._place = ""
             del call  # it holds the caller's tensors
             self._free()
 
