@@ -141,14 +141,12 @@ class StatusBoard:
 
         It also asks up to four ranks that are in an updater. The text begins with the first that does not return.
         """
-        begun, slots = self.record.calls, list(zip(self._ranks, self._slots, strict=True))
-        fewer = [rank for rank, slot in slots if slot["call"] < begun]
+        fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < self.record.calls]
+        late = tuple(sorted({*fewer, *missing}))
         # Without anybody behind, a rank that began the call too holds it up: it is stopped, or in an updater.
-        late = tuple(sorted({*fewer, *missing})) or self._find_away()
+        late = late or self._find_away(lambda rank, slot: rank != self._rank and not slot["over"])
         # A late rank may wait for an owner whose thread is in an updater, and that owner may be the one that asks.
-        asked = [(rank, slot) for rank, slot in slots if slot["updating"]][:_MOST_ASKED]
-        # "updating" is read again: an owner that left its updater just before the question may compute.
-        updating = [rank for rank, slot in asked if not _ask_if_waiting(slot) and slot["updating"]]
+        updating = self._find_away(lambda _, slot: bool(slot["updating"]))
         who = list(dict.fromkeys((*updating[:1], *late)))
         texts = self.describe(who)
         if rest := len(who[_MOST_ASKED:]):
@@ -179,12 +177,14 @@ class StatusBoard:
                 self._own["updating"] = 0
             self._own["thread"] = self._own["pid"]
 
-    def _find_away(self) -> tuple[int, ...]:
-        """Ask up to four ranks here by a signal; return those not waiting in mpikv's code. Local; may wait."""
-        slots = zip(self._ranks, self._slots, strict=True)
-        asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
-        # "over" is read again: a rank that gave up just before the question has left this package's code, too.
-        return tuple(rank for rank, slot in asked if not _ask_if_waiting(slot) and not slot["over"])
+    def _find_away(self, is_meant: Callable[[int, Any], bool]) -> tuple[int, ...]:
+        """Ask the first four ranks here with ``is_meant(rank, slot)`` by a signal; return those outside mpikv's code.
+
+        Local; may wait.
+        """
+        asked = [pair for pair in zip(self._ranks, self._slots, strict=True) if is_meant(*pair)][:_MOST_ASKED]
+        # Again: a rank that has just given up, or left its updater, may be in the program's code by now.
+        return tuple(rank for rank, slot in asked if not _ask_if_waiting(slot) and is_meant(rank, slot))
 
     def _describe(self, rank: int) -> str:
         """Ask a rank of this host for its line of code; return a text with its last call and that. Local; may wait."""
