@@ -138,13 +138,11 @@ class Recorder:
 class Lateness:
     """Adds up the calls of all ranks."""
 
-    def __init__(self, group: Group, slots: Callable[[], Array], report: float, timed: bool) -> None:
-        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0.
-        ``timed``: the slots have records.
-        """
+    def __init__(self, group: Group, slots: Callable[[], Array], report: float) -> None:
+        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0."""
         self._group, self._slots = group, slots
-        # On one host the first rank adds up for all, on the board.
-        self.next = 8 if timed and (group.rank == 0 or not group.one_host) else sys.maxsize
+        # On one host the first rank adds up for all, on the board. A rank that is alone waits for nobody.
+        self.next = 8 if group.size > 1 and (group.rank == 0 or not group.one_host) else sys.maxsize
         """The number of the call at which to call :meth:`fold`."""
         self._apart = np.zeros((group.size, *SUMS.shape), np.int64)
         self._every = report if group.rank == 0 and group.size > 1 else 0.0

@@ -107,7 +107,7 @@ class StatusBoard:
         mine["pid"] = mine["thread"] = present().process
         mine["space"], mine["rank"], mine["size"] = _pid_space(), group.rank, group.size
         self.record = Recorder(self._slots[self._place :][:1], group.size > 1)
-        self.lateness = Lateness(group, lambda: self._slots, report, group.size > 1)
+        self.lateness = Lateness(group, lambda: self._slots, report)
         if group.size > 1:
             mine["answers"] = _answer_questions() if is_real else -1  # simulated ranks get no signal
         mine["layout"] = LAYOUT  # last: whoever reads it finds the rest

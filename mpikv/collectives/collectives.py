@@ -96,8 +96,6 @@ class Collectives:
 
     def reduce(self, array: Array, op: Op, root: int, staged: bool = False) -> None:
         """Reduce every rank's array, in place at the root; the others' stay as they are. Collective."""
-        if self._size == 1:
-            return
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             part = array[low : low + step]
