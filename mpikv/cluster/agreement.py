@@ -52,13 +52,15 @@ class Agreement:
     """Compares the ranks' calls. Its public methods are collective, but for those that complete an error's message."""
 
     def __init__(self, transport: Transport, group: Group, board: StatusBoard) -> None:
-        """Local: only the methods talk to other ranks."""
+        """Keep the arguments, and the record of this rank's calls on the board; send nothing. Local."""
         self._transport, self._group, self._board = transport, group, board
         self._lateness, self.record = board.lateness, board.record
         """Shows the call on the board; whoever makes calls notes there the end of each one, good or bad."""
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Show a call on the board, and raise on all ranks unless each makes an equal one; waits. Collective; a fence.
+        """Count a call, show it on the board, and raise on all ranks unless each makes an equal one or has joined.
+
+        Collective; a fence: it waits for all ranks. The caller ends the call by ``record.leave()``.
 
         ``send_ready``: the send buffer holds the call's first message.
 
@@ -128,7 +130,7 @@ class Agreement:
         return None if equal else self.compare_reports(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
-        """Tell other ranks this rank's error, and mark it if another rank prints it in full. Collective."""
+        """Tell other ranks this rank's error, and mark it as printed in full here or by another rank. Collective."""
         # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
@@ -150,9 +152,9 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Exchange reports; raise if one has an error or calls differ; return (one, whether a rank joined). Collective.
+        """Exchange reports; raise on an error or unequal calls; return (a working rank's, whether any joined).
 
-        ``number`` and ``place`` are those of a call that is not the last one.
+        Collective. ``number`` and ``place`` are those of a call that is not the last one.
         """
         reports = self._exchange_reports(call, None, place)
         # Errors before mismatches: bad arguments change the digest too, and the error says more.
@@ -197,7 +199,7 @@ class Agreement:
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
-        """Mark an error as known to all ranks, return it; if it was not, most get verb and rank into their text. Local.
+        """Mark an error as known to all ranks and return it; if not marked yet, add verb and rank to its text. Local.
 
         The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
         """
@@ -210,9 +212,9 @@ class Agreement:
         return settled(error)
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Extend an error in place: for Stalled ask late ranks and give up; for TransportError add this rank. May wait.
+        """Add to a Stalled's text where late ranks are, and show this rank as given up; add it to a TransportError.
 
-        It leaves other errors as they are.
+        May wait for the late ranks' answers. It leaves other errors as they are.
         """
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
@@ -227,7 +229,7 @@ class Agreement:
         error.args = (self._add_rank(str(call), call.verb, error),)
 
     def _add_rank(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text after ``begin``, unless it starts with the verb, and with this rank behind. Local."""
+        """Return an error's text after ``begin``, unless it starts with the verb, and before this rank. Local."""
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
@@ -296,7 +298,7 @@ def _difference(reports: Mapping[int, CallReport]) -> str:
 
 
 def _places(reports: Mapping[int, CallReport]) -> str:
-    """Return words for the line of each call's first rank; "" if none has a line. Local."""
+    """Return the program's lines of different calls in one text, each of its first rank; "" if there are none."""
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     calls = sorted(one for one in firsts.values() if one[1].place)
@@ -308,7 +310,7 @@ _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
 def _between(left: str | None, right: str | None) -> str:
-    """Return words for the difference of two texts, one from each call; None: that call has no such text. Local.
+    """Return words for the difference of two items of unequal calls; None: that call has no such item. Local.
 
     Of two lists of the same options, as of an updater, show only the options that differ.
     """

@@ -51,7 +51,10 @@ class Work:
         issue: Issue | None,
         awaited: bool = False,
     ) -> None:
-        """``issue`` is the call's note, if its arrays need an order; ``awaited``: its issuer is sure to wait for it."""
+        """Keep a call and the program's line that issues it; :meth:`Pending.add` queues it. Local.
+
+        ``issue`` orders its arrays' work on a GPU, or is None; ``awaited``: its issuer is sure to wait for it.
+        """
         self._pending, self._urgency, self._text, self._issue = pending, urgent, text, issue
         self._run: Callable[[], Any] | None = run if issue is None else partial(issue.run, run)
         # Of the rank's own system: in a simulation a wait for it lets other ranks run.
@@ -82,7 +85,7 @@ class Work:
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the call; return its result, or raise its error; TimeoutError after ``timeout`` seconds. Local.
+        """Wait for the call; return its result, or raise its error, now seen; TimeoutError after ``timeout`` s. Local.
 
         Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
         and raised by the next blocking call, in its place.
@@ -139,7 +142,7 @@ class Pending:
         on_worker: Callable[[], AbstractContextManager[None]] = nullcontext,
         busy: Callable[[], bool] = bool,
     ) -> None:
-        """``least`` returns the smallest of the numbers that all ranks pass; collective.
+        """Make an empty queue without a thread. ``least``, collective, returns the smallest of all ranks' numbers.
 
         The thread enters ``on_worker`` while it makes a call, and begins none while another thread's call keeps the
         store ``busy``.
@@ -292,7 +295,7 @@ class Pending:
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
-        """Mark a call as completed, and wake all who wait; note an error, and log it if nobody waits yet. Local."""
+        """Mark a call as completed, and wake all who wait; note an error as unseen, log it if nobody waits. Local."""
         if work._error is not None and not work._awaited:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:

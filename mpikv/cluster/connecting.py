@@ -44,6 +44,8 @@ _TIMEOUT, _ADDRESS = 60.0, 300
 def connect(comm: Any, config: Config) -> ProcessGroup:
     """Return a new group of the launch's ranks, or of ``comm``; may start MPI, set sys.excepthook, warn. Collective.
 
+    It also writes the names of shared files for ``mpikv run``.
+
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
             host has too little shared memory for it to start.

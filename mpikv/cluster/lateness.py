@@ -64,7 +64,7 @@ class Recorder:
     """Shows this rank's calls and their times in its slot of the board. Local; one thread at a time calls it."""
 
     def __init__(self, slot: Array, timed: bool) -> None:
-        """``slot`` is an array of one. Without ``timed``, as of a rank that waits for nobody, the clock stands at 0."""
+        """Write this rank's calls to ``slot``, an array of one; without ``timed``, as alone, the clock stands at 0."""
         # Looked up here: simulated ranks have their own.
         here = present()
         self.clock, self._processor, self._read_signs = time.monotonic_ns if timed else int, here.busy, here.signs
@@ -125,7 +125,7 @@ class Recorder:
         return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
-        """Estimate the main thread's ns on a core in ``length`` up to ``now``; may write to the board. Local."""
+        """Estimate for how many of the ``length`` ns up to ``now`` the main thread ran; may write the board's signs."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now
@@ -150,7 +150,7 @@ class Lateness:
         self._before = self._apart[:, 0, :-1].copy()
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
-        """Add calls before ``number`` to the sums, set ``next``; may log a report. Collective on several hosts."""
+        """Add calls before ``number`` to the sums, set ``next``; may log a report. Collective if on several hosts."""
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
         self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
         sums, memory = self._sum(number - 1, all_gather)

@@ -34,6 +34,7 @@ class TranslatedErrors:
     """
 
     def __init__(self, mpi: Any, doing: str) -> None:
+        """``doing`` names the task, for the text of an error."""
         self._mpi, self._doing = mpi, doing
 
     def __enter__(self) -> None:

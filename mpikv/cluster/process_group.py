@@ -38,7 +38,7 @@ class ProcessGroup:
     """
 
     def __init__(self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0) -> None:
-        """Collective over ``comm``; without one, the group is this process alone.
+        """Duplicate ``comm`` and find its hosts, collective over it; without one, the group is this process alone.
 
         If ``simulate_ranks_per_host`` is not 0, a host with more ranks is split into several hosts, which share
         nothing.
@@ -131,7 +131,7 @@ class ProcessGroup:
             return gather_texts(text, self.rank, self.size, self._all_gather)
 
     def _all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill an array, in place, with each rank's part; raise Stalled after the timeout. Collective."""
+        """Fill an array on all ranks, in place, with each rank's part; raise Stalled after the timeout. Collective."""
         nbytes = [count * buffer.itemsize for count in counts]
         parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
         wait_or_abandon(self._control.Iallgatherv(self.mpi.IN_PLACE, parts), self._control, self._timeout)

@@ -120,6 +120,7 @@ def _watch_collector() -> list[int]:
     spent = [0, 0]
 
     def note(phase: str, _: object) -> None:
+        """Add the time since a collection began, at its end."""
         now = time.monotonic_ns()
         if phase == "start":
             spent[1] = now

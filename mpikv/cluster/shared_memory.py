@@ -132,9 +132,9 @@ def wake_sleepers(address: int) -> None:
 
 
 def find_flag_fence(machine: str = platform.machine()) -> Callable[[], object] | None:
-    """Return the fence that flags in shared memory need; None on x86-64, whose own order is enough for them. Local.
+    """Return the function that orders a thread's accesses to flags in shared memory; None on x86-64: none is needed.
 
-    It orders this thread's loads and stores. x86-64 keeps the order among stores and among loads, as flags need.
+    Local. x86-64 keeps the order among stores and among loads, as flags need.
 
     Raises:
         TransportError: the system offers none for this processor.

@@ -45,6 +45,7 @@ def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
     receive = receive_shutdowns(comm, tag)
 
     def find_absent() -> list[int]:
+        """Return the ranks that have not announced their shutdown by now; does not wait."""
         library_of(comm).Request.Testall(messages)
         return sorted(set(range(comm.size)) - receive() - {comm.rank})
 
@@ -52,11 +53,12 @@ def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
 
 
 def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
-    """Return a function that receives notices, and returns all ranks that have announced their shutdown. Local."""
+    """Return a function that receives notices, not waiting, and returns the ranks that have shut down so far. Local."""
     mpi = library_of(comm)
     ranks: set[int] = set()
 
     def receive() -> set[int]:
+        """Receive the notices that have come; return all ranks that have sent one so far."""
         status = mpi.Status()
         # By source, not by any: a message of the caller's own may wait in front, and must stay where it is.
         for rank in set(range(comm.size)) - ranks:
@@ -81,7 +83,7 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
 
 
 def wait_or_abandon(request: Any, comm: Any, timeout: float) -> None:
-    """Wait for an MPI request of all ranks of ``comm``; after the timeout abandon it and raise Stalled. Collective.
+    """Wait for an MPI request of all ranks; after the timeout abandon it, tell the ranks, raise Stalled. Collective.
 
     Raises:
         Stalled: some ranks do not come, or had given up when this one came.
@@ -123,6 +125,7 @@ def abort_on_exception(mpi: Any) -> None:
     lock, stream = threading.Lock(), sys.stderr
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the error and end all ranks by MPI's Abort, which does not return."""
         with lock:
             if isinstance(sys.stderr, io.StringIO):
                 # A hook around this one, as PyTorch's, collects the text for later, and there is no later.

@@ -78,10 +78,9 @@ def hidden_from_pytest(raised: Any) -> bool:
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank; if another rank prints it, first a line, and all after some seconds. Local.
+    """Print the error that ends a rank; if another rank prints it in full, one line now, and all after some seconds.
 
-    If another rank has raised it too, print one line first. Print the rest if the job has not ended when this rank's
-    turn comes.
+    Local; sleeps. So the rest is printed only if the job has not ended when this rank's turn comes.
     """
     hide_frames(error)
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)

@@ -51,8 +51,9 @@ class Collectives:
     """
 
     def __init__(self, transport: Transport, in_pairs: bool = False, combine: Callable[..., None] = combine) -> None:
-        """``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`. On GPUs collective.
+        """Allocate a receive buffer of twice the transport's limit; collective on GPUs.
 
+        ``in_pairs``: sums have the order of :func:`~mpikv.arrays.arrays.add_in_pairs`.
         A library of arrays may be faster at what :func:`~.operations.combine` does.
         """
         self.memory = transport.memory
@@ -79,7 +80,7 @@ class Collectives:
         return fits
 
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
-        """Reduce every rank's first array of each pair, into the second; they may be the same. Collective.
+        """Fill the second array of each pair with the reduction of all ranks' first ones; both may be one. Collective.
 
         Each rank gets the same bits. Large arrays are reduced first, one by one; then small ones travel together.
         The message that may be staged is all first arrays, one after the other: with a large one, it is not small.
@@ -201,7 +202,7 @@ class Collectives:
                 wait_for(flight)
 
     def _reduce_small(self, pairs: Sequence[Pair], op: Op, staged: bool) -> None:
-        """Reduce small arrays on every rank, as many as fit in each message. Collective."""
+        """Fill the second arrays of small pairs with reductions of the first, many in a message. Collective."""
         for message in self._cut_messages(pairs):
             sends, outs = zip(*message, strict=True)
             packs = staged or len(sends) > 1 or self._transport.shared
@@ -301,5 +302,5 @@ class Collectives:
         return self._transport.send_buffers[self._transport.slot][:nbytes]
 
     def _pack(self, parts: Sequence[Array]) -> None:
-        """Copy arrays to the send buffer, one after the other. Local."""
+        """Copy arrays' bytes to the beginning of the send buffer, one after the other. Local."""
         np.concatenate([part.view(_BYTES) for part in parts], out=self._front(sum(part.nbytes for part in parts)))

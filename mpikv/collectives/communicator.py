@@ -39,9 +39,9 @@ class Standing:
         self._group.announce_end(text_of(error))
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Unless all ranks know of an error: let no later call in, and tell others, except of a deadline. Local.
+        """Unless all ranks know of an error: complete its text, let no later call in, tell others but of a deadline.
 
-        It completes the text of an error that it tells, and cuts this package's frames out of each.
+        It cuts this package's frames out of every error. Local; may wait for the answers of late ranks.
         """
         if not is_settled(error):
             self._agreement.complete_text(verb, error)
