@@ -20,7 +20,7 @@ from ..cluster.calls import ANY, Call, note, text_of_note
 from ..cluster.printing import log, print_lines
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import owned
-from ..cluster.shutdown import end_job, fail_at_end
+from ..cluster.shutdown import abandon, end_job, fail_at_end
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hide_frames, place_here
 from ..cluster.waiting import Waiting
@@ -208,7 +208,7 @@ class Check(Standing):
         try:
             self._tickets.waiting.until(is_done_now, lambda: peers)
         except BaseException as error:
-            Requests.abandon([keep])
+            abandon([keep])
             self._fail(text, error)
             raise
         finally:

@@ -19,7 +19,7 @@ from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
 from .shared_memory import allocate_shared
-from .shutdown import PATIENCE, STALLED, announce_shutdown, end_job, receive_shutdowns, wait_or_abandon
+from .shutdown import PATIENCE, STALLED, abandon, announce_shutdown, end_job, receive_shutdowns, wait_or_abandon
 from .waiting import Waiting
 
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
@@ -27,8 +27,6 @@ from .waiting import Waiting
 GONE, ENDED, ASKS, ANSWERS = _TAGS = (1, 32102, 32103, 32104)
 # Bytes of the longest text. MPI sends so short a message eagerly: the sender need not wait for the receiver.
 _LONGEST_TEXT = 500
-# Requests of sent messages. They keep the buffers alive: MPI may still read them.
-_sent: list[Any] = []
 
 
 class ProcessGroup:
@@ -169,7 +167,7 @@ class ProcessGroup:
         for rank in ranks:
             with self._counting:  # a watchdog's thread counts, too, and += of an element is several steps
                 self._counts[rank] += 1
-            _sent.append(self.comm.Isend(text, rank, tag))
+            abandon([self.comm.Isend(text, rank, tag)])
 
     def receive_notice(self, tag: int) -> tuple[int, bytes] | None:
         """Receive one message with this tag, if one has come; return (sender, text in bytes), else None. Local."""

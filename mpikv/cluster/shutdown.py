@@ -9,7 +9,7 @@ import ctypes
 import io
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from .waiting import Waiting
 _TAG, STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"
 # Seconds to wait for the messages of ranks with the same deadline, which passes a little later there.
 PATIENCE = 0.3
-# Abandoned requests. They keep the buffers alive: MPI may still read and write them.
+# Operations that nobody waits for, and so their buffers: MPI and other ranks may still read and write these.
 _abandoned: list[Any] = []
 # OMPI_MPI_STATE_FINALIZE_COMPLETED of Open MPI's enum ompi_mpi_state_t.
 _OMPI_FINALIZED = 5
@@ -90,16 +90,20 @@ def wait_or_abandon(request: Any, comm: Any, timeout: float) -> None:
     """
     try:
         Waiting(timeout).until(OfMessages(request.Test), tuple)
-    except Stalled:
-        _abandoned.append(request)
+    except BaseException as error:  # also Ctrl-C
+        abandon([request])
+        if not isinstance(error, Stalled):
+            raise
         # The other waiting ranks have the same deadline, so they announce themselves now; the rest are missing.
         missing = await_shutdown([announce_shutdown(comm, STALLED)], PATIENCE)
         waited = f"waited {timeout:.1f} s for ranks {missing}"
         text = waited if missing else "the other ranks have given up waiting for this one"
         raise Stalled(text, missing) from None
-    except BaseException:  # Ctrl-C
-        _abandoned.append(request)
-        raise
+
+
+def abandon(operations: Iterable[Any]) -> None:
+    """Keep operations that nobody waits for, and so their buffers, until the process ends. Local."""
+    _abandoned.extend(operations)
 
 
 def end_job(why: str) -> None:

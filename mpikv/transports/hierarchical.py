@@ -24,6 +24,7 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, add, zeros
 from ..cluster.process_group import ProcessGroup
+from ..cluster.shutdown import abandon
 from ..cluster.waiting import Waits
 from ..memory.host import HOST
 from ..protocols import Array, Memory
@@ -170,7 +171,7 @@ class HierarchicalTransport:
             assert not self._flying, "messages that nobody has waited for"
         except BaseException:
             for flight in self._flying.values():
-                self._requests.abandon(flight.requests)
+                abandon(flight.requests)
             raise
         finally:
             self._is_apart = False

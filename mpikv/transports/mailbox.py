@@ -22,6 +22,7 @@ import numpy as np
 from ..cluster.printing import log
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
+from ..cluster.shutdown import abandon
 from ..cluster.status_board import StatusBoard
 from ..errors import Closed, Stalled, TransportError, ValueMismatch
 from ..protocols import Array, Group
@@ -35,8 +36,6 @@ _SPINS = 20
 _LINGERS = 1000
 # Seconds between two looks for deadlines, and for ranks that have ended.
 _PATIENCE = 0.25
-# Calls that did not end well. They keep their arrays alive: MPI and other ranks may still read and write them.
-_abandoned: list[Any] = []
 
 
 Ending: TypeAlias = Callable[[BaseException | None, int], object]
@@ -240,7 +239,7 @@ class Mailbox:
         """Note present and later calls as failed and own sends as lost; then call _tell(). The lock is held."""
         self._failure = self._failure or error
         self._carrier.give_up()
-        _abandoned.extend(self._pending)
+        abandon(self._pending)  # they keep their arrays: MPI and other ranks may still read and write these
         self._ended.extend((message, self._failure) for message in self._pending)
         self._pending.clear()
 

@@ -14,13 +14,12 @@ from typing import Any
 
 from ..cluster.process_group import GONE, ProcessGroup
 from ..cluster.runtime import OfMessages, present
+from ..cluster.shutdown import abandon
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
 
 # Polls between two looks for notices of other ranks: a look takes longer than a poll.
 _LOOK_EVERY = 64
-# Abandoned requests. They keep the buffers alive: MPI may still read and write them.
-_abandoned: list[Any] = []
 
 
 def _raising(
@@ -102,7 +101,7 @@ class Requests:
             # An operation that others have left may never complete: the looks end the wait.
             self._until(OfMessages(_raising(test, partial(self._look, tuple), every)), tuple)
         except BaseException:
-            self.abandon(requests)
+            abandon(requests)
             raise
 
     @contextmanager
@@ -113,14 +112,9 @@ class Requests:
             yield started
         except BaseException:
             # They may have sent something already: the other ranks must not wait for the rest.
-            self.abandon(started)
+            abandon(started)
             self._give_up()
             raise
-
-    @staticmethod
-    def abandon(requests: Sequence[Any]) -> None:
-        """Keep for ever the memory of operations that nobody waits for any more. Local."""
-        _abandoned.extend(requests)
 
     def _give_up(self) -> None:
         """Send all other ranks, without waiting, a notice that this one has given up waiting. Local."""

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from mpikv.cluster import shutdown
 from mpikv.cluster.waiting import Waiting
 from mpikv.errors import Stalled, TransportError
-from mpikv.transports import requests
 from mpikv.transports.requests import Requests
 
 
@@ -67,7 +67,7 @@ def comm():
 @pytest.fixture
 def unfinished(monkeypatch):
     kept: list[object] = []
-    monkeypatch.setattr(requests, "_abandoned", kept)
+    monkeypatch.setattr(shutdown, "_abandoned", kept)
     return kept
 
 
