@@ -169,10 +169,10 @@ class Agreement:
             # A nonblocking call of MPI begins with this letter.
             begun = any(other.verb[0] == "I" for other in known.values())
             text = (
-                f"ranks disagree at call #{number or self.record.calls}: {_difference(known)}; "
+                f"ranks disagree at call #{number or self.record.calls}: {_describe_difference(known)}; "
                 f"{'MPI has begun the nonblocking ones' if begun else 'nothing was changed'}; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
-                f"{_places(known)}"
+                f"{_describe_places(known)}"
             )
             raise self.at_rank(call.verb, self._make_mismatch(text, known))
         return next(iter(working.values())), len(working) < len(reports)
@@ -182,7 +182,7 @@ class Agreement:
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
-                    f"{_act([rank], other)} while others have left join(), and take part only in "
+                    f"{_describe_act([rank], other)} while others have left join(), and take part only in "
                     f"{', '.join(_JOINABLE)}; every rank must enter join(), and make other calls outside of it"
                 )
                 raise self.at_rank(call.verb, self._make_mismatch(f"{text}; nothing was changed", working))
@@ -284,20 +284,20 @@ def format_error(error: BaseException, call_place: str = "") -> str:
     return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 
-def _difference(reports: Mapping[int, CallReport]) -> str:
+def _describe_difference(reports: Mapping[int, CallReport]) -> str:
     """Return one text of the first call, the next that differs, and where; at least one must differ. Local."""
     (rank, first), *others = reports.items()
     other = next(other for _, other in others if other.token != first.token)
     where = ""
     if other.text == first.text:
         sides = enumerate(zip_longest(first.parts, other.parts))
-        where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
+        where = next((f" (item {at}: {_compare(left, right)})" for at, (left, right) in sides if left != right), "")
     # Of more than two calls the first two are shown: a text for each would hide the difference.
     like = [rank for rank, one in reports.items() if one.token == other.token]
-    return f"{_act([rank], first)}; {_act(like, other)}{where}"
+    return f"{_describe_act([rank], first)}; {_describe_act(like, other)}{where}"
 
 
-def _places(reports: Mapping[int, CallReport]) -> str:
+def _describe_places(reports: Mapping[int, CallReport]) -> str:
     """Return the program's lines of different calls in one text, each of its first rank; "" if there are none."""
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
@@ -309,7 +309,7 @@ def _places(reports: Mapping[int, CallReport]) -> str:
 _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
-def _between(left: str | None, right: str | None) -> str:
+def _compare(left: str | None, right: str | None) -> str:
     """Return words for the difference of two items of unequal calls; None: that call has no such item. Local.
 
     Of two lists of the same options, as of an updater, show only the options that differ.
@@ -328,7 +328,7 @@ def _options_of(text: str) -> tuple[str, list[str]]:
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
-def _act(ranks: Sequence[int], report: CallReport) -> str:
+def _describe_act(ranks: Sequence[int], report: CallReport) -> str:
     """Return words as "rank 0 calls push(w)" for these ranks, which make one call. Local."""
     who, one = ", ".join(map(str, ranks)), len(ranks) == 1
     if report.verb == _END:

@@ -15,7 +15,7 @@ from .environment import (
     forgo_single_copy,
     free_port,
     has_one_thread,
-    is_named,
+    has_rank_variables,
     launch_by_mpi,
     launch_of,
     place_on_host,
@@ -100,7 +100,7 @@ def set_rank_variables_of_mpiexec() -> None:
         Stalled: not all ranks have come.
     """
     launch = launch_by_mpi()
-    if launch is None or launch.size == 1 or is_named() or was_forked() or _is_worker():
+    if launch is None or launch.size == 1 or has_rank_variables() or was_forked() or _is_worker():
         return
     comm = start_mpi(launch).COMM_WORLD
     place, address = place_on_host(), bytearray(_ADDRESS)

@@ -113,7 +113,7 @@ def set_rank_variables(launch: Launch | None, master: str, environ: MutableMappi
         environ.setdefault(name, value)
 
 
-def is_named(environ: Mapping[str, str] = os.environ) -> bool:
+def has_rank_variables(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process has PyTorch's variables of a rank."""
     return "RANK" in environ
 

@@ -369,7 +369,7 @@ class Inquiry:
             self._group.send_notice(str(self.number).encode(), self._asked(ranks), ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Return up to four of a host's ranks to ask; each asker's begin with another one."""
+        """Return up to four of a host's ranks to ask, beginning with another one for each asker."""
         # Each asker begins with another rank: a host is not asked through one late rank alone.
         begin = self._group.rank % len(ranks)
         return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
@@ -407,11 +407,11 @@ class Inquiry:
             heard = {rank: answer for rank, (number, answer) in self._heard.items() if number >= self.number}
             firsts = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
             if all(answer for _, answer in firsts) or here.now() >= limit:
-                return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in firsts]
+                return [answer or _answer_for(name, sorted(self._asked(ranks))) for (name, ranks), answer in firsts]
             here.nap(0.005, limit)
 
 
-def _silence(name: str, ranks: Sequence[int]) -> Answer:
+def _answer_for(name: str, ranks: Sequence[int]) -> Answer:
     """Return the answer to put for a host that sent none: its asked ranks, and a text. Local."""
     who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
     return Answer(tuple(ranks), f"host {name} {_SILENT}: its {who} late or gone, or the network is cut")
