@@ -212,7 +212,7 @@ class Agreement:
         return settled(error)
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Add to a Stalled's text where late ranks are, and show this rank as given up; add it to a TransportError.
+        """Add to a Stalled's text where late ranks are, and show this rank as given up; name it in a TransportError.
 
         May wait for the late ranks' answers. It leaves other errors as they are.
         """

@@ -46,6 +46,7 @@ class Call:
         return f"{self.verb}({self.label})"
 
     def __post_init__(self) -> None:
+        """Make the note of the verb and the keys, once for all uses."""
         object.__setattr__(self, "note", note(str(self)))
 
 

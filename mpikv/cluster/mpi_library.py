@@ -41,6 +41,7 @@ class TranslatedErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Raise TransportError from an error of MPI; let every other one pass."""
         if error is not None and isinstance(error, self._mpi.Exception):
             raise TransportError(f"MPI failed in {self._doing}: {error}") from error
 

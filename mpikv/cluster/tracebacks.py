@@ -62,6 +62,7 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        """Return the function's result, or raise its error with fewer frames."""
         __tracebackhide__ = True  # from pytest: Python 3.10 leaves this entry, whatever is cut below
         try:
             return function(*arguments, **options)

@@ -80,7 +80,7 @@ class Collectives:
         return fits
 
     def all_reduce_each(self, pairs: Sequence[Pair], op: Op, staged: bool = False) -> None:
-        """Fill the second array of each pair with the reduction of all ranks' first ones; both may be one. Collective.
+        """Fill each pair's second array with the reduction of all ranks' first ones; both may be one array. Collective.
 
         Each rank gets the same bits. Large arrays are reduced first, one by one; then small ones travel together.
         The message that may be staged is all first arrays, one after the other: with a large one, it is not small.

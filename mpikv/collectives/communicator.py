@@ -25,6 +25,7 @@ class Standing:
     """
 
     def __init__(self, agreement: Agreement, group: Group) -> None:
+        """Let calls in: there is no failure yet. Local."""
         self._agreement, self._group = agreement, group
         self._failure: Exception | None = None
 
@@ -56,6 +57,7 @@ class Communicator(Standing):
     """Makes the calls of a group of ranks, for one thread at a time. All methods are collective."""
 
     def __init__(self, collectives: Collectives, agreement: Agreement, group: Group) -> None:
+        """Keep the parts, and a copy of the present context variables, in which all calls run. Local."""
         super().__init__(agreement, group)
         self.collectives, self._quietly = collectives, quiet()
 
