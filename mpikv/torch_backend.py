@@ -26,5 +26,12 @@ def register() -> None:
 
 
 def _create(options: Any, of_backend: Any) -> Any:
-    """Return a new process group of torch.distributed; imports mpikv.torch now. Collective over its ranks."""
-    return import_module("mpikv.torch.backend").open_process_group(options)
+    """Return a new process group of torch.distributed; imports mpikv.torch now. Collective over its ranks.
+
+    PyTorch calls it, with its ``DistributedBackendOptions``.
+
+    Raises:
+        Unsupported: PyTorch is older than 2.7, or nothing can join these ranks.
+        Stalled: not all ranks have come.
+    """
+    return import_module("mpikv.torch.backend.group").MpikvProcessGroup(options)
