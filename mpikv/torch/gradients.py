@@ -15,17 +15,15 @@ from .tensors import tensor_over
 class Gradient:
     """A parameter's gradient. After the first pass ``parameter.grad`` is the store's buffer."""
 
-    __slots__ = ("array", "bucket", "buffer", "kind", "memory", "name", "parameter")
+    __slots__ = ("array", "bucket", "buffer", "kind", "name", "parameter")
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
         self.kind = _kind(parameter)
         self.array: Any = None
         """This rank's buffer of the key, once there is one."""
-        self.memory: Any = None
-        """A tensor over the buffer."""
         self.buffer: Any = None
-        """The tensor for ``parameter.grad``, over the same memory; ``model.double()`` may give it other memory."""
+        """The tensor for ``parameter.grad``, over the memory of ``array``."""
         self.bucket: Bucket
 
     def stage(self, scale: float) -> bool:
@@ -39,22 +37,18 @@ class Gradient:
         if self.buffer is None:
             self.check()
             return True
-        if self.memory.data_ptr() != self.array.ctypes.data:  # e.g. after model.share_memory()
-            self.memory = tensor_over(self.array, self.parameter)
-        grad, buffer = self.parameter.grad, self.buffer
-        kept = buffer.data_ptr() == self.memory.data_ptr()
-        if grad is buffer and kept:
-            if scale != 1.0:
-                grad.mul_(scale)
-            return True
+        grad = self.parameter.grad
+        if self.buffer.data_ptr() != self.array.ctypes.data:  # model.share_memory() and model.double() move it
+            self.buffer = tensor_over(self.array, self.parameter)
         if grad is None:
-            self.memory.zero_()
+            self.buffer.zero_()
             return False
-        self.check()
         # Scale before the sum: in half precision the sum of all ranks could overflow, and the mean would not.
-        torch.mul(grad, scale, out=self.memory)
-        self.buffer = buffer if kept else self.memory.detach()
-        self.parameter.grad = self.buffer
+        if grad is not self.buffer:
+            self.check()
+            self.parameter.grad = torch.mul(grad, scale, out=self.buffer)
+        elif scale != 1.0:
+            grad.mul_(scale)
         return True
 
     def check(self) -> None:
@@ -92,8 +86,7 @@ class Bucket:
         for gradient, array in zip(gradients, arrays, strict=True):
             # Sums arrive in the array from now on. ``parameter.grad`` is not set yet.
             gradient.bucket, gradient.array = self, array
-            gradient.memory = tensor_over(array, gradient.parameter)
-            gradient.buffer = gradient.memory.detach()
+            gradient.buffer = tensor_over(array, gradient.parameter)
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
