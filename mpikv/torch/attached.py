@@ -413,14 +413,11 @@ class Attached:
         if torch._C._current_graph_task_id() != -1:
             self._sync.forbid("optimizer.step was called in a hook of a backward; call it when backward has returned")
 
-    def _check_before_shards(self, sharded: ShardedStep) -> None:
-        """Before a sharded step: raise unless gradients were exchanged; divide newly added parameters. Collective."""
+    def _check_before_shards(self, optimizer: Any) -> None:
+        """Before a sharded step: raise on every rank unless the optimizer's gradients were exchanged. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
-        if fault := sharded.find_fault():
-            self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
-        self._check_gradients(sharded.optimizer)
-        sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
+        self._check_gradients(optimizer)
 
     def _check_gradients(self, optimizer: Any) -> None:
         """Raise ConfigError on every rank if a gradient of the step was not exchanged. Local otherwise."""

@@ -85,7 +85,7 @@ class ShardedStep:
     def __init__(
         self, kv: KVStore, prefix: str, optimizer: Any, sync: BackwardSync, check: Callable[..., None]
     ) -> None:
-        """``check`` checks before a step that the optimizer's gradients were exchanged, given this object."""
+        """``check(optimizer)`` raises on every rank, before a step, unless its gradients were exchanged."""
         self._kv, self._prefix, self.optimizer, self._sync, self._check = kv, prefix, optimizer, sync, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
@@ -101,7 +101,7 @@ class ShardedStep:
         # A method, not a function: torch's schedulers unbind it (``step.__func__``) to count its calls.
         self._method = optimizer.step = MethodType(torch.compiler.disable(step), optimizer)
         self._handles = [
-            optimizer.register_state_dict_pre_hook(self._gather_state),
+            optimizer.register_state_dict_pre_hook(lambda _: self._gather_state()),
             optimizer.register_state_dict_post_hook(lambda *_: self._cut_state()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._cut_state()),
         ]
@@ -114,7 +114,7 @@ class ShardedStep:
             self.optimizer.step = self._wrapped
         self._released = True
         try:
-            self.optimizer.state = self._gather_whole_state()
+            self._gather_state()
         finally:
             self._parts.clear()
 
@@ -153,12 +153,7 @@ class ShardedStep:
             yield {rank: (low, high) for rank, (low, high) in enumerate(ranges) if low < high}
             begin += size
 
-    def undivided(self) -> list[Any]:
-        """Return the optimizer's parameters that have a gradient but were not divided among ranks yet. Local."""
-        groups = self.optimizer.param_groups
-        return [one for group in groups for one in _with_gradient(group) if one not in self._parts]
-
-    def find_fault(self) -> Unsupported | None:
+    def _find_fault(self) -> Unsupported | None:
         """Return an Unsupported error if a parameter's strides have changed since attach, else None. Local."""
         for part in self._parts.values():
             if (strides := part.parameter.stride()) != part.strides:
@@ -179,9 +174,13 @@ class ShardedStep:
         # Before the step: these optimizers call a closure once, at the start; in the step it would find shards in place
         # of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._check(self)
+        self._check(self.optimizer)
+        if fault := self._find_fault():
+            self._kv.raise_on_all_ranks(fault, "optimizer.step")
         loss = mean_loss(self._kv, loss)
-        changed = [self._parts[one] for group in self.optimizer.param_groups for one in _with_gradient(group)]
+        trained = [one for group in self.optimizer.param_groups for one in _with_gradient(group)]
+        self.divide((self._sync.watched[one].name, one) for one in trained if one not in self._parts)
+        changed = [self._parts[one] for one in trained]
         # Before the rule changes anything: ranks that differ here may go on.
         self._kv.check_equal("\n".join(["weights", *(part.key for part in changed)]), "optimizer.step")
         with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # a user's hook may raise
@@ -254,12 +253,11 @@ class ShardedStep:
             if whole and part.shard is not None:
                 state[part.shard] = {name: _cut(part, name, value) for name, value in whole.items()}
 
-    def _gather_state(self, optimizer: Any) -> None:
-        """In a hook before ``state_dict``: put the whole parameters' state in the optimizer. Collective."""
-        optimizer.state = self._gather_whole_state()
+    def _gather_state(self) -> None:
+        """Give the optimizer the whole parameters' state, from all ranks' parts, on every rank. Collective.
 
-    def _gather_whole_state(self) -> Any:
-        """Have ranks meet if a call has failed, then return the whole parameters' state on every rank. Collective."""
+        If a call has failed, the ranks meet first.
+        """
         kv, state = self._kv, self.optimizer.state
         self._cut_state()
         self._sync.complete()
@@ -275,7 +273,7 @@ class ShardedStep:
             found = [piece[part.key] for piece in pieces if piece.get(part.key)]
             if found:
                 whole[part.parameter] = _join_state(part.parameter, found)
-        return whole
+        self.optimizer.state = whole
 
 
 def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
