@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ...cluster.calls import Call
 from ...cluster.printing import log
 from ...cluster.runtime import owned
+from ...collectives.operations import Op
 from ...engine.plan import digest
 from ...errors import Closed, MPIKVError, Stalled, Unsupported, ValueMismatch, notes, text_of
 from ...protocols import Array
@@ -30,7 +31,7 @@ from ...store.kvstore import lost_stores
 from ...transports.mailbox import Message
 from .queue import Queue, Work
 from .rendezvous import open_group
-from .tensors import Reduction, as_flat, check_kinds, check_movable, describe, join_parts, read, read_parts, split
+from .tensors import as_flat, check_kinds, check_movable, describe, join_parts, read, read_parts, reduction_of, split
 
 # Seconds that a rank waits for its pending calls, and then for the other ranks, when it ends a group.
 _PATIENCE = 5.0
@@ -155,9 +156,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
         """Issue a reduction of each tensor, in place on every rank. Collective."""
-        tensors, (op, factor) = _as_list(tensors), _reduction(options)
+        tensors, (op, factor) = _as_list(tensors), reduction_of(options)
         if tensors[0].layout == torch.sparse_coo:
-            return self._plan_sparse(tensors[0], Reduction(op, factor))
+            return self._plan_sparse(tensors[0], op, factor)
         check_kinds(op, tensors)
         arrays, put_back = as_flat(tensors, factor)
         run = partial(self._collectives.all_reduce_each, [(array, array) for array in arrays], op)
@@ -165,11 +166,11 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     allreduce_coalesced = allreduce
 
-    def _plan_sparse(self, tensor: Any, reduction: Reduction) -> _Plan:
+    def _plan_sparse(self, tensor: Any, op: Op, factor: Any) -> _Plan:
         """Plan the sum of a sparse tensor in place: each rank gathers all rows, and adds those of one index. Local."""
         check_movable(tensor._values())
-        if reduction != _reduction(None):
-            raise Unsupported(f"a sparse tensor has no {reduction.op.value} here, only a sum")
+        if op is not Op.SUM or factor is not None:
+            raise Unsupported(f"a sparse tensor has no {op.value} here, only a sum")
 
         def gather(rows: Any, numbers: Sequence[int]) -> Any:
             every = rows.new_empty((sum(numbers), *rows.shape[1:]))
@@ -193,7 +194,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
         """Issue a reduction of a tensor, in place at the root. Collective."""
-        tensors, (op, factor), root = _as_list(tensors), _reduction(options), self._root(options)
+        tensors, (op, factor), root = _as_list(tensors), reduction_of(options), self._root(options)
         check_kinds(op, tensors)
         (array,), put_back = as_flat(tensors, factor)
         run = partial(self._collectives.reduce, array, op, root)
@@ -208,7 +209,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         """
         if isinstance(outs, torch.Tensor):
             outs, ins = [outs], [ins]
-        op, factor = _reduction(options)
+        op, factor = reduction_of(options)
         check_kinds(op, [*outs, *(tensor for one in ins for tensor in _as_list(one))])
         kinds = [self._check_part(one, out) for one, out in zip(ins, outs, strict=True)]
         parts = [read_parts(one, self._size, factor) for one in ins]
@@ -484,12 +485,6 @@ def _shut_down_all() -> None:
 def _as_list(tensors: Any) -> Sequence[Any]:
     """Return a list of the tensor if it is one, else the list that was given, itself. Local."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _reduction(options: Any) -> Reduction:
-    """Return the operation and factor that PyTorch's options name; the sum if they name none. Local."""
-    asked = getattr(options, "reduceOp", options)
-    return Reduction.of(dist.ReduceOp.SUM if asked is None else asked)
 
 
 def _kind(tensor: Any) -> str:

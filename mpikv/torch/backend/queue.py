@@ -34,10 +34,10 @@ from ...errors import Closed, Unsupported, noted
 class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch, so of no known type
     """A call, and its result. All methods are local."""
 
-    def __init__(self, describe: Callable[[], str], result: Any, queue: Queue) -> None:
-        """``describe`` returns the text of the call. The queue learns that somebody has seen the error."""
+    def __init__(self, text: Callable[[], str], result: Any, queue: Queue) -> None:
+        """``text`` returns the call with its operands. The queue learns that somebody has seen the error."""
         super().__init__()
-        self._describe, self.place = describe, ""
+        self.text, self.place = text, ""
         self.source = -1
         """The rank that sent what was received."""
         self.help: Callable[[float], object] | None = None
@@ -50,12 +50,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         self._future: Any = None
 
     def __repr__(self) -> str:
-        return f"<mpikv Work {self.text} {'failed' if self._error else 'done' if self._done else 'pending'}>"
-
-    @property
-    def text(self) -> str:
-        """The call with its operands, as a text."""
-        return self._describe()
+        return f"<mpikv Work {self.text()} {'failed' if self._error else 'done' if self._done else 'pending'}>"
 
     def finish(self, error: BaseException | None = None, source: int = -1) -> None:
         """Mark the call as done, well or with an error, and run the functions that were given to its future. Local.
@@ -94,11 +89,11 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
         if self.help is not None:
             self.help(seconds if seconds > 0 else math.inf)
         else:
-            self._queue.check_progress(self.text)
+            self._queue.check_progress(self.text())
             with self._queue.changed:
                 self._queue.changed.wait_for(lambda: self._done, seconds if seconds > 0 else None)
         if not self._done:
-            raise TimeoutError(f"{self.text} has not completed after {seconds:g} s; it is still running")
+            raise TimeoutError(f"{self.text()} has not completed after {seconds:g} s; it is still running")
 
     def get_future(self) -> Any:
         """Return the ``torch.futures.Future`` of the result. Local.
@@ -173,7 +168,7 @@ class Queue:
             return work
         with self.changed:
             if self._ended:
-                raise Closed(f"{work.text}: the process group was shut down")
+                raise Closed(f"{work.text()}: the process group was shut down")
             at_once = waits and not self._calls and not self._busy
             if at_once:
                 self._busy = True
@@ -248,7 +243,7 @@ class Queue:
             run()
         except BaseException as error:
             if isinstance(error, Exception):
-                self._unseen = error, work.text
+                self._unseen = error, work.text()
             work.finish(error)
         else:
             work.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,21 +32,22 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _FEW, _BLOCK = 1 << 13, 1 << 15
 
 
-class Reduction(NamedTuple):
-    """An operation, and the factor of each term, a number or a tensor; None is 1."""
+def reduction_of(options: Any) -> tuple[Op, Any]:
+    """Return the reduction that PyTorch's options name, by default the sum, and each term's factor or None. Local.
 
-    op: Op
-    factor: Any = None
+    The factor is a number or a tensor.
 
-    @classmethod
-    def of(cls, asked: Any) -> Reduction:
-        """Return the operation and any factor that PyTorch's ``ReduceOp`` names; KeyError for one unknown here. Local.
+    Raises:
+        KeyError: there is no such reduction here.
 
-        >>> Reduction.of(dist.ReduceOp.AVG)
-        Reduction(op=<Op.MEAN: 'mean'>, factor=None)
-        """
-        kind, factor = dist.ReduceOp(asked).__getstate__() if isinstance(asked, _KIND) else asked.__getstate__()
-        return cls(_OPS.get(kind.name) or Op[kind.name], factor)
+    >>> reduction_of(dist.ReduceOp.AVG)
+    (<Op.MEAN: 'mean'>, None)
+    """
+    asked = getattr(options, "reduceOp", options)
+    if asked is None or isinstance(asked, dist.ReduceOp.RedOpType):
+        asked = dist.ReduceOp(dist.ReduceOp.SUM if asked is None else asked)
+    kind, factor = asked.__getstate__()
+    return _OPS.get(kind.name) or Op[kind.name], factor
 
 
 def check_kinds(op: Op, tensors: Iterable[Any]) -> None:
@@ -62,9 +63,6 @@ def _check_kind(op: Op, kind: Any) -> None:
         check_reduction(op, flat(torch.empty(0, dtype=kind)).dtype)
     elif not (kind.is_complex and op.adds):
         raise Unsupported(f"there is no {op.value} of {kind} here; convert the tensor first")
-
-
-_KIND = dist.ReduceOp.RedOpType
 
 
 def describe(tensor: Any) -> str:
