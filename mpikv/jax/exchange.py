@@ -112,7 +112,7 @@ class _Outline:
     """The structure of a tree; the ranks of a store compare it."""
 
     def __init__(self, tree: Any, prefix: str) -> None:
-        """Names of leaves begin with ``prefix``."""
+        """Note a tree's nodes, and name its leaves, beginning with ``prefix``. Local."""
         self.prefix, self.agreed = prefix, False
         """``agreed``: all ranks have brought such a tree in one call."""
         self.nodes = list(_list_nodes(tree))
@@ -185,7 +185,7 @@ def refuse(kv: KVStore, error: Exception, verb: str) -> NoReturn:
 
 
 def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]) -> Any:
-    """Return a function of leaves by which compiled code calls the host; the exit then waits for such code. Local."""
+    """Return a function of leaves by which compiled code runs ``call`` on the host; the exit waits for it. Local."""
     # atexit runs the last function first: so this one runs before the store closes, since the store came earlier.
     atexit.unregister(_await_compiled)
     atexit.register(_await_compiled)
@@ -245,9 +245,9 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
 
 
 def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
-    """Compare a tree that is new to the store node by node, and init keys for it if the store keeps any. Collective.
+    """Compare a new tree, or new shapes, node by node; init keys if the store keeps any; do nothing for a known one.
 
-    It does nothing for a known one.
+    Collective if new, and so on all ranks or none.
     """
     # Without the comparison, the store would report different names of leaves, but not the node that differs.
     known = _kinds.setdefault(kv, {})

@@ -117,7 +117,7 @@ class Attached:
     """A model with gradients averaged over the ranks of a store. :func:`attach` makes it."""
 
     def __init__(self, kv: KVStore, own: bool, model: Any, optimizer: Any, options: _Options) -> None:
-        """Collective. Use :func:`attach`."""
+        """Attach the model, on all ranks or on none; ``own``: its end closes ``kv``. Collective; for :func:`attach`."""
         self.kv = kv
         """The store: its rank, its size and its other facts."""
         self._model, self._options = model, options
@@ -142,11 +142,12 @@ class Attached:
         kv.before_close.append(self._remains)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
-        """Become None in copies and pickles of a parameter."""
+        """Have a copy or pickle of a parameter hold None in place of the attachment. Local."""
         return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
-        """Check and compare options and models, take the root's tensors; return parameters by name. Collective.
+        """Check and compare options and models; fill tensors with the root's; return the model's parameters by name.
+        Collective.
 
         The check comes before the first meeting, and raises here alone. So it relies on the caller's
         :func:`raising_on_all`.
@@ -167,7 +168,7 @@ class Attached:
         return named
 
     def _prepare(self) -> None:
-        """Make the objects for passes and steps; hook the optimizers; register how each is undone. Collective."""
+        """Make objects for passes and steps; hook the optimizers; register how each is undone. Collective."""
         kv, ending, optimizers = self.kv, self._ending, self._optimizers
         update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
@@ -225,7 +226,7 @@ class Attached:
             self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
-        """Of trained parameters cut shards, hook gradients, note the owner; watch all. Collective with shards."""
+        """Hook trained parameters, set their owner, divide them if sharded; watch all. Collective if sharded."""
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
         for sharded in self._sharded:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
@@ -260,7 +261,7 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block: let ranks have unequal numbers of batches; at its end copy a rank with most. Collective.
+        """In a with block: let ranks have unequal numbers of batches; then copy the state of one with most. Collective.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -298,7 +299,7 @@ class Attached:
             sync.blocking = before
 
     def _catch_up(self) -> None:
-        """Copy buffers, and after unequal passes weights and optimizer states, of a rank with most. Collective."""
+        """Overwrite buffers, and after unequal passes all state, by those of a rank with most passes. Collective."""
         kv, sync, model = self.kv, self._sync, self._model
         kv.barrier()  # with the store's deadline: MPI's allgather would wait for a missing rank for ever
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
@@ -311,7 +312,7 @@ class Attached:
         sync.weights.forget()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Keep model, optimizers and generators; return an iterator, as :meth:`mpikv.KVStore.steps`. Collective.
+        """Have the store keep model and optimizers; return the iterator of :meth:`mpikv.KVStore.steps`. Collective.
 
         It keeps model and optimizers, and PyTorch's, numpy's and Python's own generators. ``kept`` names
         other objects that a step changes: ``scheduler=scheduler, scaler=scaler``. Each rank keeps its own copies. With
@@ -337,7 +338,7 @@ class Attached:
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state dicts of the model and its optimizers, or of shards this rank's part. Local."""
+        """Return the state dicts of the model and of its optimizers; of sharded ones this rank's part. Local."""
         # A whole state of shards would be a collective call.
         of_optimizers = [one.part_state() for one in self._sharded] or [one.state_dict() for one in self._optimizers]
         return {"model": self._model.state_dict(), "optimizers": of_optimizers}
@@ -350,7 +351,7 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, remove hooks, move gradients to own memory, free the store's. Collective.
+        """End the averaging: compare ranks, remove hooks, copy gradients out of the store, free its keys. Collective.
 
         Idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of
@@ -379,9 +380,8 @@ class Attached:
         }
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
-        """In a hook before a step: count it, and raise unless gradients were exchanged, or return a closure that does.
-
-        Collective unless a closure is given.
+        """In a hook before a step: count it, and raise on all ranks unless gradients were exchanged; return None.
+        With a closure only count, and return new (arguments, options) with one that checks. Collective without.
         """
         sync = self._sync
         self._refuse_in_backward()
@@ -401,7 +401,7 @@ class Attached:
         return None
 
     def _run_closure(self, optimizer: Any, closure: Any) -> Any:
-        """Run the closure, check that its gradients were exchanged, return the mean of its loss. Collective."""
+        """Run a closure; raise on all ranks unless its gradients were exchanged; return its mean loss. Collective."""
         self._sync.weights.accept()  # LBFGS changes weights between its calls of the closure
         loss = closure()
         self._sync.complete()
@@ -409,12 +409,12 @@ class Attached:
         return mean_loss(self.kv, loss)
 
     def _refuse_in_backward(self) -> None:
-        """Raise Unsupported on every rank if a backward runs here. Local otherwise."""
+        """Raise Unsupported on every rank if this thread is in a backward. Local otherwise."""
         if torch._C._current_graph_task_id() != -1:
             self._sync.forbid("optimizer.step was called in a hook of a backward; call it when backward has returned")
 
     def _check_before_shards(self, optimizer: Any) -> None:
-        """Before a sharded step: raise on every rank unless the optimizer's gradients were exchanged. Collective."""
+        """Before a sharded step: raise on all ranks in a backward, or if a gradient was not exchanged. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
         self._check_gradients(optimizer)
@@ -445,6 +445,7 @@ class _Remains:
     """An attachment's memory in its store. It holds no reference to the model, since the store keeps it to the end."""
 
     def __init__(self, attached: Attached, own: bool) -> None:
+        """Refer to an attachment weakly; ``own``: its store was made for it, and :meth:`free` closes that. Local."""
         self.kv, self.own, self.attached = attached.kv, own, ref(attached)
         self.number = -1
         """Number of the attachment in its store, or among the stores made by attach, from 0 on; the same on every rank.
@@ -458,7 +459,7 @@ class _Remains:
         return f"torch{self.number}/"
 
     def __call__(self) -> None:
-        """Compare the ranks when the store closes without :meth:`Attached.detach`. Collective."""
+        """As the store closes: raise RankMismatch if ranks differ, unless one has dropped its model. Collective."""
         sync = None if (attached := self.attached()) is None else attached._sync
         # First, as garbage collection runs at different times: another rank may have its model still.
         if not self.kv.any_rank(sync is None) and sync is not None:
@@ -481,7 +482,7 @@ class _Remains:
 
 
 def _free_dropped(new: _Remains) -> None:
-    """Free the memory of models that every rank has dropped; set ``new.number``, the same on all ranks. Collective."""
+    """Free keys or own stores of models that every rank has dropped; set ``new.number``, alike on all. Collective."""
     kv = new.kv
     stores = open_stores() if new.own else [kv]
     listed = [one for store in stores for one in store.before_close if isinstance(one, _Remains)]
@@ -497,7 +498,7 @@ def _free_dropped(new: _Remains) -> None:
 
 
 def _unwrap(optimizer: Any) -> Any:
-    """Return the torch optimizer inside of a wrapper, such as Accelerate's and Lightning's. Local."""
+    """Return the torch optimizer in a wrapper, such as Accelerate's or Lightning's, else the object itself. Local."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

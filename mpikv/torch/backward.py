@@ -71,8 +71,8 @@ class BackwardSync:
         model_buffers: ModelBuffers | None,
         weights: Weights,
     ) -> None:
-        """``sums`` sums gradients, and ``kv`` makes all other calls; they differ only with compression. Without
-        ``bucket_bytes`` one call at the end of a pass sends all gradients.
+        """Have ``sums`` sum gradients, and ``kv`` make all other calls; they differ only with compression. Without
+        ``bucket_bytes`` one call at the end of a pass sends all gradients. Local.
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
@@ -265,7 +265,7 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Make missing buckets, send the rest, zeros for absent gradients; return a bool each: present. Collective."""
+        """Make missing buckets, send the rest, zeros for absent gradients; return each one's presence. Collective."""
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -296,7 +296,7 @@ class BackwardSync:
         return sum(store.count_failed() for store in {self._sums, self._kv})
 
     def complete(self) -> None:
-        """After a broken pass or failed call: fail the other ranks' pass, wait for all, count anew. Collective then."""
+        """Only after a broken pass or failed call: fail others' pass, meet all ranks, count anew. Collective then."""
         if self._task is None and self._count_failed() == self._failed_then:
             return
         if self._task == torch._C._current_graph_task_id():
@@ -359,7 +359,7 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare the ranks' passes; set a gradient that this rank lacks to the mean, or None if all do. Collective."""
+        """Compare ranks' passes; set gradients that this rank lacks to the mean, or None if all lack it. Collective."""
         self._compare(brought)
         if all(brought):
             return

@@ -18,6 +18,7 @@ class Gradient:
     __slots__ = ("array", "bucket", "buffer", "kind", "name", "parameter")
 
     def __init__(self, name: str, parameter: Any) -> None:
+        """Note the parameter's dtype, shape and device; a :class:`Bucket` gives it a buffer later. Local."""
         self.name, self.parameter = name, parameter
         self.kind = _kind(parameter)
         self.array: Any = None
@@ -27,7 +28,7 @@ class Gradient:
         self.bucket: Bucket
 
     def stage(self, scale: float) -> bool:
-        """Scale ``parameter.grad`` into the buffer, which takes its place; zero it and return False if None. Local.
+        """Scale ``parameter.grad`` into the buffer, its replacement; if None, zero the buffer and return False. Local.
 
         ``parameter.grad`` becomes the buffer, and the sum arrives there. Before there is a buffer, it is only checked.
 
@@ -80,6 +81,7 @@ class Bucket:
     """Gradients of one call."""
 
     def __init__(self, keys: Sequence[str], gradients: Sequence[Gradient], arrays: Sequence[Array]) -> None:
+        """Give gradients this bucket, and buffers in the store, ``arrays``; leave ``parameter.grad``. Local."""
         self.keys, self.arrays = list(keys), list(arrays)
         self.gradients, self.missing = gradients, len(gradients)
         self.nbytes = sum(array.nbytes for array in arrays)

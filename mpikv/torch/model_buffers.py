@@ -15,7 +15,7 @@ class ModelBuffers:
     """Copies the root's buffers by a sum with zeros from all other ranks: one row for each dtype."""
 
     def __init__(self, kv: KVStore, prefix: str, model: Any) -> None:
-        """Collective."""
+        """Find the model's buffers, and init a key for each dtype; Unsupported if elements share memory. Collective."""
         self._is_root = kv.is_root
         self._places: dict[Any, list[tuple[Any, str, str]]] = {}
         """For each dtype the buffers as (module's dict, name, full name): a module may replace a tensor later."""

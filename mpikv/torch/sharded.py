@@ -38,7 +38,7 @@ def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
 
 
 def check_shardable(optimizer: Any) -> None:
-    """Raise Unsupported unless its type is known to update each element, or each parameter, by itself. Local.
+    """Raise Unsupported unless this type of optimizer updates each element, or parameter, by itself. Local.
 
     >>> check_shardable(torch.optim.LBFGS([torch.zeros(2)]))
     Traceback (most recent call last):
@@ -85,7 +85,7 @@ class ShardedStep:
     def __init__(
         self, kv: KVStore, prefix: str, optimizer: Any, sync: BackwardSync, check: Callable[..., None]
     ) -> None:
-        """``check(optimizer)`` raises on every rank, before a step, unless its gradients were exchanged."""
+        """Replace ``optimizer.step``, hook its state dicts; ``check(optimizer)`` raises before a bad step. Local."""
         self._kv, self._prefix, self.optimizer, self._sync, self._check = kv, prefix, optimizer, sync, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
@@ -211,7 +211,7 @@ class ShardedStep:
                     part.shard.grad = None
 
     def _exchange(self, parts: Sequence[_Part]) -> None:
-        """Overwrite the others' parts of these parameters by those that they have updated. Collective."""
+        """Send this rank's updated parts of these parameters, and overwrite the rest by the others'. Collective."""
         if self._kv.size > 1:
             owned: list[list[Any]] = [[] for _ in range(self._kv.size)]
             for part in parts:
@@ -225,7 +225,7 @@ class ShardedStep:
     # --- State
 
     def part_state(self) -> dict[str, Any]:
-        """Return the options, and the state of this rank's part: its own tensors, not copies. Local."""
+        """Return the optimizer's options and the state of this rank's part: own tensors, not copies. Local."""
         groups = [
             {name: one for name, one in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]
@@ -234,7 +234,7 @@ class ShardedStep:
         return {"groups": groups, "parts": {part.key: self.optimizer.state.get(part.shard, {}) for part in owned}}
 
     def take_part_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the options and this rank's state by a result of :meth:`part_state`. Local."""
+        """Replace the optimizer's options and this rank's state by a result of :meth:`part_state`. Local."""
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         for part in self._parts.values():

@@ -34,7 +34,7 @@ _ADVICE = (
 
 
 def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
-    """Overwrite tensors by the root's, in place, by way of keys that are deleted again. Collective."""
+    """Overwrite tensors, in place, by the root's; the store has keys for them meanwhile. Collective."""
     with torch.no_grad():
         rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
         if rows:
@@ -71,6 +71,7 @@ class Weights:
     """The parameters of a model, trained or frozen, and the loaded states of its optimizers."""
 
     def __init__(self, kv: KVStore, prefix: str, optimizers: Iterable[Any]) -> None:
+        """Hook loads of optimizer states; the tensors come by :meth:`watch`. Local."""
         self._kv, self._key = kv, f"{prefix}*weights"
         self._tensors: dict[str, Any] = {}
         self.optimizers = list(optimizers)
@@ -164,7 +165,7 @@ class Weights:
         return differ
 
     def _note_loaded_state(self, optimizer: Any) -> None:
-        """In a hook: note that an optimizer has loaded a state, and a sum over it. Local.
+        """In a hook after an optimizer has loaded a state: note that, with a sum over the state. Local.
 
         This hook runs first, before a sharded step cuts the state.
         """

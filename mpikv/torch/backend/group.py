@@ -60,6 +60,8 @@ def _issued(verb: str, operands: int) -> Callable[[Callable[..., _Plan]], Callab
     """
 
     def decorate(plan: Callable[..., _Plan]) -> Callable[..., Work]:
+        """Return a method that tells operands from options, issues the plan, and returns its Work. Local."""
+
         @wraps(plan)
         def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
             _keep_dynamo_out()
@@ -96,7 +98,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     options = None
 
     def __init__(self, given: Any) -> None:
-        """Collective over the ranks of the group. ``given`` are PyTorch's ``DistributedBackendOptions``."""
+        """Connect a group's ranks, by PyTorch's ``DistributedBackendOptions``; the exit ends it. Collective."""
         self._rank, self._size = given.group_rank, given.group_size
         super().__init__(self._rank, self._size)
         self._name, self._timeout = given.group_id, given.timeout
@@ -118,9 +120,9 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     # --- The way of every call
 
     def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
-        """Plan a call, and queue it, or make it now if the caller waits; return its handle. Collective.
+        """Plan a call; queue it, or make it now if the caller waits; return its Work. Collective.
 
-        A mistake is raised on every rank then.
+        A mistake of one rank becomes the error of the Work on every rank.
         """
         self._check_open(verb)
         mistake: Exception | None = None
@@ -134,6 +136,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         seconds = (timeout if timeout and timeout > timedelta(0) else self._timeout).total_seconds()
 
         def make() -> None:
+            """Make the call, or refuse it on all ranks after a mistake or an earlier, unseen error. Collective."""
             self._meeting.deadline.timeout = seconds
             error = self._queue.take_failure() or mistake
             if error is not None:
@@ -155,7 +158,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
-        """Issue a reduction of each tensor, in place on every rank. Collective."""
+        """Plan a reduction of each tensor, in place on every rank; the decorator issues it. Collective."""
         tensors, (op, factor) = _as_list(tensors), reduction_of(options)
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], op, factor)
@@ -173,6 +176,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
             raise Unsupported(f"a sparse tensor has no {op.value} here, only a sum")
 
         def gather(rows: Any, numbers: Sequence[int]) -> Any:
+            """Return a new tensor of all ranks' rows, ``numbers[r]`` of rank r, in rank order. Collective."""
             every = rows.new_empty((sum(numbers), *rows.shape[1:]))
             every.split(numbers)[self._rank].copy_(rows)
             width = read(rows.new_empty((1, *rows.shape[1:]))).size
@@ -180,6 +184,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
             return every
 
         def run(_: bool) -> None:
+            """Overwrite the tensor by the sum of all ranks'. Collective."""
             mine = tensor.detach().coalesce()
             numbers = np.zeros(self._size, np.int64)
             numbers[self._rank] = len(mine.values())
@@ -193,7 +198,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
-        """Issue a reduction of a tensor, in place at the root. Collective."""
+        """Plan a reduction of a tensor, in place at the root; the decorator issues it. Collective."""
         tensors, (op, factor), root = _as_list(tensors), reduction_of(options), self._root(options)
         check_kinds(op, tensors)
         (array,), put_back = as_flat(tensors, factor)
@@ -203,7 +208,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("reduce_scatter", 2)
     def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a reduction of every rank's r-th part into the output of rank r. Collective.
+        """Plan a reduction of every rank's r-th part into the output of rank r; the decorator issues it. Collective.
 
         For one output or each of a list. The input of an output is a list of tensors, or one in equal parts.
         """
@@ -216,6 +221,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         arrays, put_back = as_flat(outs)
 
         def run(staged: bool) -> None:
+            """Fill each output with the reduction of its parts. Collective."""
             for array, sends in zip(arrays, parts, strict=True):
                 self._collectives.reduce_scatter(sends, array, op, staged)
 
@@ -228,7 +234,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("broadcast", 1)
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
-        """Issue a copy of the root's tensor to every rank's. Collective."""
+        """Plan a copy of the root's tensor to every rank's; the decorator issues it. Collective."""
         tensors, root = _as_list(tensors), self._root(options)
         (array,), put_back = as_flat(tensors)
         run = partial(self._collectives.broadcast, array, root)
@@ -236,7 +242,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a copy of every rank's input to all ranks' ``outs``. Collective.
+        """Plan a copy of every rank's input to all ranks' ``outs``; the decorator issues it. Collective.
 
         For one input or each of a list. The output of an input is a list of tensors, or one in equal parts.
         """
@@ -247,6 +253,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         sends = [read(tensor) for tensor in ins]
 
         def run(staged: bool) -> None:
+            """Fill each output with all ranks' inputs. Collective."""
             for (array, counts, put_back), send in zip(targets, sends, strict=True):
                 own = split(array, counts)[self._rank]
                 if own.ctypes.data != send.ctypes.data:  # FSDP passes the part itself
@@ -261,12 +268,12 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
 
     def allgather_coalesced(self, outs: Any, ins: Any, options: Any = None) -> Work:
-        """Issue copies of every rank's inputs to all; ``outs``: per rank a list, one for each input. Collective."""
+        """Issue copies of every rank's inputs to all; ``outs[r]`` lists rank r's; return the Work. Collective."""
         return self.allgather([list(row) for row in zip(*outs, strict=True)], ins, options)
 
     @_issued("gather", 2)
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a copy of every rank's tensor to the root. Collective."""
+        """Plan a copy of every rank's tensor to the root; the decorator issues it. Collective."""
         root, send = self._root(options), read(ins[0])
         arrays, put_back = as_flat(self._one_each(outs[0]) if self._rank == root else [])
         run = partial(self._collectives.gather, send, arrays or None, root)
@@ -274,7 +281,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a copy of the root's r-th tensor to rank r. Collective."""
+        """Plan a copy of the root's r-th tensor to rank r; the decorator issues it. Collective."""
         root, ((array,), put_back) = self._root(options), as_flat(outs)
         sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
         run = partial(self._collectives.scatter, sends, array, root)
@@ -282,12 +289,15 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Issue a copy of this rank's r-th tensor to rank r, for every r. Collective."""
+        """Plan a copy of this rank's r-th tensor to rank r, for every r; the decorator issues it. Collective."""
         return self._plan_all_to_all(outs, ins, outs)
 
     @_issued("all_to_all", 4)
     def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
-        """Issue a copy of the r-th rows of this rank's tensor to rank r; by default equally many. Collective."""
+        """Plan a copy of this rank's r-th rows to rank r, for every r; the decorator issues it. Collective.
+
+        Ranks get equally many rows by default.
+        """
         return self._plan_all_to_all(self._cut(out, out_rows), self._cut(tensor, in_rows), [out])
 
     alltoall_base = all_to_all_single
@@ -300,7 +310,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return _Plan((_kind(ins[0]),), lambda _: run(), result, put_back=put_back)
 
     def _cut(self, tensor: Any, rows: Sequence[int]) -> Any:
-        """Return the parts of a tensor for each rank, along its first dimension; raise if not all of it. Local."""
+        """Return views of a tensor's rows, by default equally many a rank; ValueMismatch if some are left. Local."""
         rows = list(rows) or [len(tensor) // self._size] * self._size
         if sum(rows) != len(tensor):
             raise ValueMismatch(f"{describe(tensor)} cannot be cut into {rows} rows, one part for each rank")
@@ -308,26 +318,27 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("barrier", 0)
     def barrier(self, options: Any) -> _Plan:
-        """Issue a call that completes when every rank has made it. Collective."""
+        """Plan a call that completes when every rank has made it; the decorator issues it. Collective."""
         return _Plan((), lambda staged: None, [])
 
     # --- Messages between two ranks, not in the order of the calls above
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
-        """Begin to send a tensor to one rank, and return the handle. Local."""
+        """Begin to send a tensor to one rank, and return its Work. Local."""
         work = self._message("send", tensors, f"to {to}", tag)
         return self._follow(work, self._meeting.mailbox.send(read(tensors[0]), to, tag, work.finish))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
-        """Begin to receive a tensor from any rank, and return the handle. Local."""
+        """Begin to receive into a tensor from any rank, and return its Work. Local."""
         return self.recv(tensors, None, tag)
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> Work:
-        """Begin to receive a tensor from one rank, or for None from any, and return the handle. Local."""
+        """Begin to receive into a tensor from one rank, or for None from any; return its Work. Local."""
         work = self._message("recv", tensors, "from any" if source is None else f"from {source}", tag)
         (array,), put_back = as_flat(tensors)
 
         def end(error: BaseException | None, source: int) -> None:
+            """Copy what has arrived to the tensor, and complete the Work. Local."""
             if error is None:
                 put_back()
             work.finish(error, source)
@@ -335,7 +346,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return self._follow(work, self._meeting.mailbox.receive(array, source, tag, end))
 
     def _message(self, verb: str, tensors: Any, way: str, tag: int) -> Work:
-        """Return the handle of a message that is not begun yet; raise if the group has ended. Local."""
+        """Return the Work of a message that is not begun yet; raise if the group has ended. Local."""
         self._check_open(verb)
         self._communicator.check_usable()
 
@@ -353,10 +364,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     # --- Mistakes that every rank can make, and common facts
 
     def _check_part(self, whole: Any, part: Any) -> str:
-        """Return dtype and sizes of ``whole`` as a text; ValueMismatch unless ``part`` is this rank's of it. Local.
-
-        ValueMismatch unless ``part`` fits.
-        """
+        """Return dtype and sizes of ``whole`` as a text; ValueMismatch unless ``part`` is this rank's of it. Local."""
         if isinstance(whole, torch.Tensor):
             sizes, kinds = [whole.numel() // self._size] * self._size, {whole.dtype}
             fits = whole.numel() == part.numel() * self._size
@@ -410,11 +418,11 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return [torch.device("cpu")]
 
     def supports_tensor_alloc(self, device: Any) -> bool:
-        """Return False: there is no memory of the group for tensors."""
+        """Return False: the group has no memory of its own for tensors. Local."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the deadline of calls without one of their own. Local."""
+        """Set the deadline of later calls without one of their own. Local."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -422,7 +430,10 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     # --- The end
 
     def shutdown(self) -> None:
-        """End the group, and free its memory if all ranks come within seconds. Collective, idempotent."""
+        """End the group; free its memory if all ranks come within seconds, else tell them; log any unseen error.
+
+        Collective, idempotent. It raises nothing for a rank that does not come.
+        """
         if self._why or os.getpid() != self._process:
             return
         self._why = "the process group was destroyed"
@@ -442,7 +453,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
             log("%s: %s", type(unseen).__name__, "; ".join([text_of(unseen), *notes(unseen)]), level=logging.ERROR)
 
     def abort(self) -> None:
-        """End the group on this rank alone, and make a call that waits raise. Local."""
+        """End the group on this rank alone, tell the others, and make a waiting call raise. Local; idempotent."""
         if not self._why:
             self._why = "the process group was aborted"
             self._give_up("it has aborted the process group")
@@ -483,7 +494,7 @@ def _shut_down_all() -> None:
 
 
 def _as_list(tensors: Any) -> Sequence[Any]:
-    """Return a list of the tensor if it is one, else the list that was given, itself. Local."""
+    """Return ``[tensor]`` for one tensor, and a list itself. Local."""
     return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 

@@ -35,7 +35,7 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
     """A call, and its result. All methods are local."""
 
     def __init__(self, text: Callable[[], str], result: Any, queue: Queue) -> None:
-        """``text`` returns the call with its operands. The queue learns that somebody has seen the error."""
+        """Describe a pending call: ``text()`` returns it with its operands; ``result``: the tensors that it fills."""
         super().__init__()
         self.text, self.place = text, ""
         self.source = -1
@@ -156,7 +156,7 @@ class Queue:
         self._unseen: tuple[Exception, str] | None = None
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call here in the queue's thread, or if it ``waits`` and none is pending; else queue it; return work.
+        """Make a call here in the queue's thread, or if it ``waits`` while none is pending; else queue it. Return work.
 
         ``waits``: the caller waits at once.
 

@@ -44,7 +44,7 @@ class Meeting:
     """What the ranks of a group share."""
 
     def __init__(self, group: Group, config: Config, problem: Exception | None) -> None:
-        """Compare settings, and open what is shared; raise on all ranks if one has a problem. Collective."""
+        """Compare settings; open transport, board and mailbox; raise on all ranks if one has a problem. Collective."""
         if not group.threads:
             problem = problem or Unsupported(
                 "the backend 'mpikv' needs MPI_THREAD_MULTIPLE, since it calls MPI in several threads, and MPI was "
@@ -102,7 +102,7 @@ class StoreTexts:
     """Texts of ranks that share PyTorch's Store."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Sequence[int]) -> None:
-        """``timeout`` is in seconds. ``names`` are the numbers of the ranks for messages."""
+        """Refer to PyTorch's Store; ``timeout`` in seconds; ``names``: the ranks' numbers among all. Local."""
         self._store, self._rank, self._size, self._timeout, self.names = store, rank, size, timeout, names
 
     def exchange(self, text: str) -> list[str]:
@@ -125,7 +125,7 @@ class StoreTexts:
             raise self._explain(keys, error) from error
 
     def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
-        """Return the error to raise: Stalled with the missing ranks; TransportError if the store fails. Local."""
+        """Return the error to raise: Stalled if the store lacks texts of ranks, TransportError if it fails. Local."""
         try:
             missing = [rank for rank, key in zip(self.names, keys, strict=False) if not self._store.check([key])]
         except RuntimeError:  # the process that has the store has ended

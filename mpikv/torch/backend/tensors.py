@@ -129,9 +129,9 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 
 def as_flat(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return tensors as flat arrays to overwrite, copied if not dense or scaled, and put_back; or raise. Local.
+    """Return flat arrays over tensors to fill, copies of some, and a function that copies these back; or raise. Local.
 
-    ``put_back()`` writes the copies to their tensors.
+    A tensor that is not dense, or has a factor, is copied.
 
     Raises:
         Unsupported: a tensor is not on the host, not strided, or expanded.
@@ -142,6 +142,7 @@ def as_flat(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Ca
     copied = [(tensor, one) for tensor, one in zip(own, dense, strict=True) if one is not tensor]
 
     def put_back() -> None:
+        """Overwrite the tensors that were copied by their copies. Local."""
         for tensor, one in copied:
             tensor.copy_(one)
 
@@ -158,7 +159,7 @@ def split(array: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
-    """Return an array for each of ``size`` ranks: of a list of tensors, or of one in equal parts. Local."""
+    """Return an array to read for each of ``size`` ranks: of a list of tensors, or of one in equal parts. Local."""
     if not isinstance(operand, torch.Tensor):
         return [read(tensor, factor) for tensor in operand]
     array = read(operand, factor)
@@ -166,9 +167,9 @@ def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
 
 
 def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
-    """Return an array to receive ``size`` parts, their sizes, and a function that copies them to ``operand``. Local.
+    """Return an array to receive ``size`` parts, their sizes, and a function that copies it to ``operand``. Local.
 
-    It copies them to where they belong: to a list of tensors, or to one in equal parts.
+    The operand is a list of tensors, or one in equal parts; if that is dense, the array is its memory.
     """
     if isinstance(operand, torch.Tensor):
         (array,), put_back = as_flat([operand])
@@ -180,6 +181,7 @@ def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], 
     width = array.size // max(whole.numel(), 1)
 
     def put_back_each() -> None:
+        """Overwrite each tensor of the list by its part of the array. Local."""
         for tensor, part in zip(operand, whole.split(numbers), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
 
