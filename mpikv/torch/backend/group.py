@@ -105,8 +105,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         ranks = list(given.global_ranks_in_group)  # none for the group of all
         self._label = (f"ranks {ranks}",) if ranks else ()
         seconds = given.timeout.total_seconds()
-        place = given.store, self._rank, self._size, seconds, given.group_id, ranks or range(self._size)
-        meeting = self._meeting = open_group(*place)
+        everyone = ranks or list(range(self._size))
+        meeting = self._meeting = open_group(given.store, self._rank, everyone, seconds, given.group_id)
         self._communicator, self._collectives = meeting.communicator, meeting.communicator.collectives
         self._queue = Queue(f"mpikv {given.group_id}")
         self._process, self._why = os.getpid(), ""

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ...cluster.agreement import Agreement, compare_requests
@@ -98,45 +99,41 @@ class Meeting:
         return self._group.announce_shutdown(), self.deadline.timeout
 
 
-class StoreTexts:
-    """Texts of ranks that share PyTorch's Store."""
+def exchange_texts(store: Any, rank: int, ranks: list[int], timeout: float, text: str) -> list[str]:
+    """Send a text to a group's ranks by PyTorch's Store, and return the texts of all, in rank order. Collective.
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Sequence[int]) -> None:
-        """Refer to PyTorch's Store; ``timeout`` in seconds; ``names``: the ranks' numbers among all. Local."""
-        self._store, self._rank, self._size, self._timeout, self.names = store, rank, size, timeout, names
+    ``ranks`` are the numbers of the group's ranks among all, and ``timeout`` is in seconds.
 
-    def exchange(self, text: str) -> list[str]:
-        """Send a text to all ranks, and return the texts of all, in rank order. Collective.
-
-        Raises:
-            Stalled: not all ranks have come.
-            TransportError: the store does not answer any more.
-        """
-        keys: list[str] = []
-        try:
-            # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its texts.
-            turn = self._store.add(f"mpikv/turn/{self.names[self._rank]}", 1)
-            # By their numbers among all ranks, so that ranks with different lists of a group find each other's.
-            keys = [f"mpikv/{turn}/{name}" for name in self.names]
-            self._store.set(keys[self._rank], text)
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-            return [self._store.get(key).decode() for key in keys]
-        except RuntimeError as error:
-            raise self._explain(keys, error) from error
-
-    def _explain(self, keys: Sequence[str], error: RuntimeError) -> TransportError:
-        """Return the error to raise: Stalled if the store lacks texts of ranks, TransportError if it fails. Local."""
-        try:
-            missing = [rank for rank, key in zip(self.names, keys, strict=False) if not self._store.check([key])]
-        except RuntimeError:  # the process that has the store has ended
-            missing = []
+    Raises:
+        Stalled: not all ranks have come.
+        TransportError: the store does not answer any more.
+    """
+    keys: list[str] = []
+    try:
+        # Counted in the store: torchrun's outlives a group, and a later group of the same name finds its texts.
+        turn = store.add(f"mpikv/turn/{ranks[rank]}", 1)
+        # By their numbers among all ranks, so that ranks with different lists of a group find each other's.
+        keys = [f"mpikv/{turn}/{other}" for other in ranks]
+        store.set(keys[rank], text)
+        store.wait(keys, timedelta(seconds=timeout))
+        return [store.get(key).decode() for key in keys]
+    except RuntimeError as error:
+        missing = _find_missing(store, ranks, keys)
         if not missing:
-            return TransportError(f"PyTorch's store fails: {text_of(error)}")
-        who = f"waited {self._timeout:g} s for ranks {missing}, which have not made the process group"
-        return Stalled(f"{who} of ranks {list(self.names)} [rank {self._rank}/{self._size}]", missing)
+            raise TransportError(f"PyTorch's store fails: {text_of(error)}") from error
+        who = f"waited {timeout:g} s for ranks {missing}, which have not made the process group"
+        raise Stalled(f"{who} of ranks {ranks} [rank {rank}/{len(ranks)}]", missing) from error
 
 
-def open_group(store: Any, rank: int, size: int, timeout: float, name: str, ranks: Sequence[int]) -> Meeting:
+def _find_missing(store: Any, ranks: Sequence[int], keys: Sequence[str]) -> list[int]:
+    """Return the ranks whose keys PyTorch's Store lacks; none if it does not answer. Local."""
+    try:
+        return [rank for rank, key in zip(ranks, keys, strict=False) if not store.check([key])]
+    except RuntimeError:  # the process that has the store has ended
+        return []
+
+
+def open_group(store: Any, rank: int, ranks: list[int], timeout: float, name: str) -> Meeting:
     """Connect a group's ranks, by MPI or shared memory, and return their :class:`Meeting`; may start MPI. Collective.
 
     ``timeout`` is in seconds. ``ranks`` are their numbers among all ranks.
@@ -151,7 +148,7 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
         config = Config.read(timeout=timeout)
     except ConfigError as error:  # the other ranks wait to hear
         problem = error
-    group = _join(StoreTexts(store, rank, size, timeout, ranks), rank, size, config, name)
+    group = _join(partial(exchange_texts, store, rank, ranks, timeout), rank, ranks, config, name)
     try:
         return Meeting(group, config, problem)
     except Stalled:  # of ranks that would not come to a close either
@@ -161,31 +158,34 @@ def open_group(store: Any, rank: int, size: int, timeout: float, name: str, rank
         raise
 
 
-def _join(texts: StoreTexts, rank: int, size: int, config: Config, name: str) -> Group:
-    """Return these ranks' group, by MPI if its launcher started them; raise if nothing can join them. Collective."""
-    launch = launch_by_mpi()
-    fact = json.dumps([launch and launch.rank, [*texts.names]])
-    ranks, lists = zip(*map(json.loads, texts.exchange(fact)), strict=True)
-    for other, theirs in zip(texts.names, lists, strict=True):
-        if theirs != [*texts.names]:
+def _join(exchange: Callable[[str], list[str]], rank: int, ranks: list[int], config: Config, name: str) -> Group:
+    """Return these ranks' group, by MPI if its launcher started them; raise if nothing can join them. Collective.
+
+    ``exchange`` returns the texts of all ranks.
+    """
+    launch, size = launch_by_mpi(), len(ranks)
+    fact = json.dumps([launch and launch.rank, ranks])
+    of_mpi, lists = zip(*map(json.loads, exchange(fact)), strict=True)
+    for other, theirs in zip(ranks, lists, strict=True):
+        if theirs != ranks:
             raise RankMismatch(
-                f"new_group: rank {texts.names[rank]} makes a group of ranks {[*texts.names]}, and rank {other} one of "
+                f"new_group: rank {ranks[rank]} makes a group of ranks {ranks}, and rank {other} one of "
                 f"ranks {theirs}; every rank makes the same groups in the same order [rank {rank}/{size}]"
             )
     if size == 1:
         return ProcessGroup()
-    if set(ranks) == {None}:
-        return HostGroup(texts.exchange, rank, size, config.timeout)
-    if launch is None or None in ranks or len(set(ranks)) < size:
+    if set(of_mpi) == {None}:
+        return HostGroup(exchange, rank, size, config.timeout)
+    if launch is None or None in of_mpi or len(set(of_mpi)) < size:
         raise Unsupported(
             f"MPI has started some of the {size} ranks of this group, and something else the others; start the program "
             f"by  mpikv run -n {size} SCRIPT"
         )
     world = start_mpi(launch).COMM_WORLD
-    if ranks == (*range(world.size),):
+    if of_mpi == (*range(world.size),):
         return connect(None, config)
     # Collective over these ranks alone, as new_group is. The tag tells groups apart that threads make at once.
-    part = world.Create_group(world.group.Incl(ranks), zlib.crc32(name.encode()) & 0x7FFF)
+    part = world.Create_group(world.group.Incl(of_mpi), zlib.crc32(name.encode()) & 0x7FFF)
     try:
         return connect(part, config)
     finally:

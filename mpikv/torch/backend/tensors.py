@@ -21,7 +21,6 @@ from ...collectives.operations import Op, check_reduction
 from ...errors import Unsupported
 from ...protocols import Array
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 _OF_NUMPY = {getattr(torch, name) for name in ("bool", *_WHOLE, "float16", "float32", "float64")}
 # PyTorch's names of reductions that have another one here.
@@ -118,7 +117,7 @@ def flat(tensor: Any) -> Array:
     if row.dtype not in _OF_NUMPY:
         if row.dtype == torch.bfloat16:
             return row.view(torch.int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
-        row = torch.view_as_real(row).view(-1) if row.is_complex() else row.view(_WORDS[row.element_size()])
+        row = torch.view_as_real(row).view(-1) if row.is_complex() else row.view(torch.uint8)
     return row.numpy()  # type: ignore[no-any-return]
 
 
