@@ -297,7 +297,6 @@ class _Streams:
 
         After a failure, too: those before it are complete.
         """
-        self._rings.look()
         try:
             for stream in self._streams:
                 next(stream)
