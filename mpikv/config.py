@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from .errors import ConfigError, a_kind
+from .errors import ConfigError, a_kind, known_names
 from .options import choice, count, flag, number, store_checked_fields
 
 TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
@@ -86,21 +86,18 @@ class Config:
         >>> Config.read({"MPIKV_TIMEOUT": "5"}, placement="root").timeout
         5.0
         """
-        parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
-        values: dict[str, Any] = {}
-        for variable in filter(parsers.__contains__, environ):
-            (name, parse), text = parsers[variable], environ[variable]
+        config = cls()
+        for field in fields(cls):
+            if (text := environ.get(variable := f"MPIKV_{field.name.upper()}")) is None:
+                continue
+            parse = _PARSERS[field.type]
             try:
-                values[name] = parse(text)
+                config = replace(config, **{field.name: parse(text)})
+            except ConfigError as error:
+                raise ConfigError(f"{error} (from {variable} of the environment)") from None
             except ValueError as error:
                 kind = error if parse is _switch else a_kind(parse("0"))
                 raise ConfigError(f"{variable}={text!r} is not {kind}") from None
-        # Checked by themselves first: the message then says that a variable is to be mended, not the call.
-        try:
-            config = cls(**values)
-        except ConfigError as error:
-            variables = ", ".join(f"MPIKV_{name.upper()}" for name in values if name in str(error))
-            raise ConfigError(f"{error} (from {variables} of the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
 
 
@@ -108,19 +105,11 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a warning text for each variable MPIKV_… that is no setting and none of the launcher's. Local.
 
     >>> unknown_variables({"MPIKV_TIMOUT": "5", "MPIKV_TIMEOUT": "5"})
-    ['unknown variable MPIKV_TIMOUT; did you mean MPIKV_TIMEOUT?']
+    ["unknown variable 'MPIKV_TIMOUT' (known: MPIKV_ABORT, ...); did you mean 'MPIKV_TIMEOUT'?"]
     """
     known = {f"MPIKV_{field.name.upper()}" for field in fields(Config)}
-    unknown = [name for name in environ if name.startswith("MPIKV_") and name not in known | LAUNCHER_VARIABLES]
-    if not unknown:
-        return []
-    import difflib  # as seldom as somebody mistypes a name
-
-    near = [difflib.get_close_matches(name, known, n=1) for name in unknown]
-    return [
-        f"unknown variable {name}" + "".join(f"; did you mean {each}?" for each in found)
-        for name, found in zip(unknown, near, strict=True)
-    ]
+    unknown = {name for name in environ if name.startswith("MPIKV_")} - known - LAUNCHER_VARIABLES
+    return [known_names("variable", name, known) for name in sorted(unknown)]
 
 
 def aborts(environ: Mapping[str, str] = os.environ) -> bool:
