@@ -98,9 +98,9 @@ class Mailbox:
         self._carrier: _Streams | _Messages
         if rings is None:
             assert isinstance(group, ProcessGroup)
-            self._carrier = _Messages(group, self._pending)
+            self._carrier = _Messages(group, self._pending, self._end)
         else:
-            self._carrier = _Streams(group, board, rings)
+            self._carrier = _Streams(group, board, rings, self._end)
         self._ended: deque[tuple[Message, BaseException | None]] = deque()
         self._failure: Exception | None = None
         self._has_thread = False
@@ -190,8 +190,7 @@ class Mailbox:
                 if new is not None:
                     self._begin(new)
                 if self._pending:
-                    for message, sent in self._carrier.step():
-                        self._end(message, sent)
+                    self._carrier.step()
                     self._check(present().now())
             except BaseException as error:
                 known = error if isinstance(error, Exception) else Closed(f"interrupted by {error!r}{self._where}")
@@ -268,22 +267,23 @@ class Mailbox:
 class _Streams:
     """How messages of ranks that share memory travel. All methods are local, and only :meth:`sleep` waits."""
 
-    def __init__(self, group: Group, board: StatusBoard, rings: Rings) -> None:
-        """Make a generator for the sends to each rank, and one for the receives. Nothing moves yet. Local."""
-        self._group, self._board, self._rings = group, board, rings
+    def __init__(self, group: Group, board: StatusBoard, rings: Rings, end: Callable[[Message, str], None]) -> None:
+        """Make a generator for the sends to each rank, and one for the receives. Nothing moves yet. Local.
+
+        ``end`` is called with each complete call, and "" or the length of a message that did not fit.
+        """
+        self._group, self._board, self._rings, self._end = group, board, rings, end
         ranks = range(group.size)
         self._sends: list[deque[Message]] = [deque() for _ in ranks]
         self._receives: list[Message] = []
         """Those without a message, in the order of their calls."""
         self._kept: list[Message] = []
         """Messages that nobody has asked for yet, as receives without an end, in the order of their arrival."""
-        self._ended: deque[tuple[Message, str]] = deque()
         self._streams = [*map(self._send_to, ranks), *map(self._receive_from, ranks)]
-        # The generators refer to this object: without them, it and the rings go once nobody refers to it.
-        self.give_up, self.close = rings.give_up, self._streams.clear
+        self.give_up = rings.give_up
 
     def begin(self, message: Message) -> None:
-        """Queue a send or a receive; if its message has come, copy it now, and let the next step() report it."""
+        """Queue a send or a receive; if its message has come, copy it and end the call now."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
         elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
@@ -292,24 +292,17 @@ class _Streams:
         else:
             self._receives.append(message)
 
-    def step(self) -> Iterator[tuple[Message, str]]:
-        """Move what can move; yield complete calls, each with "" or the length of a message that did not fit.
-
-        After a failure, too: those before it are complete.
-        """
-        try:
-            for stream in self._streams:
-                next(stream)
-        finally:
-            while self._ended:
-                yield self._ended.popleft()
+    def step(self) -> None:
+        """Move what can move, and end complete calls; do not wait."""
+        for stream in self._streams:
+            next(stream)
 
     def _send_to(self, rank: int) -> Iterator[None]:
         """Send the messages queued for a rank, by an endless generator that yields where it must wait."""
         while True:
             while sends := self._sends[rank]:
                 yield from self._rings.send(rank, sends[0].tag, sends[0].bytes)
-                self._ended.append((sends.popleft(), ""))
+                self._end(sends.popleft(), "")
             yield
 
     def _receive_from(self, source: int) -> Iterator[None]:
@@ -337,11 +330,11 @@ class _Streams:
         return receive
 
     def _deliver(self, receive: Message, arrived: Message) -> None:
-        """Note a receive as ended by a whole message: copy its bytes, or note that its length differs."""
+        """End a receive by a whole message: copy its bytes, or tell its length if that differs."""
         receive.source, fits = arrived.source, receive.bytes.size == arrived.bytes.size
         if fits and arrived.bytes is not receive.bytes:
             receive.bytes[:] = arrived.bytes
-        self._ended.append((receive, "" if fits else str(arrived.bytes.size)))
+        self._end(receive, "" if fits else str(arrived.bytes.size))
 
     def sleep(self, waited: float) -> None:
         """Sleep until another rank rings, a millisecond at most; the wait so far, ``waited``, counts for nothing."""
@@ -353,6 +346,11 @@ class _Streams:
         lost = dict.fromkeys(self._rings.find_lost(), f"the other rank has given up its messages{end and f' ({end})'}")
         return lost | dict.fromkeys(self._board.gone(), "the other process is gone")
 
+    def close(self) -> None:
+        """Drop all that refers back to this object or its owner: the rings then go with the last reference. Local."""
+        self._streams.clear()
+        del self._end
+
 
 class _Messages:
     """How messages of ranks on several hosts travel: as MPI's, on a communicator of their own.
@@ -360,9 +358,9 @@ class _Messages:
     Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local.
     """
 
-    def __init__(self, group: ProcessGroup, pending: Sequence[Message]) -> None:
-        """Collective. ``pending`` are the calls that have begun and not ended."""
-        self._group, self._mpi, self._pending = group, group.mpi, pending
+    def __init__(self, group: ProcessGroup, pending: Sequence[Message], end: Callable[[Message, str], None]) -> None:
+        """Collective. ``pending`` are the calls that have begun and not ended. ``end`` as for :class:`_Streams`."""
+        self._group, self._mpi, self._pending, self._end = group, group.mpi, pending, end
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
 
@@ -373,8 +371,8 @@ class _Messages:
         with self._group.translated(message.verb):
             message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
 
-    def step(self) -> Iterator[tuple[Message, str]]:
-        """Test the pending calls without waiting; yield complete ones, each with "" or the length that did not fit."""
+    def step(self) -> None:
+        """Test the pending calls without waiting, and end complete ones."""
         for message in tuple(self._pending):
             status, sent = self._mpi.Status(), ""
             with self._group.translated(message.verb):
@@ -389,7 +387,7 @@ class _Messages:
                     sent = f"more than {message.bytes.size}"
             if message.verb == "recv":
                 message.source = status.source
-            yield message, sent
+            self._end(message, sent)
 
     def sleep(self, waited: float) -> None:
         """Sleep for a thirty-second of the wait so far, at most a millisecond."""
