@@ -55,8 +55,7 @@ class Wire(NamedTuple):
     """The type in which NCCL sums elements of a dtype."""
 
     dtype: str
-    constant: str
-    """NCCL's name of the type."""
+    """The type's name, as numpy's."""
     operation: str = "NCCL_SUM"
     each: int = 1
     """Numbers of this type per element."""
@@ -68,7 +67,7 @@ class Wire(NamedTuple):
 
 
 _INTEGERS, _HALVES = ("int8", "int32", "int64", "uint8", "uint32", "uint64"), ("float16", "bfloat16")
-_OWN = {name: Wire(name, f"NCCL_{name.upper()}") for name in (*_INTEGERS, *_HALVES, "float32", "float64")}
+_OWN = {name: Wire(name) for name in (*_INTEGERS, *_HALVES, "float32", "float64")}
 ALL_WIRES = {
     **_OWN,
     # Of zeros and ones the logical or is the maximum.
@@ -311,7 +310,7 @@ class NcclTransport(Unshared):
 
     def _constants_of(self, wire: Wire, op: str = "") -> tuple[int, int]:
         """Return NCCL's numbers of a type and of its operation, or of ``op`` in that one's place. Local."""
-        return getattr(self._nccl, wire.constant), getattr(self._nccl, op or wire.operation)
+        return getattr(self._nccl, f"NCCL_{wire.dtype.upper()}"), getattr(self._nccl, op or wire.operation)
 
     # --- Bytes
 

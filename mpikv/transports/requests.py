@@ -81,13 +81,15 @@ class Requests:
         # A look at every poll: it calls MPI, and others may wait for a message of this rank that moves only inside MPI.
         self._until(_raising(ready, partial(self._look, missing), every=1), missing)
 
-    def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Wait until ``ready()`` is true, and look for no notices; if that raises, tell other ranks of it. May wait."""
+    def _until(
+        self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]], requests: Sequence[Any] = ()
+    ) -> None:
+        """Wait until ``ready()``; if that raises, keep the requests' memory and tell the other ranks. May wait."""
         try:
             with self._translated:
                 self._waiting.until(ready, missing)
         except BaseException:
-            self._give_up()
+            self._give_up(requests)
             raise
 
     def complete(self, *requests: Any) -> None:
@@ -97,12 +99,8 @@ class Requests:
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
         # A simulated rank (polls 0) is asked only after a change, so each poll looks.
         every = _LOOK_EVERY if present().polls else 1
-        try:
-            # An operation that others have left may never complete: the looks end the wait.
-            self._until(OfMessages(_raising(test, partial(self._look, tuple), every)), tuple)
-        except BaseException:
-            abandon(requests)
-            raise
+        # An operation that others have left may never complete: the looks end the wait.
+        self._until(OfMessages(_raising(test, partial(self._look, tuple), every)), tuple, requests)
 
     @contextmanager
     def started(self) -> Iterator[list[Any]]:
@@ -112,12 +110,12 @@ class Requests:
             yield started
         except BaseException:
             # They may have sent something already: the other ranks must not wait for the rest.
-            abandon(started)
-            self._give_up()
+            self._give_up(started)
             raise
 
-    def _give_up(self) -> None:
-        """Send all other ranks, without waiting, a notice that this one has given up waiting. Local."""
+    def _give_up(self, requests: Sequence[Any]) -> None:
+        """Keep the memory of requests, and send all other ranks, without waiting, a notice of giving up. Local."""
+        abandon(requests)
         # A rank that comes later may find its operation complete. The notice tells it that it is alone.
         self._group.send_notice(b"", self._group.others, GONE)
 
