@@ -75,6 +75,7 @@ class Config:
     variable only."""
 
     def __post_init__(self) -> None:
+        """Check all fields, and store the checked values; ConfigError for the first bad one. Local."""
         store_checked_fields(self)
         if self.bucket_bytes % 64 or not 4096 <= self.bucket_bytes <= 1 << 30:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64 from 4096 to 2**30")
@@ -162,7 +163,9 @@ def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
-    """Return bytes of a ``p3`` message: 4 x MXNET_KVSTORE_SLICE_THRESHOLD (40000), in 64s, from 4096; raise if bad.
+    """Return the bytes of a ``p3`` message: 4 x MXNET_KVSTORE_SLICE_THRESHOLD; ConfigError if that is no such number.
+
+    Rounded up to a multiple of 64, and 4096 at least.
 
     >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
     (8000, 160000)

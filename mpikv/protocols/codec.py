@@ -42,7 +42,7 @@ class ElementwiseCodec(Protocol):
         """
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add the decoded payload to ``total``, flat and float32, with as many elements as were encoded."""
+        """Add the decoded payload to ``total`` in place: flat, float32, with as many elements as were encoded."""
 
 
 class Sum(NamedTuple):

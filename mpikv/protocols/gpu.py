@@ -34,7 +34,7 @@ class Stream(Protocol):
         """Make work queued from now on wait for the event, which may belong to another stream. Returns at once."""
 
     def synchronize(self) -> None:
-        """Wait until all queued work is done."""
+        """Wait, on the host, until all queued work is done."""
 
     def begin_capture(self) -> None:
         """Record the work that this thread queues on the stream from now on, instead of running it.
@@ -44,7 +44,7 @@ class Stream(Protocol):
         """
 
     def end_capture(self) -> Graph:
-        """Stop the recording, and return the recorded work; work queued later runs again.
+        """Stop the recording, and return the recorded work, or raise; work queued later runs again.
 
         Raises:
             TransportError: some work meanwhile cannot be recorded.
@@ -62,7 +62,10 @@ class Graph(Protocol):
         """Queue all the recorded work on this thread's current stream, as one."""
 
     def close(self) -> None:
-        """Release the recorded work, before NCCL's communicator ends. Queued work is done all the same. Idempotent."""
+        """Release the recorded work; launched work is done all the same. Idempotent.
+
+        Call it before NCCL's communicator ends.
+        """
 
 
 class Gpu(Protocol):
@@ -98,17 +101,17 @@ class Gpu(Protocol):
         """Return whether the current stream records its work instead of running it."""
 
     def zeros(self, nbytes: int) -> Array:
-        """Return new zeroed bytes (uint8), aligned to 256 bytes.
+        """Return new zeroed bytes (uint8), aligned to 256 bytes, or raise MemoryError.
 
         Raises:
             MemoryError: the GPU has too little memory.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content. Raises as :meth:`zeros`."""
+        """Return a new array of any content, or raise MemoryError."""
 
     def release(self, stream: Stream) -> None:
-        """Return unused memory of a stream to the GPU: libraries other than CuPy may need it."""
+        """Give unused memory of a stream back to the GPU: libraries other than CuPy may need it."""
 
     kind: type
     """The type of arrays."""
@@ -120,9 +123,10 @@ class Gpu(Protocol):
         """Return values' addresses if all are plain arrays of the library on this GPU; else, or for no values, None."""
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
+        """Return an array over the memory of another library's array on this GPU, ordered after its work; or raise.
 
-        ``ordered``: the caller orders the work of the library's current stream itself, so no wait for that is needed.
+        By DLPack. ``ordered``: the caller orders the work of the library's current stream itself, so no wait for that
+        is needed.
 
         Raises:
             Unsupported: it lies on another device.
@@ -135,12 +139,12 @@ class Gpu(Protocol):
         """
 
     def download(self, array: Array, out: Array) -> None:
-        """Fill a numpy array of the same shape and dtype, and wait for it."""
+        """Copy an array of the GPU to a numpy array of the same shape and dtype, and wait until it is there."""
 
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return each array's sum of squares and whether it is finite, once rounded to a dtype. Local.
+        """Return each array's (sum of squares, whether it is finite), once rounded to its dtype; wait for the GPU.
 
-        It waits for the GPU. The sums have the bits of the host's optimizers.
+        The sums have the bits of the host's optimizers.
 
         Raises:
             Unsupported: an array, or one of ``dtypes``, is of no float.

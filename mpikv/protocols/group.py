@@ -42,7 +42,7 @@ class Group(Protocol):
         """Send a text to this host's ranks, and return the texts of all, in rank order. Collective over the host."""
 
     def gather(self, text: str) -> Sequence[str]:
-        """Send a text to all ranks, and return the texts of all, in rank order. Collective.
+        """Send a text to all ranks, and return the texts of all, in rank order. Collective, with a deadline.
 
         Raises :class:`~mpikv.errors.Stalled` if not all ranks come within the timeout.
         """

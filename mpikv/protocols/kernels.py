@@ -26,7 +26,7 @@ class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code with the same bits."""
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile the code for the updater's present options and values of this dtype, unless it exists.
+        """Compile the code for the updater's present options and values of this dtype, unless it exists; or raise.
 
         With ``adding`` for :meth:`bind_adding`, otherwise for :meth:`bind`.
 
@@ -40,7 +40,7 @@ class Kernels(Protocol):
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
     ) -> Callable[[Array, Array, Any], None] | None:
-        """Return a function (a, b, step) that updates by a + b; None where it saves nothing over :meth:`bind`.
+        """Return a function (a, b, step) that updates value and state by a + b; None if :meth:`bind` is as good.
 
         It does not write to ``a`` and ``b``: flat, contiguous, of the size and the dtype of the value. It saves a
         write of the sum to memory.
@@ -50,7 +50,7 @@ class Kernels(Protocol):
         """Return an object that compares and copies lists with these arrays; None if it saves nothing."""
 
     def codec(self, codec: Codec) -> Codec:
-        """Return a codec with the same bits, compiled on return; the codec itself without such code."""
+        """Return a compiled codec with the same results; the codec itself if there is no code for it."""
 
 
 class BoundList(Protocol):
@@ -79,10 +79,10 @@ class StepTable(Protocol):
     """Pass one of these in place of a step to a function of :meth:`Kernels.bind`."""
 
     def fits(self, step: Any) -> bool:
-        """Return whether an update queued with a row serves this step: only its numbers may differ."""
+        """Return whether an update bound to a row can make this step: only numbers differ from the row's step."""
 
     def write(self, steps: Sequence[Any]) -> None:
-        """Queue a write of the first rows. Updates queued afterwards read these steps."""
+        """Queue a copy of steps to the first rows, one each. Updates queued afterwards read these steps."""
 
 
 @runtime_checkable
@@ -105,7 +105,7 @@ class GpuKernels(Kernels, Protocol):
         """
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return a table in new GPU memory for steps of ``count`` keys, and compile the updates that read it. Local.
+        """Return a table in new GPU memory for steps of ``count`` keys; compile the updates that read it; or raise.
 
         Call :meth:`~Kernels.prepare` for the dtypes first.
 

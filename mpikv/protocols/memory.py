@@ -34,23 +34,26 @@ class Workspace(Protocol):
         """Copy each source to its target, cast where the dtypes differ."""
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
-        """Compile the code that moves and adds rows of values of this dtype, unless it exists.
+        """Compile the code that moves and adds rows of values of this dtype, unless it exists; or raise.
 
         Raises:
             TransportUnavailable: nothing can be compiled here.
         """
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return row numbers in the memory that uses them, on a GPU as copies. One call moves those of several uses."""
+        """Return these lists of row numbers as they are; on a GPU copies of them, made by one transfer."""
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        """Return the rows of these numbers, one after the other: in ``out``, of the table's dtype, or a new array."""
+        """Return copies of the rows of these numbers: in ``out``, of the table's dtype, or in a new array."""
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        """Copy rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Each number occurs once."""
+        """Overwrite the table's rows of these numbers by rows, cast where dtypes differ, or by zeros if None.
+
+        Each number occurs once.
+        """
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        """Add rows to the rows of these numbers. Each number occurs once.
+        """Add rows to the table's rows of these numbers, in place. Each number occurs once.
 
         The table has the dtype of the rows, or their accumulator, and adds in its own.
         """
@@ -87,7 +90,7 @@ class Memory(Protocol):
         """Return a new array of any content. The caller may keep it."""
 
     def source(self, value: Any) -> Array:
-        """Return an array of this memory to read ``value`` from: without a copy if it lies here, else a copy.
+        """Return an array of this memory to read ``value`` from: without a copy if it lies here, else a copy; or raise.
 
         Raises:
             TypeError: not an array.
@@ -135,7 +138,7 @@ class StreamOrder(Protocol):
         """Whether queued work is known to have failed. Later results would be wrong."""
 
     def begin(self) -> None:
-        """Make the preparation of a call wait for the work that the caller's stream had when the call was issued.
+        """Make a call's preparation wait for the work that its caller's stream had when it was issued; or raise.
 
         Raises:
             Unsupported: this thread's current stream cannot order a call.
@@ -169,10 +172,10 @@ class StreamOrder(Protocol):
         """Make the current stream, not the host, wait for calls other threads have made; do nothing on the host."""
 
     def wait(self) -> None:
-        """Wait until all queued work is done."""
+        """Wait, on the host, until all queued work is done."""
 
     def close(self) -> None:
-        """Wait, release recorded work, and return unused memory to the GPU. More work can be queued."""
+        """Wait for queued work, release recorded work, give unused memory back to the GPU. More can be queued."""
 
     def abandon(self, why: str) -> None:
         """End work in flight that may wait for missing ranks; tell the others why, as they may wait for this rank.

@@ -76,7 +76,7 @@ class Transport(Protocol):
         """The index of the send buffer for the next sum or all_to_all, and only that one."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes. Collective.
+        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes; or raise on all ranks. Collective.
 
         It goes back to the system with the last array over it.
 
@@ -131,7 +131,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Release all memory. Collective, idempotent."""
+        """Release the memory of messages; that of values goes with its last array. Collective, idempotent."""
 
 
 @runtime_checkable

@@ -42,7 +42,7 @@ class Attached:
     """The memories of the ranks of a host, by their local ranks."""
 
     def __init__(self, pids: Sequence[int], ranks: Sequence[int]) -> None:
-        """Look up the system's call, or raise OSError. ``ranks`` are numbers in the group, for messages. Local.
+        """Look up process_vm_readv, or raise OSError. ``ranks`` are numbers in the group, for messages. Local.
 
         Raises:
             OSError: this system has no such call.

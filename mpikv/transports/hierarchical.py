@@ -74,7 +74,7 @@ class HierarchicalTransport:
     ahead = _AHEAD
 
     def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
-        """Collective. ``limit`` is in bytes."""
+        """Open an MPI transport, and staging memory that each host shares; ``limit`` is in bytes. Collective."""
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.shared = group.one_host
@@ -164,7 +164,7 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block, messages between hosts may outlast an exchange; wait_for each before the end. Collective."""
+        """In a with block, exchanges return with messages in flight; wait_for() each before the end. Collective."""
         self._is_apart = True
         try:
             yield
@@ -265,7 +265,7 @@ class HierarchicalTransport:
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
 
     def _divide_sum(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
-        """Divide a sum into messages with memory; keep that under ``key``, and return it. Local.
+        """Return how a sum is divided into messages, and their memory; keep that under ``key`` for later. Local.
 
         ``rows`` are the host's sends. A full table is emptied first.
         """

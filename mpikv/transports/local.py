@@ -21,7 +21,7 @@ class LocalTransport(Unshared):
     size = 1
 
     def __init__(self, limit: int, memory: Memory = HOST, watchdog: Watchdog | None = None) -> None:
-        """``watchdog`` ends with this transport."""
+        """Allocate a send buffer of ``limit`` bytes; :meth:`close` stops the watchdog. Local."""
         self.limit, self.memory, self._watchdog = limit, memory, watchdog
         self.send_buffers: tuple[Array, ...] = (memory.zeros(limit),)
         self.slot = 0

@@ -145,7 +145,7 @@ class Mailbox:
         self._tell()
 
     def close(self) -> None:
-        """End all calls, and free what ranks share. Collective."""
+        """End all calls with Closed, and free the communicator of messages by MPI. Collective."""
         self.abort("the process group is closed")  # and its thread uses the carrier no more
         self._carrier.close()
 
@@ -211,7 +211,10 @@ class Mailbox:
             self._end(new, error=error)
 
     def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
-        """End a call; ``sent``, length of a message that did not fit, makes it a ValueMismatch. The lock is held."""
+        """Note a call as ended, for _tell(): with an error, or ``sent``, the length of a message that did not fit.
+
+        The lock is held.
+        """
         if sent:
             text = f"rank {message.source} has sent {sent} bytes, which are lost; the array may have changed"
             error = ValueMismatch(f"{message}: {text}{self._where}")
@@ -235,7 +238,7 @@ class Mailbox:
                 raise TransportError(f"{message}: {self._lost[min(peers)]}{self._where}")
 
     def _break(self, error: Exception) -> None:
-        """Note present and later calls as failed and own sends as lost; then call _tell(). The lock is held."""
+        """Note all calls, later ones too, as failed, and own sends as lost; _tell() must follow. The lock is held."""
         self._failure = self._failure or error
         self._carrier.give_up()
         abandon(self._pending)  # they keep their arrays: MPI and other ranks may still read and write these
@@ -280,7 +283,7 @@ class _Streams:
         self._kept: list[Message] = []
         """Messages that nobody has asked for yet, as receives without an end, in the order of their arrival."""
         self._streams = [*map(self._send_to, ranks), *map(self._receive_from, ranks)]
-        self.give_up = rings.give_up
+        self.give_up, self.sleep = rings.give_up, rings.sleep
 
     def begin(self, message: Message) -> None:
         """Queue a send or a receive; if its message has come, copy it and end the call now."""
@@ -336,10 +339,6 @@ class _Streams:
             receive.bytes[:] = arrived.bytes
         self._end(receive, "" if fits else str(arrived.bytes.size))
 
-    def sleep(self, waited: float) -> None:
-        """Sleep until another rank rings, a millisecond at most; the wait so far, ``waited``, counts for nothing."""
-        self._rings.sleep()
-
     def find_lost(self) -> dict[int, str]:
         """Return {rank: reason} of the ranks of this host that move no more messages. Does not wait."""
         end = self._group.find_end()
@@ -359,13 +358,16 @@ class _Messages:
     """
 
     def __init__(self, group: ProcessGroup, pending: Sequence[Message], end: Callable[[Message, str], None]) -> None:
-        """Collective. ``pending`` are the calls that have begun and not ended. ``end`` as for :class:`_Streams`."""
+        """Duplicate the communicator. Collective.
+
+        ``pending`` are the calls that have begun and not ended; ``end`` as for :class:`_Streams`.
+        """
         self._group, self._mpi, self._pending, self._end = group, group.mpi, pending, end
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
 
     def begin(self, message: Message) -> None:
-        """Begin a send or a receive of MPI, without waiting."""
+        """Begin a send or a receive of MPI, and keep its request in the message; does not wait."""
         start = self._comm.Isend if message.verb == "send" else self._comm.Irecv
         peer = self._mpi.ANY_SOURCE if message.peer is None else message.peer
         with self._group.translated(message.verb):
@@ -390,7 +392,7 @@ class _Messages:
             self._end(message, sent)
 
     def sleep(self, waited: float) -> None:
-        """Sleep for a thirty-second of the wait so far, at most a millisecond."""
+        """Sleep for a thirty-second of the seconds waited so far, from 0.01 ms to 1 ms."""
         here = present()
         nap = min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP)
         here.nap(nap, here.now() + nap)

@@ -35,7 +35,7 @@ class Tickets:
     """Tokens of ranks on any hosts, numbered from 1; MPI compares them."""
 
     def __init__(self, group: ProcessGroup, waiting: Requests) -> None:
-        """Collective."""
+        """Prepare to compare tokens of the group's ranks by MPI. Local."""
         self._group, self.waiting, self._posted = group, waiting, 0
         self.early = 0
         """The number of the next agreement's token, if that is posted already."""
@@ -88,7 +88,7 @@ class MpiTransport(Unshared):
     def __init__(
         self, group: ProcessGroup, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
     ) -> None:
-        """Collective. ``limit`` is in bytes.
+        """Allocate this rank's memory for messages of at most ``limit`` bytes. Local; the group stays the caller's.
 
         With ``gathers`` the library only carries: sums return every rank's elements, and the caller adds them in its
         own order. On n ranks a reduce_scatter then receives as much as before, the other sums n times as much.

@@ -91,7 +91,9 @@ class NcclTransport(Unshared):
     def __init__(
         self, group: ProcessGroup, config: Config, control: Transport, memory: DeviceMemory, nccl: Any, waiting: Waiting
     ) -> None:
-        """Collective. ``control`` is closed with this transport.
+        """Compare all ranks' GPUs and NCCL, allocate memory for messages, and connect the GPUs; or raise. Collective.
+
+        ``control`` is closed with this transport.
 
         With ``deterministic`` settings NCCL only carries: sums return every rank's elements, as those of
         :class:`~mpikv.transports.mpi.MpiTransport`. With ``native_halves`` it sums half precision as it is, and rounds
@@ -136,6 +138,7 @@ class NcclTransport(Unshared):
         identity, errors = self._identity(), list[BaseException]()
 
         def create() -> None:
+            """Make the communicator, and keep an error in ``errors``. The thread's function."""
             try:
                 self._create(identity, trial)
             except BaseException as error:
@@ -231,6 +234,7 @@ class NcclTransport(Unshared):
             return self._terms(send, None)
 
         def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
+            """Queue NCCL's allReduce of ``count`` numbers between two addresses."""
             self._call(comm.allReduce, source, into, count, *self._constants_of(wire, op))
 
         return self._sum("allreduce", send, recv, start)
@@ -264,6 +268,7 @@ class NcclTransport(Unshared):
             return self._terms(send, counts)
 
         def start(comm: Any, wire: Wire, source: int, into: int, _: int) -> None:
+            """Queue NCCL's reduceScatter between two addresses, or a group of reduces if parts are unequal."""
             if len(set(counts)) == 1:
                 self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._constants_of(wire, op))
                 return
@@ -295,6 +300,7 @@ class NcclTransport(Unshared):
         wire = self._wires[send.dtype.name]
 
         def run(comm: Any) -> None:
+            """Queue a cast of ``send`` if needed, the sum, and a cast to ``recv`` if needed."""
             source, into = _as_wire(send, wire), _as_wire(recv, wire)
             if source is None:
                 source = self._wide[0].view(wire.kind)[: send.size]
@@ -523,7 +529,7 @@ class NcclTransport(Unshared):
 
 
 def _as_wire(array: Array, wire: Wire) -> Array | None:
-    """Return the array in NCCL's type over the same memory, or None if its elements are narrower. Local."""
+    """Return a view of the array in NCCL's type, or None if its elements have another size, so need a cast. Local."""
     return array.view(wire.kind) if array.itemsize == wire.each * wire.kind.itemsize else None
 
 
@@ -553,7 +559,7 @@ def _failure(error: Exception, call: str) -> MPIKVError:
 
 
 def _abort(comm: Any, prepare: Callable[[], None]) -> None:
-    """Run ``prepare`` and abort a communicator, in a thread; wait for it for two seconds at most. Local."""
+    """Run ``prepare`` and abort a communicator, in a new thread; wait for that two seconds at most. Local."""
 
     def abort() -> None:
         prepare()

@@ -52,7 +52,7 @@ def _find_problem(every: Sequence[dict[str, Any]]) -> str:
 
 
 def _first_other(values: Sequence[Any]) -> int:
-    """Return the first rank with another value than rank 0, or 0."""
+    """Return the first rank with another value than rank 0; 0 if all are equal."""
     return next((place for place, value in enumerate(values) if value != values[0]), 0)
 
 

@@ -25,7 +25,7 @@ _LOOK_EVERY = 64
 def _raising(
     ready: Callable[[], bool], look: Callable[[], Exception | None], every: int = _LOOK_EVERY
 ) -> Callable[[], bool]:
-    """Return a condition that asks ``ready``, and every so often raises the exception that ``look`` returns. Local."""
+    """Return a condition: ``ready()``, except that each ``every``-th vain poll raises an error of ``look()``. Local."""
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
@@ -67,6 +67,7 @@ class Requests:
     """
 
     def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
+        """Wait by ``waiting``, and tell the other ranks of ``group`` of failed waits. Local."""
         self._group, self._comm, self._waiting = group, group.comm, waiting
         self._translated = group.translated("waiting")
 

@@ -42,6 +42,7 @@ class _Ring:
     """Bytes on their way from one rank to another."""
 
     def __init__(self, memory: Array, order: Callable[[], object]) -> None:
+        """Lay a ring over shared memory; ``order()`` orders this thread's loads and stores. Local."""
         self.words, self._bytes, self._order = memory[: 8 * _HEAD].data.cast("q"), memory[8 * _HEAD :], order
 
     def write(self, data: Array) -> int:
@@ -80,7 +81,10 @@ class Rings:
     """The rings of one rank. All methods but the constructor are local. The memory goes with the object."""
 
     def __init__(self, group: Group, reader: Attached | None) -> None:
-        """Collective. By ``reader``, equal on all ranks, receivers read large messages in place."""
+        """Allocate the rings of all ranks, and their bells, in shared memory. Collective.
+
+        By ``reader``, equal on all ranks, receivers read large messages in place.
+        """
         self._reader, size = reader, group.size
         # Pages that are never written take no memory.
         memory = group.allocate(size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
@@ -141,7 +145,7 @@ class Rings:
             if into.size:
                 yield
 
-    def sleep(self) -> None:
+    def sleep(self, _: float) -> None:
         """Sleep until another rank rings, a millisecond at most; not if one has rung since the last sleep. Local."""
         self._bells.listen(_NAP)
 
@@ -152,5 +156,5 @@ class Rings:
         self._order()
 
     def find_lost(self) -> list[int]:
-        """Return the ranks that have marked their messages to this one as lost."""
+        """Return the ranks that have marked their messages to this one as lost. Does not wait."""
         return [rank for rank, ring in enumerate(self._from) if ring.words[_GIVEN_UP]]

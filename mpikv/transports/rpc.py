@@ -94,7 +94,7 @@ class Endpoint:
     """
 
     def __init__(self, group: ProcessGroup, serve: Serve) -> None:
-        """Collective. Starts no thread."""
+        """Duplicate the communicator, and make bells if all ranks share a host; start no thread yet. Collective."""
         self._group, self._serve = group, serve
         self._bells, self._waking, self._wakes = Bells(group) if group.one_host else None, present().lock(), 0
         with group.translated("making a communicator"):
@@ -139,7 +139,7 @@ class Endpoint:
         return self._thread.is_alive()
 
     def discard(self) -> list[int]:
-        """Receive and drop messages, without waiting; return the ranks with one still on its way. Local.
+        """Send what is collected, and drop what has come; return the ranks with a message on its way. Local: no wait.
 
         Call it when the thread has ended, until no rank is returned: no other waits for this one then.
         """
@@ -284,7 +284,7 @@ class _Outbox:
     """Sends messages of one tag from memory of its own, used again and again. Any thread may call all methods."""
 
     def __init__(self, comm: Any, tag: int, mpi: Any, sent: Callable[[int], None] | None = None) -> None:
-        """``sent`` is called with the receiver after each message."""
+        """Make an empty outbox; ``sent`` is called with the receiver after each message. Local."""
         self._comm, self._tag, self._mpi, self._sent_to = comm, tag, mpi, sent
         self._lock = present().lock()
         # For each rank the message that is collected, and its length so far.

@@ -54,7 +54,7 @@ class Arrivals:
     """How often each rank of a host has arrived, in memory that they share. Each rank writes to its own part only."""
 
     def __init__(self, group: Group, waiting: Waits, stride: int) -> None:
-        """Collective over the host. A rank's part has ``stride`` words; its arrivals are the first."""
+        """Allocate counts in shared memory: ``stride`` words for each rank, the first its arrivals. Collective."""
         # Tickets ask for more than waits.
         self.waiting: Any = waiting
         self._host_ranks, self._stride, size = group.host_ranks, stride, len(group.host_ranks)
@@ -75,6 +75,7 @@ class Arrivals:
 
         # Checks the last late rank until it comes, then the next: one read per poll, however many ranks are late.
         def all_are_here() -> bool:
+            """Return whether no awaited rank is late; raise Stalled if one has given up."""
             while late and flags[late[-1]] >= arrivals:
                 if flags[late[-1]] >= GONE:
                     raise Stalled(_ALONE)
@@ -111,7 +112,9 @@ class ShmTransport(Arrivals):
         slots: int = 2,
         memory: Memory = HOST,
     ) -> None:
-        """Collective. ``limit`` is in bytes. There are 2 ``slots``, halves; more if messages are staged for longer.
+        """Allocate staging memory that this host's ranks share, and try ``single_copy`` if wanted. Collective.
+
+        ``limit`` is in bytes. There are 2 ``slots``, halves; more if messages are staged for longer.
 
         From ``large`` bytes on, a rank reads its own part of a private message in place. With ``single_copy`` other
         ranks may do so too.
@@ -255,7 +258,7 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Show this array if it ``offers``, meet, return all ranks' addresses; None if any shows none. Collective.
+        """Show this array's address, meet, and return all ranks' addresses; None if any shows none. Collective.
 
         None without meeting if the array is small, or ranks cannot read each other. A rank shows its own if it
         ``offers`` it and others can read it.
@@ -270,7 +273,7 @@ class ShmTransport(Arrivals):
         return addresses if all(addresses) else None
 
     def _read_pieces(self, send: Array, addresses: Sequence[int], low: int, high: int) -> Iterator[Sequence[Array]]:
-        """Yield every rank's elements ``[low, high)``, a piece at a time; the next one overwrites it. Local."""
+        """Read all ranks' arrays: yield their elements ``[low, high)``, by pieces; the next overwrites it. Local."""
         for begin in range(low, high, self.limit // send.itemsize):
             own = send[begin : min(begin + self.limit // send.itemsize, high)]
             there = [address + begin * own.itemsize for address in addresses]
@@ -297,7 +300,7 @@ class ShmTransport(Arrivals):
         return copy
 
     def _meet(self, send: Array | None = None) -> int:
-        """Stage ``send`` if needed, meet all ranks unless they just agreed, and return the half to read. Collective.
+        """Stage ``send``, meet all unless they just agreed, advance the slot; return the half to read. Collective.
 
         It is not copied if it lies there. None: the message is exposed, or copied already.
         """

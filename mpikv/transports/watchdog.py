@@ -47,7 +47,7 @@ class Watchdog:
     def __init__(
         self, waiting: Waiting, memory: DeviceMemory, check: Callable[[], None], fail: Fail, rank: int
     ) -> None:
-        """Have the thread release memory of finished work, too. Local; starts no thread.
+        """Set ``memory.order.wake`` to start the thread, which also releases memory of finished work. Local.
 
         ``rank`` is this one, for messages.
         """
@@ -74,7 +74,7 @@ class Watchdog:
         self._stopped = True
 
     def _take_place(self) -> bool:
-        """Return whether no thread watched, and take its place."""
+        """Note that a thread watches; return whether none did before."""
         with self._claiming:
             alive, self._alive = self._alive, True
             return not alive
@@ -104,7 +104,7 @@ class Watchdog:
             self._works.clear()
 
     def _may_end(self) -> bool:
-        """Give up the thread's place, drop finished memory; return False if there is new work for it. In the thread."""
+        """Drop finished memory, note that no thread watches; undo that and return False if work came. In the thread."""
         # A caller adds work, then reads _alive. So this clears _alive first, then looks for work once more: one of the
         # two sees the other.
         self._alive = False

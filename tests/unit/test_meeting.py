@@ -203,10 +203,9 @@ def test_a_sleeper_is_woken() -> None:
     waker.start()
     assert bells.listen(30.0) == 1
     bells.ring(0)
-    bells.ring(0)
-    assert bells.listen(30.0) == 2
+    assert bells.listen(30.0) == 1
     assert bells.listen(0.01) == 0
-    assert 0.1 <= time.monotonic() - began < 20
+    assert 0.09 <= time.monotonic() - began < 20
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is that of x86-64")

@@ -118,6 +118,4 @@ def test_an_unknown_variable_is_warned_of_once(
     monkeypatch.setenv("MPIKV_TIMOUT", "5")
     mpikv.create().close()
     mpikv.create().close()
-    (text,) = caplog.messages
-    assert text.startswith("unknown variable 'MPIKV_TIMOUT' (known: ")
-    assert text.endswith("; did you mean 'MPIKV_TIMEOUT'?")
+    assert [text.partition(" (known: ")[0] for text in caplog.messages] == ["unknown variable 'MPIKV_TIMOUT'"]
