@@ -109,7 +109,7 @@ class Mailbox:
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
-        """Begin to send a contiguous array; return a Message; the array may change once ``end`` is called."""
+        """Begin to send a contiguous array; return a Message; leave the array unchanged until ``end`` is called."""
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
@@ -268,7 +268,7 @@ class Mailbox:
 
 
 class _Streams:
-    """How messages of ranks that share memory travel. All methods are local, and only :meth:`sleep` waits."""
+    """How messages of ranks that share memory travel. All methods are local, and only ``sleep`` waits."""
 
     def __init__(self, group: Group, board: StatusBoard, rings: Rings, end: Callable[[Message, str], None]) -> None:
         """Make a generator for the sends to each rank, and one for the receives. Nothing moves yet. Local.

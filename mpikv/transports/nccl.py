@@ -250,6 +250,7 @@ class NcclTransport(Unshared):
         """
 
         def run(comm: Any) -> None:
+            """Queue NCCL's allReduce of each pair, all as one group."""
             with self._grouped():
                 for send, recv in pairs:
                     wire, addresses = self._wires[send.dtype.name], (self._gpu.address(send), self._gpu.address(recv))
@@ -344,6 +345,7 @@ class NcclTransport(Unshared):
         """
 
         def run(comm: Any) -> None:
+            """Queue the sends to and receives from all other ranks, as one group."""
             with self._grouped():
                 for peer in (rank for rank in range(self.size) if sends[rank] is not receives[rank]):
                     for call, array in ((comm.send, sends[peer]), (comm.recv, receives[peer])):
@@ -358,6 +360,7 @@ class NcclTransport(Unshared):
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
         def run(comm: Any) -> None:
+            """Queue NCCL's allGather, or a group of broadcasts if parts are unequal."""
             if len(set(nbytes)) == 1:
                 self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
                 return

@@ -326,7 +326,7 @@ class _Outbox:
             return [rank for _, _, rank in self._sent]
 
     def _take_memory(self, size: int) -> Array:
-        """Return memory of a size for a message: new, or of one that MPI has taken. Local; the lock is held."""
+        """Return memory of a size for a message: that of a message already sent, else new. Local; the lock is held."""
         # A training sends messages of few sizes, and new memory costs more than the copy.
         return (self._free.get(size) or [zeros(size)]).pop()
 
@@ -340,7 +340,7 @@ class _Outbox:
             self._sent_to(rank)
 
     def _take_back(self) -> None:
-        """Take back the memory of messages that MPI has taken. Local; the lock is held."""
+        """Forget messages that MPI has taken, and keep their memory for later ones. Local; the lock is held."""
         # One call for all: after each call a thread waits for Python's lock, perhaps for milliseconds.
         if self._sent and self._mpi.Request.Testsome([request for request, _, _ in self._sent]):
             for request, memory, _ in self._sent:
