@@ -194,8 +194,7 @@ class Checkpoints:
 
     def _entries(self) -> dict[Key, Entry]:
         """Return the entries by key, without those that hold a Trainer's sums of gradients. Local."""
-        table = self._exchange.values.table
-        return {entry.key: entry for entry in table.entries() if entry.key not in table.summed}
+        return {entry.key: entry for entry in self._exchange.values.table.list_lasting()}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
         """Set the updater's rank count, compile its kernels; return (call, run). Local; run() is collective."""

@@ -81,11 +81,8 @@ class Draft:
             ) from None
 
     def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Write all of up to :data:`MOST_PARTS` buffers, one behind the other, from an offset in the file. Local."""
-        while parts:
-            # The system may write less than asked, e.g. at a signal or near a full disk.
-            done = os.pwritev(self._file, parts, offset)
-            parts, offset = _rest(parts, done), offset + done
+        """Write all of the buffers, one behind the other, from an offset in the file. Local."""
+        write_parts(self._file, parts, offset)
 
     def flush(self) -> None:
         """Wait until the written bytes are on the disk. Local."""
@@ -278,6 +275,14 @@ class Reader:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def write_parts(file: int, parts: Sequence[memoryview], offset: int) -> None:
+    """Write all of the buffers to an open file, one behind the other, from an offset in it. Local."""
+    while parts:
+        # The system may write less than asked, e.g. at a signal or near a full disk.
+        done = os.pwritev(file, parts[:MOST_PARTS], offset)
+        parts, offset = _rest(parts, done), offset + done
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:

@@ -107,17 +107,24 @@ def _make_tensor(memory: Array, dtype: str, shape: Sequence[int]) -> Any:
     return torch.from_numpy(memory.copy()).view(getattr(torch, dtype)).reshape(shape)
 
 
-def pack(tree: Any, where: str) -> Array:
-    """Return a state as an array of bytes; TypeError as :func:`encode`. Local."""
+def list_parts(tree: Any, where: str) -> list[memoryview]:
+    """Return the bytes of a state, of its text and arrays, these not copied; TypeError as :func:`encode`. Local."""
     arrays: list[Array] = []
     text = json.dumps(encode(tree, arrays, where)).encode()
     # As bytes, whatever the dtype: bfloat16 has no buffer.
     parts = [array.reshape(-1).view(np.uint8).data for array in arrays]
-    return np.frombuffer(b"".join([len(text).to_bytes(8, "little"), text, *parts]), np.uint8)
+    return [memoryview(len(text).to_bytes(8, "little") + text), *parts]
 
 
-def unpack(memory: Array, name: str) -> Any:
+def pack(tree: Any, where: str) -> Array:
+    """Return a state as one new array of bytes; TypeError as :func:`encode`. Local."""
+    return np.frombuffer(b"".join(list_parts(tree, where)), np.uint8)
+
+
+def unpack(memory: Array, name: str, copies: bool = True) -> Any:
     """Return a state from its bytes; CheckpointError, with this ``name`` of it, if they hold none. Local.
+
+    Its arrays are ``copies``, or else views of the memory, wherever they lie there.
 
     Raises:
         CheckpointError: they are not those of a state.
@@ -128,8 +135,8 @@ def unpack(memory: Array, name: str) -> Any:
     def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
         nonlocal at
         begin, at = at, at + dtype.itemsize * math.prod(shape)
-        array: Array = memory[begin:at].copy().view(dtype).reshape(shape)
-        return array
+        array = memory[begin:at].copy() if copies else memory[begin:at]
+        return array.view(dtype).reshape(shape)
 
     with reading(name):
         return decode(json.loads(memory[8:at].tobytes()), take)

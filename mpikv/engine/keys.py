@@ -116,6 +116,10 @@ class KeyTable:
         """Return an iterator over all entries, in the order in which keys were added. Local."""
         return iter(self._entries.values())
 
+    def list_lasting(self) -> list[Entry]:
+        """Return the entries, in the same order, without those of sums of gradients, which last one step. Local."""
+        return [entry for entry in self._entries.values() if entry.key not in self.summed]
+
     def find(self, keys: Sequence[Key]) -> list[Entry]:
         """Return the entries of keys, in their order; raise KeyNotInitialized for an unknown one. Local."""
         try:

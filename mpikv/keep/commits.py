@@ -5,7 +5,6 @@ There they commit, as often as 2 % of the time allows, save a checkpoint now and
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -13,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ import numpy as np
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.files import inspect
 from ..checkpoint.program import peek
-from ..checkpoint.trees import decode, encode
+from ..checkpoint.trees import list_parts, pack, unpack
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.environment import launch_of
@@ -101,7 +101,7 @@ class Commits:
             loops.append(None)
             self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank, not one_host)
         self._disk, self._stays, self._asked = disk, disk is not None, False
-        self._layout, self._epoch, self._made = b"", 0, 0
+        self._layout, self._epoch, self._made = np.empty(0, np.uint8), 0, 0
         self._apart = _APART if in_rounds else _APART_ASYNC
         self._cost = self._seconds = self._began = self._saved = 0.0
 
@@ -144,8 +144,11 @@ class Commits:
 
     def _prepare_save(self, disk: Disk, step: int) -> PreparedCall:
         """Prepare a save, complete on return, of store, step and kept objects. Local; its run is collective."""
-        objects = {_OBJECT + name: state.get() for name, state in self._states.items()}
-        return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **objects})
+        return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **self._get_objects()})
+
+    def _get_objects(self) -> dict[str, Any]:
+        """Return the states of the kept objects by their names in a checkpoint or commit, maybe not copied. Local."""
+        return {_OBJECT + name: state.get() for name, state in self._states.items()}
 
     @contextmanager
     def _heed_sigterm(self) -> Iterator[None]:
@@ -212,9 +215,9 @@ class Commits:
         briefing = Briefing()
         if self._slots is not None:
             self._contents.record_layout()
-            self._layout = json.dumps(self._contents.layout).encode()
+            self._layout = pack(self._describe(), "layout")
             self._slots.open(self._timeout / 2)
-            self._slots.reserve(*self._collect())
+            self._slots.reserve(self._collect())
             briefing = read_briefing(self._slots.folder)
             self._stays |= briefing.stays
         if self._disk is None:
@@ -250,26 +253,20 @@ class Commits:
 
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states of store and kept objects in this rank's commit; ConfigError if they do not fit. Local."""
-        text, take = slots.read(slots.newest())
-        layout, tree = map(json.loads, text.split(b"\n"))
-        there, here = (
-            [*texts, *(f"the kept object {name!r}" for name in names)]
-            for texts, names in ((layout, tree["objects"]), (self._contents.layout, self._states))
-        )
-        if difference := find_difference(there, here):
+        tree = unpack(slots.read(slots.newest()), "commit", copies=False)
+        layout, store = unpack(tree.pop("layout"), "layout"), tree.pop("store")
+        if difference := find_difference(layout, self._describe()):
             raise ConfigError(
                 f"the commit in {slots.folder} has {difference[0]}, and this program has {difference[1]}; start "
                 "the program that made it, or empty the folder to start from the beginning"
             )
-        # In the order of _collect. Objects may keep what they are given.
-        objects = {name: decode(each, lambda *form: take(*form).copy()) for name, each in tree["objects"].items()}
-        return decode(tree["store"], take), objects
+        # Objects may keep what they are given, and later commits overwrite this memory.
+        return store, deepcopy(tree)
 
     def _put_back(self, store: dict[str, Any], objects: dict[str, Any]) -> None:
         """Overwrite this rank's part of the store, and the kept objects. Local."""
         self._contents.put_back(store)
-        for name, state in self._states.items():
-            state.set(objects[name])
+        self._take_objects("the commit", objects)
 
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
         """Give kept objects their state from a checkpoint; ConfigError if it lacks one that is no generator. Local."""
@@ -314,14 +311,16 @@ class Commits:
     def _write(self, slots: Slots, epoch: int, step: int) -> None:
         """Write this rank's commit over the older one; Unsupported if the store's layout has changed. Local."""
         self._contents.check_layout()
-        slots.write(epoch, step, *self._collect())
+        slots.write(epoch, step, self._collect())
 
-    def _collect(self) -> tuple[bytes, list[Array]]:
-        """Return the text of a commit, and its arrays: the memory of the store itself, not copies. Local."""
-        arrays: list[Array] = []
-        objects = {name: encode(state.get(), arrays, f"keep: {name}") for name, state in self._states.items()}
-        tree = {"objects": objects, "store": encode(self._contents.collect(), arrays, "the store")}
-        return self._layout + b"\n" + json.dumps(tree).encode(), arrays
+    def _describe(self) -> list[str]:
+        """Return the texts that a commit must fit: of the store's layout, and with the names of kept objects. Local."""
+        return [*self._contents.layout, *(f"the kept object {name!r}" for name in self._states)]
+
+    def _collect(self) -> list[memoryview]:
+        """Return the bytes of a commit: its text, and views of the memory of store and objects, not copies. Local."""
+        tree = {"layout": self._layout, "store": self._contents.collect(), **self._get_objects()}
+        return list_parts(tree, "state")
 
 
 def _prepare(text: str, run: Callable[..., object], *arguments: Any) -> PreparedCall:

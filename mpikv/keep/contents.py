@@ -13,7 +13,6 @@ from ..checkpoint.header import VERSION
 from ..engine.arena import Block
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
-from ..engine.keys import Entry
 from ..errors import Unsupported
 from ..optimizers import Optimizer
 from ..protocols import Array
@@ -47,15 +46,10 @@ class Contents:
         values = self._exchange.values
         self._blocks, self._rows = list(values.blocks), [entry.index for entry in values.table.entries()]
         # Small values share a block, most of which may hold none.
-        for entry in self._list_kept():
+        for entry in self._exchange.values.table.list_lasting():
             block, start, size = entry.place
             self._ends[block] = max(self._ends.get(block, 0), start + size)
         self.layout, self._identity = self._describe(), self._identify()
-
-    def _list_kept(self) -> list[Entry]:
-        """Return the entries that a commit holds: all but sums of gradients."""
-        table = self._exchange.values.table
-        return [entry for entry in table.entries() if entry.key not in table.summed]
 
     def _describe(self) -> list[str]:
         """Return texts that describe all that a commit must fit: ranks, settings, and places of keys and blocks."""
@@ -67,7 +61,7 @@ class Contents:
         # The length of messages decides which elements a rank owns.
         texts += [f"transport {exchange.transport.name}", f"messages of {exchange.transport.limit} bytes"]
         texts += [f"placement {exchange.placement.name}", f"updater {kind}", f"compression {codec}"]
-        for entry in self._list_kept():
+        for entry in self._exchange.values.table.list_lasting():
             form, place = f"{name_of(entry.dtype)}{list(entry.shape)}" + " of rows" * entry.row_sparse, entry.place
             where = f"at {place.start} of block {place.block.index}, row {entry.index}"
             texts.append(f"key {entry.key!r}: {form}, {where}")
@@ -92,7 +86,7 @@ class Contents:
 
     def _identify(self) -> tuple[object, ...]:
         """Return objects that stay the same as long as the layout does, to notice a change of it soon."""
-        return self._exchange.values.planner, *self._list_kept()
+        return self._exchange.values.planner, *self._exchange.values.table.list_lasting()
 
     def collect(self) -> dict[str, Any]:
         """Return a dict of this rank's part of the store; values, state and residuals are not copied. Local."""
@@ -141,7 +135,7 @@ class Contents:
 
     def publish(self) -> None:
         """Give every rank the values that their owners have put back. Collective."""
-        if keys := tuple(entry.key for entry in self._list_kept()):
+        if keys := tuple(entry.key for entry in self._exchange.values.table.list_lasting()):
             self._exchange.pipeline.republish(self._exchange.values.plan(keys))
 
 

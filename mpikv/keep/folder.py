@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-HEADER = struct.Struct("<QQQQQI")
+HEADER = struct.Struct("<QQQQI")
 """The begin of a file: the numbers of a commit, and their CRC-32. No kill leaves half of it: it is in one page."""
 # The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
 _NOTE, NOTE_AT = struct.Struct("<qq"), 1024
@@ -24,12 +24,10 @@ class Commit(NamedTuple):
     epoch: int = 0
     step: int = 0
     """The next step to make."""
-    nbytes: int = 0
-    """Bytes of the text."""
     end: int = 0
-    """Where its arrays end in the file."""
+    """Where its state ends in the file."""
     crc: int = 0
-    """CRC-32 of all from the text to there, begun with the rank."""
+    """CRC-32 of the state, begun with the rank."""
 
 
 def seal(commit: Commit) -> bytes:

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..checkpoint.files import write_parts
 from ..cluster.runtime import present
 from ..errors import CheckpointError, ConfigError
 from ..protocols import Array
 from .folder import HEADER, NOTE_AT, Commit, read_header, read_note, seal
 
-_TEXT_AT = 4096
-_ALIGNMENT = 64
+# Where the state begins in a file.
+_BEGIN = 4096
+_VOID = memoryview(bytes(HEADER.size))
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 # Seconds between two attempts to take a lock.
 _NAP = 0.01
@@ -99,17 +98,16 @@ class Slots:
         """Overwrite with zeros the headers of commits after an epoch: not all ranks have these commits."""
         for file in self._files:
             if read_header(file).epoch > epoch:
-                _write(file, bytes(HEADER.size), 0)
+                write_parts(file, [_VOID], 0)
 
-    def reserve(self, text: bytes, arrays: Sequence[Array]) -> list[int]:
-        """Enlarge both files, if too small for such a commit; return the offsets of its arrays, then of their end.
+    def reserve(self, parts: Sequence[memoryview]) -> int:
+        """Enlarge both files, if too small for a commit of these buffers; return where it would end in a file.
 
         Raises:
             CheckpointError: a file has lost the end of its commit, or its header.
             MemoryError: there is too little room; the files keep their commits.
         """
-        first = _align(_TEXT_AT + len(text))
-        *begins, end = accumulate(arrays, lambda end, array: _align(end + array.nbytes), initial=first)
+        end = _BEGIN + sum(part.nbytes for part in parts)
         for slot, file in enumerate(self._files):
             size = os.fstat(file).st_size
             # A kill leaves a whole header or zeros.
@@ -126,9 +124,9 @@ class Slots:
                     f"the commits of this rank take {2 * end} bytes in {self.folder}, which has "
                     f"{space.f_bavail * space.f_frsize} left; start with mpikv run --keep DIR, a folder with more room"
                 ) from None
-        return [*begins, end]
+        return end
 
-    def write(self, epoch: int, step: int, text: bytes, arrays: Sequence[Array]) -> None:
+    def write(self, epoch: int, step: int, parts: Sequence[memoryview]) -> None:
         """Write a commit over that of ``epoch`` - 2, flushed if it shall outlive the host; MemoryError without room.
 
         It may enlarge the files.
@@ -137,16 +135,13 @@ class Slots:
             CheckpointError: another program has cut a file off, or changed its header.
             MemoryError: there is too little room; the files keep their commits.
         """
-        # The text may have grown: room is taken before the commit there is voided.
-        *begins, end = self.reserve(text, arrays)
-        file = self._files[epoch % 2]
-        _write(file, bytes(HEADER.size), 0)
+        # The state may have grown: room is taken before the commit there is voided.
+        end, file = self.reserve(parts), self._files[epoch % 2]
+        write_parts(file, [_VOID], 0)
         self._flush(file)
-        _write(file, text, _TEXT_AT)
-        for begin, array in zip(begins, arrays, strict=True):
-            _write(file, array.reshape(-1).view(np.uint8), begin)
+        write_parts(file, parts, _BEGIN)
         self._flush(file)
-        _write(file, seal(Commit(epoch, step, len(text), end, self._sum_up(file, end)[0])), 0)
+        write_parts(file, [memoryview(seal(Commit(epoch, step, end, self._sum_up(file, end)[0])))], 0)
         self._flush(file)
 
     def _flush(self, file: int) -> None:
@@ -155,8 +150,8 @@ class Slots:
         if self._flushes:
             os.fsync(file)
 
-    def read(self, commit: Commit) -> tuple[bytes, Callable[[np.dtype[Any], Sequence[int]], Array]]:
-        """Return the text of a commit, and a function that returns its next array, of a dtype and shape, read-only.
+    def read(self, commit: Commit) -> Array:
+        """Return the bytes of a commit's state: read-only memory of its file, which a later commit overwrites.
 
         Raises:
             CheckpointError: it is damaged, or another rank's.
@@ -164,21 +159,12 @@ class Slots:
         crc, memory = self._sum_up(self._files[commit.epoch % 2], commit.end)
         if crc != commit.crc:
             raise self._damage(commit.epoch % 2)
-        end = _TEXT_AT + commit.nbytes
-        text = memory[_TEXT_AT:end].tobytes()
-
-        def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-            nonlocal end
-            begin = _align(end)
-            end = begin + dtype.itemsize * math.prod(shape)
-            return memory[begin:end].view(dtype).reshape(shape)
-
-        return text, take
+        return memory
 
     def _sum_up(self, file: int, end: int) -> tuple[int, Array]:
-        """Return the CRC-32 of a commit, text and arrays, begun with the rank, and the file's bytes, read-only."""
-        mapped = mmap.mmap(file, end, access=mmap.ACCESS_READ)
-        return zlib.crc32(memoryview(mapped)[_TEXT_AT:], self._rank), np.frombuffer(mapped, np.uint8)
+        """Return the CRC-32 of a commit's state, begun with the rank, and its bytes in the file, read-only."""
+        memory = np.frombuffer(mmap.mmap(file, end, access=mmap.ACCESS_READ), np.uint8)[_BEGIN:]
+        return zlib.crc32(memory.data, self._rank), memory
 
     def _damage(self, slot: int) -> CheckpointError:
         """Return, not raise, an error that one of the two files is damaged."""
@@ -196,20 +182,6 @@ class Slots:
 
         A call of the system in each step would take longer.
         """
-        note = memoryview(mmap.mmap(self._files[0], _TEXT_AT))[NOTE_AT:].cast("q")
+        note = memoryview(mmap.mmap(self._files[0], _BEGIN))[NOTE_AT:].cast("q")
         note[1] = present().process
         return note
-
-
-def _align(place: int) -> int:
-    """Return a place in a file, rounded up to a multiple of 64. Local."""
-    return -(-place // _ALIGNMENT) * _ALIGNMENT
-
-
-def _write(file: int, content: Any, offset: int) -> None:
-    """Write all of the content to a file at an offset. Local."""
-    rest = memoryview(content)
-    while rest:
-        # The system may write less than asked, e.g. at a signal.
-        done = os.pwrite(file, rest, offset)
-        rest, offset = rest[done:], offset + done

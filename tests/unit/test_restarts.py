@@ -19,7 +19,7 @@ def commit(folder: Path, epoch: int, step: int, ranks: int = 2) -> None:
     for rank in range(ranks):
         slots = Slots(folder, 1, rank)
         slots.open(0.0)
-        slots.write(epoch, step, b"text", [])
+        slots.write(epoch, step, [memoryview(b"text")])
 
 
 def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
