@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
-import re
 import stat
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -55,7 +55,8 @@ class Draft:
         self._mode = _mode_of(self.path)
         # Ask for everything that may be refused before the old checkpoint is replaced.
         self._folder = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._remove_leftovers()
+        for left in glob.glob(f"{glob.escape(self.path)}.{2 * NONCE * '[0-9a-f]'}{_SUFFIX}"):
+            self._remove_leftover(left)
         nonce[:] = np.frombuffer(os.urandom(NONCE), np.uint8)
         self._draft = self._draft_path(nonce)
         # Others may read the new checkpoint only if they may read the one it replaces, even before it is whole.
@@ -129,20 +130,8 @@ class Draft:
         """Return the path of a draft; no other draft has it. Local."""
         return f"{self.path}.{nonce.tobytes().hex()}{_SUFFIX}"
 
-    def _remove_leftovers(self) -> None:
-        """Remove this checkpoint's drafts of killed jobs; CheckpointError if a job holds the lock of one. Local.
-
-        Raises:
-            CheckpointError: the job of one of them is alive.
-        """
-        folder, own = os.path.split(self.path)
-        left = re.compile(rf"{re.escape(own)}\.[0-9a-f]{{{2 * NONCE}}}{re.escape(_SUFFIX)}")
-        for name in os.listdir(self._folder):
-            if left.fullmatch(name):
-                self._remove_leftover(os.path.join(folder, name))
-
     def _remove_leftover(self, path: str) -> None:
-        """Remove a draft, unless another user has it or no lock is to be had; raise if a live job has it. Local."""
+        """Remove another job's draft, unless another user has it or there are no locks; raise if one is held. Local."""
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
