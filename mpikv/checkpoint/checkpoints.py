@@ -240,8 +240,8 @@ class Checkpoints:
 
     def _load_known(self, call: Call, reader: Reader, updater: Updater, program: Program) -> dict[str, Any]:
         """Verify a file, read it over known keys, where a failure ends the store; return program state. Collective."""
-        self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
-        self._agreement.run_together(call, program.read, reader)
+        own = chain(self._deal_chunks(reader.source.header), program.own)
+        self._run_parts(call, read_arrays(reader, own, program.shared))
         # Residuals may find no memory on one rank: that must come before the first value changes.
         state: dict[str, Any]
         state, restore = self._agreement.run_together(call, self._decode, reader.source.header, program)
@@ -261,11 +261,12 @@ class Checkpoints:
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:
-        """Yield pieces to read for this rank's share of the chunks, all over one buffer, to verify them only. Local."""
+        """Yield pieces to read for this rank's share of the arrays, all over one buffer, to verify them only. Local."""
         # One buffer for all chunks: only their checksums count here.
         memory = np.empty(CHUNK, np.uint8).data
-        for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
-            yield Piece(begin, memory[: header.nbytes - begin])
+        end = header.nbytes_of_arrays
+        for begin in range(self._transport.rank * CHUNK, end, self._transport.size * CHUNK):
+            yield Piece(begin, memory[: end - begin])
 
     def _decode(self, header: Header, program: Program) -> tuple[dict[str, Any], Callable[[], object]]:
         """Return the program's state, and a function that sets compression residuals; allocate these now. Local."""

@@ -31,7 +31,7 @@ class Gathering:
         """Allocate memory for this rank's chunks of a window, or if it ``keeps`` them of all windows. Local."""
         self._exchange, self._rank = exchange, exchange.transport.rank
         self._extents = list(list_extents(header, exchange.values.table.find(header.keys)))
-        self._end = header.nbytes - sum(map(sum, header.program.values()))
+        self._end = header.nbytes_of_arrays
         self.windows = [window for window, _ in cut_windows(header.nbytes)]
         counts = [self._writers(window).count(self._rank) for window in self.windows]
         room = allocate((sum(counts) if keeps else max(counts, default=0)) * CHUNK)

@@ -159,11 +159,16 @@ class Header:
     @cached_property
     def blobs(self) -> Mapping[str, Array]:
         """By name, byte offsets of the parts of program state, and their end. They follow the arrays, not aligned."""
-        edges, end = {}, int(self.columns[-1].edges[-1]) if self.columns else 0
+        edges, end = {}, self.nbytes_of_arrays
         for name, sizes in self.program.items():
             edges[name] = end + np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
             end = int(edges[name][-1])
         return edges
+
+    @property
+    def nbytes_of_arrays(self) -> int:
+        """Bytes of values and states, which the program's state follows."""
+        return self.nbytes - sum(map(sum, self.program.values()))
 
     def _slots(self, kind: Kind) -> dict[str, str]:
         """Return the arrays that the file has for a key of this kind: a dict from slots to names of dtypes."""

@@ -74,11 +74,6 @@ class Program:
                 for begin, blob in list(zip(edges.tolist(), blobs, strict=False))[rank::size]:
                     self.own += cut_array(begin, blob)
 
-    def read(self, reader: Reader) -> None:
-        """Read the state alone into this object's memory, from a file whose checksums were compared. Local."""
-        for piece in (*self.own, *self.shared):
-            reader.read([piece.memory], piece.offset)
-
     def decode(self, tells: bool) -> dict[str, Any]:
         """Return the state from the read bytes; ``tells``: log parts left out. CheckpointError for bad bytes. Local."""
         if self._lost and tells:
