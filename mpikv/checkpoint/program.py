@@ -7,7 +7,6 @@ first kind returns to any number of ranks, and the second to as many as have sav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -19,7 +18,7 @@ from ..engine.alltoallv import gather
 from ..errors import a_kind
 from ..protocols import Array, Transport
 from .chunks import Piece, cut_array
-from .files import Reader, Source
+from .files import Source
 from .header import RESIDUALS, Header
 from .trees import pack, unpack
 
@@ -93,8 +92,5 @@ def peek(source: Source, name: str) -> Any:
     """
     if name not in source.header.blobs:
         return None
-    blob = np.empty(source.header.program[name][0], np.uint8)
-    with closing(Reader(source)) as reader:
-        reader.open()
-        reader.read([blob.data], int(source.header.blobs[name][0]))
-    return unpack(blob, name)
+    nbytes, begin = source.header.program[name][0], source.start + int(source.header.blobs[name][0])
+    return unpack(np.fromfile(source.path, np.uint8, nbytes, offset=begin), name)
