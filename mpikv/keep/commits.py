@@ -22,7 +22,7 @@ import numpy as np
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.files import inspect
 from ..checkpoint.program import peek
-from ..checkpoint.trees import list_parts, pack, unpack
+from ..checkpoint.trees import list_parts, unpack
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.environment import launch_of
@@ -33,7 +33,7 @@ from ..engine.exchange import Exchange
 from ..errors import ConfigError
 from ..protocols import Array
 from ..verbs.comparison import text_call
-from .contents import Contents, find_difference
+from .contents import Contents, check_owners, find_difference
 from .folder import Briefing, read_briefing
 from .slots import Slots
 from .state import ObjectState
@@ -93,7 +93,9 @@ class Commits:
         ``one_host``: all ranks are on this one. ``in_rounds``: each push waits for all.
         """
         self._agreement, self._control, self._timeout = agreement, exchange.transport.control, timeout
-        self._contents, self._collective, self._states = Contents(exchange), collective, states
+        self._exchange, self._collective, self._states = exchange, collective, states
+        self._contents: Contents
+        """Made with the files."""
         self._slots: Slots | None = None
         if folder is not None:
             # Every rank of a launch has files of its own, whatever stores it is in.
@@ -101,7 +103,7 @@ class Commits:
             loops.append(None)
             self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank, not one_host)
         self._disk, self._stays, self._asked = disk, disk is not None, False
-        self._layout, self._epoch, self._made = np.empty(0, np.uint8), 0, 0
+        self._made = 0
         self._apart = _APART if in_rounds else _APART_ASYNC
         self._cost = self._seconds = self._began = self._saved = 0.0
 
@@ -194,16 +196,11 @@ class Commits:
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
         epochs, last, saves = gather(self._control, np.array([epoch, begun, saved], np.int64)).T
         saved, step = int(saves.max()), 0
-        if self._slots is not None and not saved:
-            together(self._check_epochs, self._slots.folder, epochs)
-        self._epoch = int(epochs.min())
         if self._slots is not None:
-            # Void before all: a rank that had one epoch more would later take it for the new one of that number.
-            together(self._slots.void_after, self._epoch)
-            step = self._slots.newest().step
+            step = together(self._find_common, self._slots, epochs, saved)
         from_disk, step = saved > step, max(saved, step)
         together(self._check_other, briefing, step)
-        if self._slots is not None and self._epoch and not from_disk:
+        if self._slots is not None and epochs.min() and not from_disk:
             together(self._put_back, *together(self._read, self._slots))
             self._contents.publish()
         again = max(int(last.max()) - step, 0)
@@ -211,11 +208,10 @@ class Commits:
 
     def _open_files(self) -> tuple[Briefing, int]:
         """Lock and enlarge this rank's files, record the layout; return (the launch's briefing, saved step). Local."""
-        self._contents.check_owners({state.owner for state in self._states.values()})
+        check_owners(self._exchange, {state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
-            self._contents.record_layout()
-            self._layout = pack(self._describe(), "layout")
+            self._contents = Contents(self._exchange, self._states)
             self._slots.open(self._timeout / 2)
             self._slots.reserve(self._collect())
             briefing = read_briefing(self._slots.folder)
@@ -234,14 +230,20 @@ class Commits:
             raise ConfigError(f"{self._disk.path!r} is no checkpoint of a loop of steps; give another path")
         return briefing, step
 
-    def _check_epochs(self, folder: Path, epochs: Array) -> None:
-        """Raise ConfigError if the commits of some ranks are missing, and another has more than one. Local."""
+    def _find_common(self, slots: Slots, epochs: Array, saved: int) -> int:
+        """Void commits that another rank lacks; return the step of the newest left, or 0; ConfigError if lost. Local.
+
+        Lost are those of a rank without any, beside one with two, unless a checkpoint of step ``saved`` is there.
+        """
         # No rank begins its second commit before all have the first.
-        if not epochs.min() and epochs.max() > 1:
+        if not saved and not epochs.min() and epochs.max() > 1:
             raise ConfigError(
-                f"the commits of ranks {np.flatnonzero(epochs == 0).tolist()} are missing in {folder}; "
+                f"the commits of ranks {np.flatnonzero(epochs == 0).tolist()} are missing in {slots.folder}; "
                 "empty the folder to start from the beginning"
             )
+        # A rank that had one epoch more would later take it for the new one of that number.
+        slots.void_after(epochs.min())
+        return slots.newest().step
 
     def _check_other(self, briefing: Briefing, step: int) -> None:
         """Raise ConfigError if a commit newer than ``step`` is of another number of ranks. Local."""
@@ -254,8 +256,8 @@ class Commits:
     def _read(self, slots: Slots) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the states of store and kept objects in this rank's commit; ConfigError if they do not fit. Local."""
         tree = unpack(slots.read(slots.newest()), "commit", copies=False)
-        layout, store = unpack(tree.pop("layout"), "layout"), tree.pop("store")
-        if difference := find_difference(layout, self._describe()):
+        store = tree.pop("store")
+        if difference := find_difference(unpack(store["layout"], "layout"), self._contents.layout):
             raise ConfigError(
                 f"the commit in {slots.folder} has {difference[0]}, and this program has {difference[1]}; start "
                 "the program that made it, or empty the folder to start from the beginning"
@@ -303,24 +305,19 @@ class Commits:
     def _commit(self, call: Call, slots: Slots, step: int) -> None:
         """Write a commit of this step on all ranks, count it, and note the time that it took. Collective."""
         began = present().now()
-        self._agreement.run_together(call, self._write, slots, self._epoch + 1, step)
+        self._agreement.run_together(call, self._write, slots, step)
         # Each rank confirms after its header is written: from here on all have this commit, and it counts.
-        self._epoch, self._made, self._cost = self._epoch + 1, self._made + 1, present().now() - began
+        self._made, self._cost = self._made + 1, present().now() - began
         self._seconds += self._cost
 
-    def _write(self, slots: Slots, epoch: int, step: int) -> None:
+    def _write(self, slots: Slots, step: int) -> None:
         """Write this rank's commit over the older one; Unsupported if the store's layout has changed. Local."""
         self._contents.check_layout()
-        slots.write(epoch, step, self._collect())
-
-    def _describe(self) -> list[str]:
-        """Return the texts that a commit must fit: of the store's layout, and with the names of kept objects. Local."""
-        return [*self._contents.layout, *(f"the kept object {name!r}" for name in self._states)]
+        slots.write(step, self._collect())
 
     def _collect(self) -> list[memoryview]:
         """Return the bytes of a commit: its text, and views of the memory of store and objects, not copies. Local."""
-        tree = {"layout": self._layout, "store": self._contents.collect(), **self._get_objects()}
-        return list_parts(tree, "state")
+        return list_parts({"store": self._contents.collect(), **self._get_objects()}, "state")
 
 
 def _prepare(text: str, run: Callable[..., object], *arguments: Any) -> PreparedCall:

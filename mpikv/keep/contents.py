@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays.arrays import name_of
 from ..checkpoint.compatibility import describe_updater, restore_updater
 from ..checkpoint.header import VERSION
+from ..checkpoint.trees import pack
 from ..engine.arena import Block
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
@@ -18,38 +19,37 @@ from ..optimizers import Optimizer
 from ..protocols import Array
 
 
+def check_owners(exchange: Exchange, known: Set[object]) -> None:
+    """Raise Unsupported if the store has sums of gradients whose owner is not among those ``known``. Local."""
+    for key, owner in exchange.values.table.summed.items():
+        if owner not in known:
+            raise Unsupported(
+                f"steps: {key!r} is a key of sums of gradients, whose owner, a Trainer or what mpikv.torch.attach "
+                "returned, has the weights; call its steps(), or pass it to kv.keep before kv.steps"
+            )
+
+
 class Contents:
     """Collects the contents of one store, and puts them back. Local, unless marked *Collective*."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.layout: Sequence[str] = ()
-        """The texts that tell how the memory of the store is laid out; a commit fits only the same ones."""
-        self._identity: tuple[object, ...] = ()
-        self._ends: dict[Block, int] = {}
-        self._blocks: list[Block] = []
-        self._rows: list[int] = []
+    def __init__(self, exchange: Exchange, objects: Collection[str]) -> None:
+        """Record the layout, and the memory that commits take; Unsupported for values on a GPU.
 
-    def check_owners(self, known: Set[object]) -> None:
-        """Raise Unsupported if the store has sums of gradients whose owner is not among those ``known``. Local."""
-        for key, owner in self._exchange.values.table.summed.items():
-            if owner not in known:
-                raise Unsupported(
-                    f"steps: {key!r} is a key of sums of gradients, whose owner, a Trainer or what mpikv.torch.attach "
-                    "returned, has the weights; call its steps(), or pass it to kv.keep before kv.steps"
-                )
-
-    def record_layout(self) -> None:
-        """Record the layout, and the memory that commits take; Unsupported for values on a GPU. Local."""
-        if not self._exchange.transport.memory.is_host:
+        ``objects`` are the names of the program's kept objects.
+        """
+        if not exchange.transport.memory.is_host:
             raise Unsupported("commits hold no GPU's values; start without --restarts and --keep, and save checkpoints")
-        values = self._exchange.values
+        self._exchange, self._objects, values = exchange, objects, exchange.values
         self._blocks, self._rows = list(values.blocks), [entry.index for entry in values.table.entries()]
         # Small values share a block, most of which may hold none.
-        for entry in self._exchange.values.table.list_lasting():
+        self._ends = dict[Block, int]()
+        for entry in values.table.list_lasting():
             block, start, size = entry.place
             self._ends[block] = max(self._ends.get(block, 0), start + size)
         self.layout, self._identity = self._describe(), self._identify()
+        """The texts that tell how the memory of the store is laid out; a commit fits only the same ones."""
+        # Once, as there may be many.
+        self._packed = pack(self.layout, "layout")
 
     def _describe(self) -> list[str]:
         """Return texts that describe all that a commit must fit: ranks, settings, and places of keys and blocks."""
@@ -70,7 +70,7 @@ class Contents:
             # The transport and the number of its first cell decide its owners, too.
             size, where = block.values.size, f"block {block.index} from cell {block.grid.number}"
             texts.append(f"{where}: {size} elements with the states {slots}")
-        return texts
+        return texts + [f"the kept object {name!r}" for name in self._objects]
 
     def check_layout(self) -> None:
         """Raise Unsupported if the layout is not the recorded one any more."""
@@ -92,6 +92,7 @@ class Contents:
         """Return a dict of this rank's part of the store; values, state and residuals are not copied. Local."""
         values = self._exchange.values
         return {
+            "layout": self._packed,
             "updater": describe_updater(self._exchange.updater),
             "codec": [[entry.index, entry.codec_state] for entry in values.table.entries() if entry.codec_state],
             "residuals": [block.residuals for block in self._blocks],

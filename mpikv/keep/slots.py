@@ -126,8 +126,8 @@ class Slots:
                 ) from None
         return end
 
-    def write(self, epoch: int, step: int, parts: Sequence[memoryview]) -> None:
-        """Write a commit over that of ``epoch`` - 2, flushed if it shall outlive the host; MemoryError without room.
+    def write(self, step: int, parts: Sequence[memoryview]) -> None:
+        """Write a commit over the older one, flushed if it shall outlive the host; MemoryError without room.
 
         It may enlarge the files.
 
@@ -136,7 +136,8 @@ class Slots:
             MemoryError: there is too little room; the files keep their commits.
         """
         # The state may have grown: room is taken before the commit there is voided.
-        end, file = self.reserve(parts), self._files[epoch % 2]
+        end, epoch = self.reserve(parts), self.newest().epoch + 1
+        file = self._files[epoch % 2]
         write_parts(file, [_VOID], 0)
         self._flush(file)
         write_parts(file, parts, _BEGIN)
