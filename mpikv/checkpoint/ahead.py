@@ -14,7 +14,7 @@ class Ahead(Generic[Item]):
     """Runs an iterator in a thread of its own, and keeps its items until they are needed."""
 
     def __init__(self, source: Iterator[Item]) -> None:
-        """The thread is not started yet."""
+        """Keep the iterator for the thread; :meth:`start` starts it."""
         self._changed, self._source = present().condition(), source
         self._items: list[Item] = []
         self._failure: BaseException | None = None

@@ -58,7 +58,7 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Return a Call and a function to save the store and ``state``; Unsupported if it has gradient sums. Local."""
+        """Return a Call and a function to save store and ``state``; Unsupported if a Trainer has the weights. Local."""
         self._check_weights()
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
@@ -175,12 +175,12 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
-        """Read a file's header, return a Call and a function that loads it; raise if it misfits the store. Local."""
+        """Read a file's header, compile kernels; return (call, run); raise if the file misfits the store. Local."""
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_states(self, path: Any) -> PreparedCall:
-        """Read a file's header, return a Call and a function to load optimizer state; raise if it misfits. Local."""
+        """Read a file's header, compile kernels; return (call, run) to load states; raise if they misfit. Local."""
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
@@ -193,7 +193,7 @@ class Checkpoints:
         return self._prepare_load("load", source, updater)
 
     def _entries(self) -> dict[Key, Entry]:
-        """Return the entries by key, without those that hold a Trainer's sums of gradients. Local."""
+        """Return the entries by key, without those that hold sums of gradients. Local."""
         return {entry.key: entry for entry in self._exchange.values.table.list_lasting()}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
@@ -275,7 +275,7 @@ class Checkpoints:
         return state, restore
 
     def _read(self, call: Call, reader: Reader, program: Program | None = None) -> None:
-        """Read this rank's values and optimizer state; give all ranks the values. Collective.
+        """Read this rank's values and optimizer state into the store; give all ranks the values. Collective.
 
         With a ``program``, read its state, too, and compare checksums; without, only check that the file is the one
         verified before.
@@ -288,7 +288,7 @@ class Checkpoints:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
-            """Return the host array to fill in place of this one."""
+            """Return this array if it is on the host, else a new one there, noted in ``copies`` for a copy back."""
             if self._memory.is_host:
                 return array
             copies.append((array, np.empty(array.shape, array.dtype)))

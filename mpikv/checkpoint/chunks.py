@@ -62,7 +62,10 @@ class Piece(NamedTuple):
 
 
 def cut_array(begin: int, array: Array) -> list[Piece]:
-    """Return views of a contiguous array, cut at chunks' edges; its first byte has the offset ``begin``. Local."""
+    """Return an array's pieces, views cut at chunks' edges; its first byte has the offset ``begin``. Local.
+
+    The array is contiguous.
+    """
     memory = array.reshape(-1).view(np.uint8).data
     return [Piece(low, memory[low - begin : high - begin]) for low, high in cut(begin, begin + memory.nbytes, CHUNK)]
 

@@ -37,6 +37,7 @@ class Draft:
     """A checkpoint under construction, seen by one rank."""
 
     def __init__(self, path: str) -> None:
+        """Find the file behind a symbolic link; open nothing yet."""
         # Behind a symbolic link, replace the file and not the link: the rename must stay in the file's own folder.
         self.path = os.path.realpath(path)
         self._draft = ""
@@ -46,7 +47,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, or raise if one is locked; create and lock a new one; fill ``nonce``, its name. Root only.
+        """Remove old drafts, or raise if one is locked; create and lock a new one; draw its ``nonce``. Root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
@@ -127,7 +128,7 @@ class Draft:
         self._file, self._folder, self._maker = -1, -1, 0
 
     def _draft_path(self, nonce: Array) -> str:
-        """Return the path of a draft; no other draft has it. Local."""
+        """Return the path of the draft with these random bytes: the checkpoint's, with them and a suffix. Local."""
         return f"{self.path}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _remove_leftover(self, path: str) -> None:
@@ -145,7 +146,7 @@ class Draft:
             os.close(file)
 
     def _lock(self, file: int) -> bool:
-        """Lock a draft, and return whether the file system has locks; CheckpointError if a job holds it. Local."""
+        """Lock a draft, or return False if the file system has no locks; CheckpointError if a job holds it. Local."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -242,7 +243,7 @@ class Reader:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the open file is another one than before, or was changed."""
+        """Raise CheckpointError if the open file is not that of the source, or was changed since. Local."""
         if _identity(self._file) != self.source.identity:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
@@ -275,7 +276,7 @@ def write_parts(file: int, parts: Sequence[memoryview], offset: int) -> None:
 
 
 def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
-    """Return the rest of some buffers after ``done`` bytes. Local."""
+    """Return the buffers without their first ``done`` bytes. Local."""
     for number, part in enumerate(parts):
         if done < part.nbytes:
             return [part[done:], *parts[number + 1 :]]

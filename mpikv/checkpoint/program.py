@@ -35,7 +35,10 @@ def pack_state(state: Any) -> dict[str, Array]:
 
 
 def add_program(transport: Transport, header: Header, packed: Mapping[str, Array]) -> tuple[Header, list[Piece]]:
-    """Return the header with the user's state, and this rank's pieces; rank 0 writes what is alike. Collective."""
+    """Compare states by digests; return the header with their sizes, and this rank's pieces to write. Collective.
+
+    Rank 0 writes what is alike on all ranks.
+    """
     if not packed:
         return header, []
     sizes = [blob.nbytes for blob in packed.values()]
@@ -55,6 +58,7 @@ class Program:
     """Takes the state of a checkpoint. Local."""
 
     def __init__(self, header: Header, rank: int, size: int) -> None:
+        """Allocate memory for the state that this rank takes, and list the pieces to read into it."""
         self._own: dict[str, Array] = {}
         self._lost: list[str] = []
         self.own: list[Piece] = []

@@ -60,6 +60,7 @@ def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[
             raise CheckpointError("they are of other lengths than the values")
 
     def restore() -> None:
+        """Drop all residuals and codec state of the store, then set those that were found. Local."""
         values.drop_residuals(keeps_memory=True)
         transport.memory.copy([target for target, _ in pairs], [array for _, array in pairs])
         for entry, state in kept:

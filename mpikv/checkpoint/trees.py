@@ -124,7 +124,7 @@ def pack(tree: Any, where: str) -> Array:
 def unpack(memory: Array, name: str, copies: bool = True) -> Any:
     """Return a state from its bytes; CheckpointError, with this ``name`` of it, if they hold none. Local.
 
-    Its arrays are ``copies``, or else views of the memory, wherever they lie there.
+    Its arrays are ``copies``, or else views of the memory, at any address there.
 
     Raises:
         CheckpointError: they are not those of a state.
@@ -133,6 +133,7 @@ def unpack(memory: Array, name: str, copies: bool = True) -> Any:
     at = 8 + int.from_bytes(memory[:8].tobytes(), "little")
 
     def take(dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+        """Return the next array, and go on behind it. Local."""
         nonlocal at
         begin, at = at, at + dtype.itemsize * math.prod(shape)
         array = memory[begin:at].copy() if copies else memory[begin:at]

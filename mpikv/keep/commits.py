@@ -89,7 +89,9 @@ class Commits:
         one_host: bool,
         in_rounds: bool,
     ) -> None:
-        """``collective`` makes a call of the store. ``timeout``: the seconds that other ranks wait for this one.
+        """Count the loop among those of this process, for the names of its files; open none yet.
+
+        ``collective`` makes a call of the store. ``timeout``: the seconds that other ranks wait for this one.
         ``one_host``: all ranks are on this one. ``in_rounds``: each push waits for all.
         """
         self._agreement, self._control, self._timeout = agreement, exchange.transport.control, timeout
@@ -207,7 +209,7 @@ class Commits:
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
     def _open_files(self) -> tuple[Briefing, int]:
-        """Lock and enlarge this rank's files, record the layout; return (the launch's briefing, saved step). Local."""
+        """Lock and enlarge this rank's files, check the path; return (briefing, step of its checkpoint or 0). Local."""
         check_owners(self._exchange, {state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
@@ -231,9 +233,9 @@ class Commits:
         return briefing, step
 
     def _find_common(self, slots: Slots, epochs: Array, saved: int) -> int:
-        """Void commits that another rank lacks; return the step of the newest left, or 0; ConfigError if lost. Local.
+        """Void commits that some rank lacks; return the newest step left, or 0; ConfigError if a rank lost all. Local.
 
-        Lost are those of a rank without any, beside one with two, unless a checkpoint of step ``saved`` is there.
+        ``epochs`` are those of the newest commit of each rank; ``saved`` is the step of a checkpoint, or 0.
         """
         # No rank begins its second commit before all have the first.
         if not saved and not epochs.min() and epochs.max() > 1:
@@ -271,7 +273,7 @@ class Commits:
         self._take_objects("the commit", objects)
 
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
-        """Give kept objects their state from a checkpoint; ConfigError if it lacks one that is no generator. Local."""
+        """Give kept objects their ``saved`` states; ConfigError if one is missing that is no generator's. Local."""
         for name, state in self._states.items():
             if (key := _OBJECT + name) in saved:
                 state.set(saved[key])

@@ -73,7 +73,7 @@ class Contents:
         return texts + [f"the kept object {name!r}" for name in self._objects]
 
     def check_layout(self) -> None:
-        """Raise Unsupported if the layout is not the recorded one any more."""
+        """Raise Unsupported if the store's layout is not the recorded one any more."""
         # Cheap, as this precedes each commit: the planner is replaced with the updater, the placement and the codec.
         if (now := self._identify()) == self._identity:
             return
