@@ -19,7 +19,7 @@ from ..engine.spans import cut
 from ..errors import CheckpointError, brief
 from ..protocols import Array
 from .ahead import Ahead
-from .files import MOST_PARTS, NONCE, Draft, Reader, Source
+from .files import NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 
 Parts: TypeAlias = "Generator[Array | Callable[[], object]]"
@@ -172,11 +172,11 @@ def _sum_moved(
 
 
 def _join_runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield lists of adjacent pieces of one chunk; one system call moves each list. Local."""
+    """Yield lists of adjacent pieces of one chunk, to be moved together. Local."""
     run: list[Piece] = []
     for piece in pieces:
-        # A checksum is of one chunk, and the system takes a limited number of buffers per call.
-        if run and (piece.offset != run[-1].end or piece.offset % CHUNK == 0 or len(run) == MOST_PARTS):
+        # A checksum is of one chunk.
+        if run and (piece.offset != run[-1].end or piece.offset % CHUNK == 0):
             yield run
             run = []
         run.append(piece)

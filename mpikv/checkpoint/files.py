@@ -25,8 +25,8 @@ from .header import LARGEST_HEADER, Header, parse_header
 
 NONCE = 8
 """Random bytes in the name of a draft. The other ranks know the draft by them, and no other job draws the same."""
-MOST_PARTS = os.sysconf("SC_IOV_MAX")
-"""Most buffers per system call (``pwritev``, ``preadv``)."""
+# Most buffers per system call (pwritev, preadv).
+_MOST_PARTS = os.sysconf("SC_IOV_MAX")
 _SUFFIX = ".mpikv-part"
 # Some file systems have no locks, and some cannot flush a folder.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -248,13 +248,10 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError if the file ends. Local.
-
-        It takes up to :data:`MOST_PARTS` of them.
-        """
+        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError at the end. Local."""
         offset += self.source.start
         while parts:
-            done = os.preadv(self._file, parts, offset)
+            done = os.preadv(self._file, parts[:_MOST_PARTS], offset)
             # At the end of a file the system reads nothing, and reports no error.
             if not done:
                 raise CheckpointError(f"{self.source.path!r} was truncated at byte {offset} while it was loaded")
@@ -271,7 +268,7 @@ def write_parts(file: int, parts: Sequence[memoryview], offset: int) -> None:
     """Write all of the buffers to an open file, one behind the other, from an offset in it. Local."""
     while parts:
         # The system may write less than asked, e.g. at a signal or near a full disk.
-        done = os.pwritev(file, parts[:MOST_PARTS], offset)
+        done = os.pwritev(file, parts[:_MOST_PARTS], offset)
         parts, offset = _rest(parts, done), offset + done
 
 
