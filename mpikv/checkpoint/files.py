@@ -47,7 +47,7 @@ class Draft:
         self._maker = 0
 
     def create(self, nonce: Array) -> None:
-        """Remove old drafts, or raise if one is locked; create and lock a new one; draw its ``nonce``. Root only.
+        """Remove old drafts, or raise if one is locked; make and lock a new one; fill ``nonce`` at random. Root only.
 
         Raises:
             CheckpointError: another job is writing to the path.
