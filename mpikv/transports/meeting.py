@@ -84,7 +84,7 @@ class HostGroup:
     gather = exchange
 
     def announce_end(self, why: str) -> None:
-        """Write to shared memory why this rank will take part in nothing more; the first bytes of it. Local."""
+        """Write why this rank leaves to shared memory, for other ranks' find_end(); cut at 504 bytes. Local."""
         reason = np.frombuffer((why or "no reason").encode()[: _END - 8], np.uint8)
         self._reasons[self.rank, : reason.size] = reason
         self._ends[self.rank] = reason.size

@@ -429,7 +429,7 @@ class NcclTransport(Unshared):
         self._gpu.release(self._stream)
 
     def _check(self) -> None:
-        """Raise the failure of this transport again, if it has one. Local."""
+        """Raise a new error with the text of this transport's failure, if it has failed. Local."""
         if self._failure is not None:
             # A new error each time: raised again, one object would collect the tracebacks of all calls and threads.
             raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)

@@ -29,6 +29,7 @@ def _raising(
     polls = itertools.count(1)
 
     def ready_or_raise() -> bool:
+        """Return whether it is ready; raise an error that ``look()`` has found, at one of ``every`` polls."""
         # First the operation: in the usual case it is complete, and no look is needed.
         if ready():
             return True
@@ -48,7 +49,7 @@ class AbortableWaiting:
     """
 
     def __init__(self, find_end: Callable[[], str], waiting: Waits) -> None:
-        """``find_end`` returns why another rank has left, or "". Local."""
+        """Wait by ``waiting``, and give up once ``find_end()`` returns why another rank has left, not "". Local."""
         self._find_end, self._waiting = find_end, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:

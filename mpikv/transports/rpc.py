@@ -149,7 +149,7 @@ class Endpoint:
         return sorted(ranks)
 
     def close(self, waiting: Waits) -> None:
-        """Wait for the thread to end, and free the communicator. No message may be on its way. Collective.
+        """Stop the thread, wait for its end or raise, free the communicator. No message may be in flight. Collective.
 
         Raises:
             Stalled: the thread does not end, or an answered message does not complete, before the deadline.

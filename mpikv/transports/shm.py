@@ -83,6 +83,7 @@ class Arrivals:
             return not late
 
         def missing() -> list[int]:
+            """Return the ranks of the group that have not arrived."""
             return [self._host_ranks[other // self._stride] for other in self._peers if flags[other] < arrivals]
 
         try:
