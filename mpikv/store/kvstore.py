@@ -33,6 +33,7 @@ from ..sparse.rows import Rows
 from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.control import ControlVerbs, check_head
+from ..verbs.join import prepare_empty_part
 from .door import Door, State, show_keys
 from .plugins import RankedStore
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from .capture import CapturedStep
 
 __tracebackhide__ = hidden_from_pytest
-Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Seconds that ranks may differ in reaching the end of the program after a failure.
@@ -116,7 +116,7 @@ class KVStore(RankedStore):
         rules = kernels or find_kernels(config.kernels)
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic, config.threads)
         self._rows = Rows(self._exchange, root)
-        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank)
+        self._verbs = Verbs(self._exchange, self._rows, self._agreement)
         self._verbs.push_pull.check_finite = config.check_finite
         self._control = ControlVerbs(self._agreement, group, root)
         self._order = transport.memory.order
@@ -1157,7 +1157,7 @@ class KVStore(RankedStore):
         with self._door.joining():
             yield
             self._door.check_open("join")
-            self._door.shadow(self._verbs.join.prepare, self._run_in_order)
+            self._door.shadow(partial(prepare_empty_part, self._verbs), self._run_in_order)
 
     def close(self) -> None:
         """End the store and free its memory; raise the first error that nobody has seen. Collective, idempotent.

@@ -12,7 +12,6 @@ from ..engine.exchange import Exchange
 from ..memory.device import DeviceMemory
 from ..sparse.rows import Rows
 from .comparison import Comparison
-from .join import Join
 from .operands import GpuOperands, Operands
 from .push_pull import PushPull
 from .rows import RowVerbs
@@ -23,7 +22,7 @@ from .values import ValueVerbs
 class Verbs:
     """The verbs of one store, by their families."""
 
-    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
+    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement) -> None:
         self.exchange, self.agreement = exchange, agreement
         memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
@@ -35,7 +34,6 @@ class Verbs:
         self.rows = RowVerbs(*parts, rows)
         self.push_pull = PushPull(*parts, self.rows)
         self.settings = SettingVerbs(exchange)
-        self.join = Join(exchange, self.push_pull, self.rows, rank)
 
     def give_up(self) -> None:
         """Discard a prepared call that will not run: its packed message, and the arrays noted to be filled. Local."""
