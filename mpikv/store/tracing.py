@@ -53,17 +53,15 @@ class Tracer:
         self._file = (directory / name).open("xb", buffering=0)
         self._works = True
         self._lock, self._stores = threading.Lock(), 0
-        launch = launch_of()
-        self._launched = None if launch is None else (launch.rank, launch.size)
 
     def name_store(self, store: KVStore) -> str:
         """Count a store, return its name in traces; the first call writes the file's head. Raises nothing. Local."""
         if not self._stores:
             # A store may be of some ranks only, which count otherwise.
-            rank, size = self._launched or (store.rank, store.size)
+            ranks = launch_of() or store
             # Clocks of one host's processes agree; those of two hosts differ by what the wall clocks say.
             ahead = time.time_ns() - time.monotonic_ns()
-            self._write({"ph": "mpikv", "rank": rank, "size": size, "host": self._host, "ahead": ahead})
+            self._write({"ph": "mpikv", "rank": ranks.rank, "size": ranks.size, "host": self._host, "ahead": ahead})
         self._stores += 1
         return f"{store.type} #{self._stores - 1}"
 
