@@ -88,8 +88,8 @@ class _Request:
         """Whether the call, a variable or the kind of store says how long messages are."""
         self.staleness: int | None = None
         self.codec: Any = None
-        self.compression = "None"
-        """The codec's own description."""
+        self.facts: dict[str, str] = {}
+        """The texts, by option, that must be the same on every rank."""
         self.tracer: Tracer | None = None
         self.problem: Exception | None = None
         """Why this rank cannot have the store."""
@@ -273,8 +273,10 @@ def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
         request.staleness = None if staleness is None else check_whole("staleness", staleness, low=1)
     elif staleness is not None:
         raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} is synchronous")
-    if request.codec is not None:
-        request.compression = request.codec.settings()  # any code, which may raise
+    own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
+    common = {key: repr(value) for key, value in vars(settings).items() if key not in OWN_AFFAIRS}
+    compression = "None" if request.codec is None else request.codec.settings()  # any code, which may raise
+    request.facts = {**own, **common, "compression": compression}
 
 
 # --- The agreement of ranks
@@ -290,7 +292,7 @@ def _rendezvous(request: _Request, group: ProcessGroup) -> _Parts:
     # By host and uuid: ordinals are each process's own, as CUDA_VISIBLE_DEVICES numbers them anew.
     own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
     facts = [lack, own, device is not None or has_cupy(), _count_threads(request, group), request.sized]
-    of_ranks = compare_requests(group, "create", _describe(request), problem, facts)
+    of_ranks = compare_requests(group, "create", request.facts, problem, facts)
     if request.kind.memory == "any":
         lack = _find_lack(of_ranks)
         device = None if lack else device
@@ -339,13 +341,6 @@ def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
     if request.kind.asynchronous and not group.threads:
         return Unsupported(f"store {request.name!r} needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
     return None
-
-
-def _describe(request: _Request) -> dict[str, str]:
-    """Return the texts of a request, by option, that must be the same on every rank. Local."""
-    settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
-    own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
-    return {**own, **settings, "compression": request.compression}
 
 
 def _find_device(
