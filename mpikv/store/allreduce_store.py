@@ -11,7 +11,6 @@ import numpy as np
 
 from ..arrays.arrays import (
     address_of,
-    castable,
     disjoint,
     is_immutable,
     lies_elsewhere,
@@ -19,7 +18,6 @@ from ..arrays.arrays import (
     run_quietly,
     source,
     storable,
-    target,
 )
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
@@ -30,9 +28,9 @@ from ..engine.pipeline import Arrays
 from ..engine.plan import label
 from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.device import DeviceMemory
-from ..memory.host import HostMemory
+from ..memory.host import HOST, HostMemory
 from ..protocols import Array, Gpu, Key, Memory
-from ..verbs.arguments import cast_fault, checked_target, outs_of, priorities
+from ..verbs.arguments import checked_target, outs_of, priorities
 from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
@@ -382,13 +380,10 @@ class TestStore(KVStoreBase):
 
 
 def _fill(keys: Sequence[Key], groups: Sequence[Sequence[Any]], arrays: Sequence[Array]) -> None:
-    """Copy each array to its key's group; first raise ValueMismatch for a dtype, TypeError for one read-only. Local."""
-    pairs = []
-    for key, outs, array in zip(keys, groups, arrays, strict=True):
-        for into in map(target, outs):
-            if not castable(array.dtype, into.dtype):
-                fault = cast_fault(f"the array to fill of key {key!r}", into.dtype, array.dtype)
-                raise ValueMismatch(f"{fault}; pass an out of {array.dtype.name}")
-            pairs.append((into, array))
-    for into, array in pairs:
-        np.copyto(into, array, casting="unsafe")
+    """Copy each array to its key's group; before, raise ValueMismatch if one does not fit, TypeError if read-only."""
+    pairs = [
+        (checked_target(out, key, array.shape, array.dtype, HOST), array)
+        for key, outs, array in zip(keys, groups, arrays, strict=True)
+        for out in outs
+    ]
+    _copy(pairs, HOST)
