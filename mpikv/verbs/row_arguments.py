@@ -148,7 +148,7 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
         # A single request owns the pulled rows; several need copies.
         some = rows
         if each.ids is not wanted.ids:
-            some = _copy_rows(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
+            some = memory.workspace.take_rows(rows, np.searchsorted(wanted.ids, each.ids), made.some)
         if isinstance(each.out, RowSparse):
             # A copy: several outs of one request share the numbers.
             each.out.replace(each.ids.copy(), _cast_like(each.out, some, memory, made.cast))
@@ -167,7 +167,7 @@ def fill(entry: Entry, out: RowSparse) -> None:
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
-    some = _copy_rows(memory, entry.value, ids)
+    some = memory.workspace.take_rows(entry.value, ids, memory.empty((ids.size, *entry.shape[1:]), entry.dtype))
     out.replace(ids, _cast_like(out, some, memory))
 
 
@@ -213,12 +213,6 @@ def _in_memory(rows: RowSparse, exchange: Exchange) -> RowSparse:
     """Return rows with values in the store's memory, apart from stored ones: the given rows, or with a copy. Local."""
     values = exchange.values.apart(exchange.transport.memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
-
-
-def _copy_rows(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
-    """Return a copy of rows of a table, in ``made`` or a new array. Local."""
-    made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
-    return memory.workspace.take_rows(table, ids, made)
 
 
 def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
