@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..verbs import Verbs
 
 # How a call runs, in the words that ranks compare and errors show.
-_PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
+_PLAIN, _FIRST = "as a plain call", "to be recorded at its next call, if all ranks can"
 _RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
 
 
@@ -58,16 +58,12 @@ class _Known:
     targets: Arrays
     result: Any
     lack: str
-    """Why it cannot be recorded; "" if it can."""
-    agreed: bool = False
-    """Whether all ranks know whether all can record it."""
+    """Why it cannot be recorded, on this rank or, once the ranks have told each other, on any; "" if it can."""
     table: StepTable | None = None
     revision: int = 0
     """The updater's revision when the table was made."""
     uniform: bool = True
     """Whether all keys are updated by one step."""
-    ready: bool = False
-    """Whether it was queued once as it will be recorded."""
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
@@ -148,26 +144,21 @@ class CapturedStep:
         # A rank that has left join cannot launch this graph: it has no arrays.
         if memory is None or self._door.state is State.JOINING:
             return self._prepare_plain(_PLAIN)
-        # Bound anew after anything that moves values: the graph has their addresses.
-        known = self._known or self._bind_anew(memory)
-        if known.lack or not known.agreed:
-            call, run = self._prepare_plain(_PLAIN if known.agreed else _FIRST)
-            if known.agreed:
-                return call, run
-            if not known.lack:
-                self._steps = self._verbs.comparison.update_call("pushpull", known.plan)[1]
-            return call, lambda: self._run_first(known, run)
-        call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
-        if not known.suits(steps, self._exchange.updater):
-            known = self._add_table(replace(known, ready=False, graph=None), steps)
-        self._steps = steps
-        if known.graph is not None:
-            # The queue keeps the arrays of the graph alive until the GPU is done.
-            run = partial(self._run, known)
-            return self._describe(call, _LAUNCHED), partial(memory.order.queue, f"pushpull({known.plan.label})", run)
-        if not known.ready:
-            return self._describe(call, _AGAIN), lambda: self._queue_first(known)
-        return self._describe(call, _RECORDED), lambda: self._record(memory, known)
+        known = self._known
+        if known is not None and known.lack:
+            return self._prepare_plain(_PLAIN)
+        if known is not None:
+            call, self._steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
+            if known.suits(self._steps, self._exchange.updater):
+                if known.graph is None:
+                    return self._describe(call, _RECORDED), lambda: self._record(memory, known)
+                # The queue keeps the arrays of the graph alive until the GPU is done.
+                launch = partial(memory.order.queue, f"pushpull({known.plan.label})", partial(self._run, known))
+                return self._describe(call, _LAUNCHED), launch
+        # Bound anew for a new table, and after anything that moves values: the graph has their addresses.
+        first = self._bind_anew(memory)
+        call, run = self._prepare_plain(_FIRST)
+        return call, lambda: self._run_first(first, run)
 
     def _prepare_plain(self, how: str) -> PreparedCall:
         """Prepare a plain pushpull of the step's arrays. Local; its run is collective."""
@@ -185,34 +176,22 @@ class CapturedStep:
         lack = lack or _find_lack(memory, self._given, plan, pushed, groups_of(targets))
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
-        steps = self._verbs.comparison.update_call("pushpull", plan)[1]
-        return self._add_table(_Known(plan, sources, targets, result, lack), steps)
-
-    def _add_table(self, known: _Known, steps: Steps) -> _Known:
-        """Return a copy of ``known`` with a GPU table for the rates of these steps: its own, or a new one. Local."""
-        table = known.table
-        # A table of other options has other numbers, and kernels that were compiled for them.
-        if table is None or not table.fits(steps.each[0]):
-            table = self._exchange.make_step_table(known.plan)
-        return replace(known, table=table, revision=self._exchange.updater.revision, uniform=steps.uniform)
+        self._steps = self._verbs.comparison.update_call("pushpull", plan)[1]
+        table, revision = self._exchange.make_step_table(plan), self._exchange.updater.revision
+        return _Known(plan, sources, targets, result, lack, table, revision, self._steps.uniform)
 
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
         """Let ranks agree if all can record; queue the work as a warm-up if so, or else call ``run``. Collective."""
-        known = self._known = replace(known, agreed=True, lack=self._agree_on_lack(known.lack))
-        return run() if known.lack else self._queue_first(known)
+        known = self._known = replace(known, lack=self._agree_on_lack(known.lack))
+        return run() if known.lack else self._run(known)
 
     def _agree_on_lack(self, lack: str) -> str:
         """Return why this rank, or another one, cannot record the call; "" if all can. Collective."""
         rank, size = self._exchange.transport.rank, self._exchange.transport.size
         least = self._agreement.least(rank if lack else size)
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
-
-    def _queue_first(self, known: _Known) -> Any:
-        """Queue the work as a warm-up for the recording in the next call; return the result. Collective."""
-        self._known = replace(known, ready=True)
-        return self._run(known)
 
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
         """Record the call in a graph and launch it if all ranks can; else queue it, and all later calls. Collective."""
