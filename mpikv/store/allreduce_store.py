@@ -311,8 +311,7 @@ class AllReduce(RankedStore):
             into = next((out for out in targets if out is send or _fits(out, given.dtype, gpu)), None)
             if into is None:
                 into = memory.empty(given.shape, given.dtype)
-            if into is not targets[0] or len(targets) > 1:
-                work.after.extend((out, into) for out in targets if out is not into)
+            work.after.extend((out, into) for out in targets if out is not into)
             if send.size:
                 flat = into.reshape(-1)
                 same = into is send or address(into) == address(send)

@@ -192,7 +192,7 @@ def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
     # Sorted and once each, so that two requests can be joined, and a row travels once.
     numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
     if out is None:
-        return [Asked(ids, _empty(entry)) for ids in numbers]
+        return [Asked(ids, empty_rows(entry)) for ids in numbers]
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     if len(numbers) == 1:
         numbers *= len(outs)
@@ -203,7 +203,7 @@ def pair_outs(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
     return [Asked(ids, _checked_out(entry, each)) for ids, each in zip(numbers, outs, strict=True)]
 
 
-def _empty(entry: Entry) -> RowSparse:
+def empty_rows(entry: Entry) -> RowSparse:
     """Return a new RowSparse without rows, of a value's shape, dtype and memory. Local."""
     none = entry.place.block.memory.empty((0, *entry.shape[1:]), entry.dtype)
     return RowSparse(np.empty(0, np.int64), none, entry.shape)
@@ -236,8 +236,6 @@ def _checked_out(entry: Entry, out: Any) -> Any:
 
 def _sum_group(entry: Entry, group: Sequence[Any], exchange: Exchange) -> RowSparse:
     """Return the sum of a key's RowSparse of this rank, cast; a host's only one itself if it fits; or raise. Local."""
-    if not group:
-        return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
     for each in group:
         check_fit(entry, "value", each)
@@ -253,7 +251,7 @@ def _sum_group(entry: Entry, group: Sequence[Any], exchange: Exchange) -> RowSpa
         # On a GPU the caller's rows may also be the out, and get other rows before the GPU has read these: copy them.
         if memory.is_host and rows.dtype == entry.dtype:
             return only
-    summed = _empty(entry)
+    summed = empty_rows(entry)
     summed.replace(ids, run_quietly(cast_rows, memory.workspace, rows, entry.dtype))
     return summed
 

@@ -21,7 +21,7 @@ from ..sparse.rows import Rows
 from .arguments import outs_of
 from .comparison import Comparison
 from .operands import Operands
-from .row_arguments import Asked, check_fit, deliver, fill, pair_outs, requests_of, spare_bytes, sum_given, want_rows
+from .row_arguments import Asked, check_fit, deliver, empty_rows, fill, pair_outs, requests_of, spare_bytes, want_rows
 
 Requests: TypeAlias = "Sequence[Sequence[Asked]]"
 """For each key, which rows of it a call asks for."""
@@ -129,7 +129,7 @@ class RowVerbs:
     def no_rows(self, plan: Plan) -> Sequence[RowSparse]:
         """Return for each key a RowSparse without rows, to be pushed by a rank that has none. Local."""
         self._rows.load(plan.dtypes)
-        return sum_given(plan.entries, [()] * len(plan.keys), self._exchange).rows
+        return list(map(empty_rows, plan.entries))
 
     def _prepare_pull(self, plan: Plan, asked: Requests, result: Any = None) -> Callable[[], Any]:
         """Take memory for pulled rows, as a GPU may have too little; return a collective function that pulls. Local."""
