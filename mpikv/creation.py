@@ -82,6 +82,7 @@ class _Request:
     """
 
     def __init__(self, name: Any, root: Any, options: Mapping[str, Any]) -> None:
+        """Read the options; keep a fault of theirs as ``problem``, and raise nothing. Local."""
         self.name, self.root = name, root
         self.kind, self.settings = _KINDS[0], Config()
         self.sized = False

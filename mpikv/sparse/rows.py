@@ -50,7 +50,7 @@ class Rows:
     """Row-sparse initial values, pushes and pulls of a store. Collective, but for :attr:`sent` and :meth:`load`."""
 
     def __init__(self, exchange: Exchange, root: int) -> None:
-        """Local."""
+        """Keep the parts of a store; allocate nothing. Local."""
         self._exchange, self._root = exchange, root
         self._transport, self._memory = exchange.transport, exchange.transport.memory
         self._tables = self._memory.workspace

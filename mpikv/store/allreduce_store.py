@@ -86,7 +86,7 @@ class AllReduce(RankedStore):
     """
 
     def __init__(self, store: KVStore, open_gpus: OpenGpus | None = None) -> None:
-        """Use :func:`mpikv.create`. Collective. The store belongs to this one.
+        """Take over a KVStore, to use its transport and to close it. Collective. Use :func:`mpikv.create`.
 
         Without ``open_gpus`` there are no sums on GPUs.
         """
@@ -99,6 +99,7 @@ class AllReduce(RankedStore):
         self._known: dict[tuple[str, tuple[Key, ...]], tuple[Call, list[_Reference]]] = {}
 
     def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError; of a method of KVStore it names a store that has it. Local."""
         known = not name.startswith("_") and hasattr(KVStore, name)
         where = f"; the store that mpikv.create('dist_sync') makes has {name!r}" if known else ""
         raise AttributeError(f"{a_kind(self)} has no {name!r}{where}", name=name, obj=self)
@@ -158,6 +159,7 @@ class AllReduce(RankedStore):
         self._store.close()
 
     def __exit__(self, *failure: object) -> None:
+        """Close the store, which is collective; after an error end it on this rank alone."""
         self._store.__exit__(*failure)
 
     def _cannot(self, verb: str) -> NoReturn:
@@ -166,7 +168,10 @@ class AllReduce(RankedStore):
         self.raise_on_all_ranks(error, verb)
 
     def _make_call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        """Check (or reuse the last call's checks) and make a pushpull or broadcast; may open NCCL first. Collective."""
+        """Check a pushpull or broadcast, or reuse the last checks; make it; return its result. Collective.
+
+        The first call with arrays of GPUs opens NCCL before, by a call of its own.
+        """
         if type(priority) is int and not priority and (known := self._recall(verb, key, value, out)) is not None:
             return self._store._collective(verb, self._repeat, key, verb, *known, given_to_fill(key, value, out))
         try:
@@ -180,7 +185,7 @@ class AllReduce(RankedStore):
         return self._store._collective(verb, self._prepare, key, verb, form, on_gpus, filled, out is None, priority)
 
     def _can_sum_on_gpus(self, form: Form) -> bool:
-        """Return whether all are mutable GPU arrays and NCCL may be used; ValueMismatch if a key has none. Local."""
+        """Return whether all arrays are mutable and on GPUs, and NCCL is open or untried; raise for no array. Local."""
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
@@ -189,7 +194,7 @@ class AllReduce(RankedStore):
         return can_sum and bool(arrays) and all(lies_elsewhere(one) and not is_immutable(one) for one in arrays)
 
     def _prepare_gpus(self, key: Any, verb: str, form: Form) -> PreparedCall:
-        """Prepare to open NCCL, once; if ranks cannot, the host sums from then on. Local; its run is collective."""
+        """Return (call, run); run(), collective, opens NCCL or, if a rank cannot, has the host sum for good. Local."""
         memory, opens = self._store._transport.memory, self._open_gpus
         assert isinstance(memory, HostMemory)
         assert opens is not None
@@ -206,7 +211,7 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, on_gpus: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Check a call; copy arrays if needed; pack a small message; maybe cache it. Local; its run is collective.
+        """Return (call, run); copy unfit host arrays and pack a small message now; may cache. run() is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
@@ -218,14 +223,14 @@ class AllReduce(RankedStore):
             here.memory.order.begin()
         sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
-        def fill(arrays: Any) -> Arrays:
+        def check_outs(arrays: Any) -> Arrays:
             groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
             return [
                 tuple(checked_target(each, name, source.shape, source.dtype, here.memory) for each in group)
                 for name, source, group in zip(form.keys, sources, groups, strict=True)
             ]
 
-        outs, result = self._store._verbs.operands.with_stand_ins(fill, filled, implied)
+        outs, result = self._store._verbs.operands.with_stand_ins(check_outs, filled, implied)
         work = self._plan_work(sources, outs, here.memory)
         wishes = priorities(priority, form.keys) if priority != 0 else ()
         option = f"on {'GPUs' if on_gpus else 'the host'}" + f" priority {wishes}" * any(wishes)
@@ -244,7 +249,7 @@ class AllReduce(RankedStore):
         return call, partial(self._run, here, verb, work, result)
 
     def _recall(self, verb: str, key: Any, value: Any, out: Any) -> tuple[Call, list[Pair]] | None:
-        """Return the cached call and flat arrays if the last call of these keys had these arrays; else None. Local.
+        """Return a cached call and flat pairs to send and fill, if these keys' last call had these arrays; else None.
 
         To check and describe them anew takes longer than to sum small ones.
         """
@@ -272,18 +277,18 @@ class AllReduce(RankedStore):
         return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
 
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
-        """Prepare a call by its cached description; pack its message if small. Local; its run is collective."""
+        """Return (call, run) for a cached call; pack its message now if it is small. Local; run() is collective."""
         self._stage(self._host, verb, pairs)
         return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 
     def _stage(self, here: Collectives, verb: str, pairs: Sequence[Pair]) -> None:
-        """Put the message of a sum into the send buffer before ranks agree, if it is small. Local."""
+        """Put a sum's message, if small, into the send buffer, and note it as the pipeline's ``prefetched``. Local."""
         sends = [send for send, _ in pairs]
         if verb == "pushpull" and here.stage(*sends):
             self._store._exchange.pipeline.prefetched = sends[0]
 
     def _add_up(self, key: Key, group: Sequence[Any], memory: Memory) -> Array:
-        """Return a key's only array, or the new sum of its list; raise if their shapes or dtypes differ. Local."""
+        """Return a key's only array, or the new sum of its list, in this memory; raise if some do not fit. Local."""
         first, *others = map(memory.source, group)
         storable(first.dtype)
         if not others:
@@ -319,7 +324,10 @@ class AllReduce(RankedStore):
         return work
 
     def _run(self, here: Collectives, verb: str, work: _Work, result: Any) -> Any:
-        """Make a call's copies, and its sums or broadcasts; return its result. GPUs only queue them. Collective."""
+        """Make a call's copies, and its sums or broadcasts; return its result. Collective.
+
+        On GPUs it only queues them, once the pending calls of other stores have been made.
+        """
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
             drain_gpu_stores()

@@ -67,7 +67,7 @@ class _Known:
     graph: Graph | None = None
 
     def suits(self, steps: Steps, updater: Updater) -> bool:
-        """Return whether the recorded graph can serve these steps' rates, written later. Changes nothing. Local."""
+        """Return whether the GPU table, and a graph that reads it, can serve these steps' rates. Local."""
         # Different steps may be equal for one call, as where a schedule ends at zero: keep the table by key then.
         alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
         if self.table is None or updater.revision == self.revision:
@@ -85,8 +85,9 @@ class CapturedStep:
     """
 
     def __init__(self, given: Fixed, number: int, verbs: Verbs, door: Door, issue_unless: Callable[..., Any]) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks.
+        """Keep the arguments, and listen for values that move; nothing is recorded yet. Local.
 
+        Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks.
         ``issue_unless(wait, verb, prepare, *arguments)`` makes a call of the store, or leaves it to the store's thread.
         """
         self._given, self._number, self._issue_unless = given, number, issue_unless
@@ -101,11 +102,11 @@ class CapturedStep:
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
-        """Drop the recorded graph: values move, or are updated in another way, from now on. Local."""
+        """Drop the plan, the arrays and the graph: values move, or are updated in another way, from now on. Local."""
         self._known = None
 
     def __call__(self, *, wait: bool = True) -> Any:
-        """Push and pull these arrays; with ``wait=False`` return a Work at once. Collective.
+        """Push and pull the step's arrays; return the filled structure, or a Work with ``wait=False``. Collective.
 
         Args:
             wait: False returns a :class:`mpikv.Work` at once, as in :meth:`mpikv.KVStore.push`. On a GPU the caller's
@@ -136,7 +137,7 @@ class CapturedStep:
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self, *_arguments: object) -> PreparedCall:
-        """Prepare the next call: plain pushpull, warm-up, recording or graph launch. Local; its run is collective.
+        """Return (call, run): a plain pushpull, a warm-up, a recording or a graph's launch. Local; run() is collective.
 
         What is known of the step changes only in the call's run, which is collective.
         """
@@ -161,13 +162,13 @@ class CapturedStep:
         return call, lambda: self._run_first(first, run)
 
     def _prepare_plain(self, how: str) -> PreparedCall:
-        """Prepare a plain pushpull of the step's arrays. Local; its run is collective."""
+        """Return (call, run) for a plain pushpull; ranks compare ``how``, too. Local; run() is collective."""
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
         return self._describe(call, how), run
 
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
-        """Check the step's arguments; return a new state: plan, arrays, GPU table, or why it cannot record. Local."""
+        """Return a new state: plan, checked arrays and a new GPU table, or why it cannot record; may raise. Local."""
         plan, sources, targets, result = _bind(self._verbs, self._given)
         if isinstance(sources, Brought):
             return _Known(plan, None, (), None, "rows are pushed")
@@ -183,7 +184,7 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Let ranks agree if all can record; queue the work as a warm-up if so, or else call ``run``. Collective."""
+        """Keep ``known``; if all ranks can record, queue the work, else call ``run``; return the result. Collective."""
         known = self._known = replace(known, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._run(known)
 
@@ -194,7 +195,10 @@ class CapturedStep:
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
-        """Record the call in a graph and launch it if all ranks can; else queue it, and all later calls. Collective."""
+        """Record the call in a graph and launch it, if all ranks can; else queue it, and make later calls plain.
+
+        Returns the result. Collective.
+        """
         graph, lack = None, ""
         # Nothing runs while it is recorded, so nothing may be counted; the launch counts.
         with self._exchange.pipeline.uncounted(known.plan):
@@ -230,7 +234,7 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Check a pushpull's arguments, pushing nothing; the call's run returns them, lists and dicts copied. Local."""
+    """Return (call, run): check a pushpull's arguments now; run() returns them, lists and dicts copied. Local."""
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.

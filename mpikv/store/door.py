@@ -79,7 +79,10 @@ class Door:
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Raise unless a call may begin; if some are pending, wait, mark the store busy, return their error. Local."""
+        """Raise unless a call may begin; wait for pending ones, mark the store busy after these. Local.
+
+        It returns the pending calls' first error that nobody has seen, or None.
+        """
         if self.state is not State.ENDED:
             self.check_free(verb)
         if self._pending.waiting and not self._pending.runs_here():
@@ -161,7 +164,10 @@ class Door:
         self.state, self.why = State.ENDED, why
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Count an error that all ranks know; after others, or failed GPU work, end the store here. May wait."""
+        """Count an error that all ranks know; after another, or failed GPU work, end the store on this rank.
+
+        It completes the other error's message by where missing ranks are, for which it may wait.
+        """
         if is_settled(error):
             self.failed_calls += 1
             if self._memory.order.failed:  # whoever has been told of it

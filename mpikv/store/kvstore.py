@@ -88,6 +88,7 @@ class KVStore(RankedStore):
     _has_looped = False
 
     def __new__(cls, *parts: Any, **options: Any) -> KVStore:
+        """Raise TypeError for a call without the parts that :func:`mpikv.create` makes. Local."""
         if len(parts) < 4:
             raise TypeError("a KVStore is made by mpikv.create(), or mpikv.create('dist_sync'), on every rank")
         return super().__new__(cls)
@@ -104,7 +105,9 @@ class KVStore(RankedStore):
         root: int = 0,
         kernels: GpuKernels | None = None,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``.
+        """Make a store of these parts, and list it among the open ones. Collective.
+
+        Use :func:`mpikv.create`, which makes the parts, and is ``found``.
 
         ``kernels``: those for a GPU's memory.
         """
@@ -135,6 +138,7 @@ class KVStore(RankedStore):
         self._stores.append(self)
 
     def __reduce__(self) -> NoReturn:
+        """Raise TypeError: a store can be neither pickled nor copied. Local."""
         raise TypeError(
             "a store cannot be pickled or copied, as it belongs to this process and its ranks; leave it out, save its "
             "values by kv.save(path), or make another store by mpikv.create()"
@@ -201,18 +205,18 @@ class KVStore(RankedStore):
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
-        """Mark the keys' values as mere sums, with the owner of their weights; checkpoints leave them out. Local."""
+        """Mark keys as mere sums of a step, which checkpoints leave out; ``owner`` names the part with the weights."""
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def _all_gather(self, key: Key, owned: Sequence[Sequence[Array]]) -> None:
-        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill the others' with theirs. Collective.
+        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill each ``owned[r]`` with rank r's. Collective.
 
         All are flat bytes, of the same sizes on every rank. They travel through the memory of the key, of as many.
         """
         self._collective("all_gather", self._verbs.push_pull.all_gather, key, owned)
 
     def is_capable(self, capability: str) -> bool:
-        """Return whether it has optimizer, sparse, compression, async or gpu; ConfigError for another word. Local.
+        """Return whether the store has optimizer, sparse, compression, async or gpu; ConfigError for another word.
 
         Raises:
             ConfigError: the word is unknown.
@@ -265,13 +269,16 @@ class KVStore(RankedStore):
         return self._exchange.values.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
+        """Return an iterator over the keys; raise Closed if the store has ended. Local."""
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
+        """Return whether a key is in the table; raise Closed if the store has ended. Local."""
         self._door.check_open("keys")
         return key in self._exchange.values.table
 
     def __len__(self) -> int:
+        """Return the number of keys; raise Closed if the store has ended. Local."""
         self._door.check_open("keys")
         return len(self._exchange.values.table)
 
@@ -1020,7 +1027,7 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return an iterator of steps left; with kept copies restore one, pull into ``fill``, commit. Collective then.
+        """Return an iterator over the steps still to make; with copies, restore the newest one before. Collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1206,7 +1213,10 @@ class KVStore(RankedStore):
         return self._door.failed_calls
 
     def unseen(self) -> BaseException | None:
-        """Wait for pending calls while one ends each second; return any first unseen error, mark all seen. Local."""
+        """Wait for pending calls while one ends each second; return the first unseen error or None, mark all as seen.
+
+        Local. None stands for an error Closed, too.
+        """
         self._pending.drain(_LAST_STEPS)
         failure = self._pending.take_failure()
         return None if isinstance(failure, Closed) else failure
@@ -1250,10 +1260,12 @@ class KVStore(RankedStore):
         return self._group.announce_shutdown()
 
     def __enter__(self) -> KVStore:
+        """Return the store itself; raise Closed if it has ended. Local."""
         self._door.check_open("with")
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Close the store, which is collective; after an error end it on this rank alone."""
         if failure[0] is None:
             self.close()
         else:

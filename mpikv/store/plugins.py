@@ -51,7 +51,7 @@ class KVStoreBase:
 
     @staticmethod
     def register(kind: _Kind) -> _Kind:
-        """Make a class known to :func:`mpikv.create` by its name in lower case, and return it. Local. A decorator.
+        """Register a class for :func:`mpikv.create`, by its name in lower case; return the class. Local. A decorator.
 
         :func:`mpikv.create` calls the class with the arguments that it was given itself. A name that is known is given
         to the new class, with a warning. An installed package need not be imported: the entry point
@@ -94,7 +94,7 @@ class KVStoreBase:
         return 0
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
-        """Do nothing; a store marks the keys' values as mere sums, with the owner of their weights. Local."""
+        """Do nothing; an override marks keys as mere sums of a step, of a part with the weights. Local."""
 
     @property
     def optimizer(self) -> Any:
@@ -164,6 +164,7 @@ class KVStoreBase:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Close the store, unless an error ends the block."""
         if failure[0] is None:
             self.close()
 
@@ -222,7 +223,7 @@ def plugin(name: str) -> type[KVStoreBase] | None:
 
 
 def _load(entry: Any) -> type[KVStoreBase]:
-    """Load a store's class from an entry point; raise ConfigError if it cannot be loaded, or is none. Local."""
+    """Import and return the store's class of an entry point; ConfigError if that fails, or it is no KVStoreBase."""
     try:
         kind = entry.load()
     except Exception as error:

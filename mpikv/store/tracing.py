@@ -45,6 +45,7 @@ class Tracer:
     """Writes the events of one process."""
 
     def __init__(self, directory: Path, process: int) -> None:
+        """Make the directory, and open a new file in it, named by host and process. Local."""
         directory.mkdir(parents=True, exist_ok=True)
         self._host = os.uname().nodename
         # Two containers may have one name of a host and one number of a process.
@@ -113,6 +114,7 @@ def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
             self._traced_as = tracer.name_store(self)
 
         def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
+            """Make a call as any store does; write the call, and its wait for other ranks, to the file. Collective."""
             with tracer.event(verb, {"store": self._traced_as}) as known, ExitStack() as waiting:
 
                 def timed(*given: Any) -> PreparedCall:
@@ -132,6 +134,7 @@ def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
                 return super()._collective(verb, timed, *arguments)
 
         def _facts_of(self, call: Call) -> dict[str, Any]:
+            """Return what an event says of a call: the keys as a text, and the bytes of their values. Local."""
             table = self._exchange.values.table
             nbytes = sum(table[key].value.nbytes for key in call.keys if key in table)
             return {"keys": call.label, **({"bytes": nbytes} if call.keys else {})}

@@ -132,7 +132,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return a new optimizer of this name, or the given one, ``average`` set if ``arguments`` have it. Local."""
+    """Return a new optimizer of this name, or the given one, its ``average`` set if given; raise if unfit. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):

@@ -205,20 +205,20 @@ class Operands:
             lambda out: self.check_targets(plan, outs_of(key, out, plan.keys).groups), given, implied
         )
 
-    def with_stand_ins(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return ``fill(given)`` and ``given``; if some array cannot be written, the same of a :class:`Renewed`. Local.
+    def with_stand_ins(self, check: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return ``check(given)``, arrays to fill, and ``given``; of a :class:`Renewed` if one is read-only. Local.
 
         If it has arrays that cannot be written, the structure is that of a :class:`Renewed`, with new arrays in their
         places; the caller's stay as they were.
         """
         try:
-            return fill(given), given
+            return check(given), given
         except TypeError as error:
             if not is_unwritable(error):
                 raise
         self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
-        return fill(renewed.arrays), renewed
+        return check(renewed.arrays), renewed
 
     def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> Arrays:
         """Return a tuple of arrays to fill for each key; raise if one is unfit, or lies in another value. Local."""

@@ -98,7 +98,7 @@ class PushPull:
         return self._comparison.plan_call("buffer", plan), run
 
     def all_gather(self, key: Any, owned: Sequence[Sequence[Array]]) -> PreparedCall:
-        """Return (call, run) to send ranks' arrays by way of a flat value's memory. Local; run() is collective."""
+        """Return (call, run) to fill each ``owned[r]`` with rank r's, by a flat value's memory. run() is collective."""
         plan = self._operands.plan(key)
         run = partial(self._exchange.pipeline.all_gather, plan.values[0], owned)
         return self._comparison.plan_call("all_gather", plan), run

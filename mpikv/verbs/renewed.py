@@ -19,7 +19,7 @@ class Renewed:
     """A caller's structure with arrays of numpy in place of those that cannot be written, until they are filled."""
 
     def __init__(self, given: Any, stand_in: Callable[[Any], Array | None]) -> None:
-        """``stand_in`` returns an array for one that cannot be written, None for others, or raises."""
+        """Copy a structure, with ``stand_in(array)`` for each array where that is no None; it may raise. Local."""
         self._stand_in = stand_in
         self._originals: dict[int, Any] = {}
         self.arrays = _map_leaves(given, self._take_stand_in)
@@ -48,7 +48,7 @@ def answer(result: Any) -> Any:
 
 
 def make_sequence(like: Sequence[Any], leaves: list[Any]) -> Any:
-    """Return the leaves as a list, ``leaves`` itself, or as a tuple or named tuple, like another sequence. Local.
+    """Return the leaves in a sequence of the type of ``like``: a list (``leaves`` itself), tuple or named tuple. Local.
 
     >>> make_sequence(("a", "b"), [1, 2])
     (1, 2)

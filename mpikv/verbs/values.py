@@ -74,8 +74,8 @@ class ValueVerbs:
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
         if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
             raise TypeError("a value is a view of a stored one and must not be filled; pass out=, or a copy")
-        fill = partial(self._operands.check_new_targets, key, keys, stored)
-        targets, result = self._operands.with_stand_ins(fill, given_to_fill(key, value, out), out is None)
+        check = partial(self._operands.check_new_targets, key, keys, stored)
+        targets, result = self._operands.with_stand_ins(check, given_to_fill(key, value, out), out is None)
         call = self._comparison.value_call("broadcast", form, arrays, f"priority {priorities(priority, keys)}")
         apart = exchange.values.set_apart(arrays)
 
