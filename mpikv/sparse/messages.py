@@ -58,7 +58,7 @@ class Packed:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send rows ``numbers[r]`` to rank r, or one list to all; return views of others' rows, by sender. Collective.
+        """Send rows ``numbers[r]`` to rank r, or one list to all; return views of others' numbers and rows. Collective.
 
         ``rows`` returns the rows; it is called when memory may be taken. ``reserve`` has no use here: rows travel with
         their numbers. ``label``, the same on every rank, names the call.
@@ -180,6 +180,7 @@ def _taker(packed: Array) -> _Take:
     at = 0
 
     def take(count: int) -> Array:
+        """Return a view of the next bytes, and move on behind them."""
         nonlocal at
         at += count
         return packed[at - count : at]

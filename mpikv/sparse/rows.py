@@ -153,6 +153,7 @@ class Rows:
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", plan.keys)
 
         def reserve(received: Sequence[Sequence[Array]]) -> None:
+            """Reserve GPU memory for the rest of the push, now that the received numbers are known. Collective."""
             self._reserve(self._bound(entries, [*parts, *received]), held)
 
         if self._exchange.placement.everywhere:
@@ -167,6 +168,7 @@ class Rows:
             rows = list[Sequence[Array]]()
 
             def split() -> Sequence[Sequence[Array]]:
+                """Return for each rank the rows that it owns, a list by value; keep them in ``rows``. Local."""
                 some = [self._split(*each) for each in zip(entries, values, places, strict=True)]
                 rows.extend(zip(*some, strict=True))
                 return rows
@@ -197,6 +199,7 @@ class Rows:
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
         def reserve(received: Sequence[Sequence[Array]]) -> None:
+            """Reserve GPU memory for the rows to send or receive. Collective."""
             self._reserve(_bound_rows([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
 
         sent = mine if self._transport.rank == self._root else []
@@ -302,10 +305,12 @@ class Rows:
         wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]
 
         def reserve(asked: Sequence[Sequence[Array]]) -> None:
+            """Reserve GPU memory for rows that others ask for, and for those that this rank wants. Collective."""
             # Two copies: rows sent or received, and of the received ones those of one owner.
             self._reserve(_bound_rows((*asked, *wanted), kinds, copies=2, arrays=5), held)
 
         def take(asked: Sequence[Array]) -> list[Array]:
+            """Return copies of the rows that another rank asks for, by value. Local."""
             some = zip(entries, asked, strict=True)
             return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
 
@@ -326,6 +331,7 @@ class _Owners:
     """The owners of a value's elements; of a replicated value, this rank owns all."""
 
     def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
+        """Find the owners' ranges of the value, and where this rank's lie in its optimizer state. Local."""
         edges, owners, (block, start, size) = [0], list[int](), entry.place
         shares = block.grid.shares(placement, start, start + size)
         for count, owner in ((size, rank),) if placement.everywhere else shares:

@@ -201,6 +201,7 @@ class AllReduce(RankedStore):
         gpu = memory.find(form.groups[0][0])
 
         def run() -> None:
+            """Open the collectives of GPUs, to be used from now on; if a rank cannot, never try again. Collective."""
             # Once: if NCCL cannot join the ranks, the host sums from now on.
             self._gpus, self._open_gpus = opens(self._store, gpu), None
 
@@ -224,6 +225,7 @@ class AllReduce(RankedStore):
         sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
         def check_outs(arrays: Any) -> Arrays:
+            """Return a tuple of arrays to fill for each key; raise if one does not fit its source. Local."""
             groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
             return [
                 tuple(checked_target(each, name, source.shape, source.dtype, here.memory) for each in group)

@@ -1222,7 +1222,7 @@ class KVStore(RankedStore):
         return None if isinstance(failure, Closed) else failure
 
     def abandon(self, why: str, tell: bool = True) -> None:
-        """Make the store unusable on this rank, note it as lost, ``tell`` ranks that would wait on GPUs. Local.
+        """Make an open store unusable on this rank, list it as lost, ``tell`` ranks that would wait on GPUs. Local.
 
         It asks no other rank: used where a collective call could wait for ever.
         """

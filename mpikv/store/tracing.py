@@ -118,6 +118,7 @@ def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
             with tracer.event(verb, {"store": self._traced_as}) as known, ExitStack() as waiting:
 
                 def timed(*given: Any) -> PreparedCall:
+                    """Prepare the call; write the begin of the wait for other ranks, which its run ends. Local."""
                     call, run = prepare(*given)
                     known.update(self._facts_of(call))
                     # The wait for the other ranks lies between the preparation of a call and its run.
@@ -126,6 +127,7 @@ def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
                     waiting.callback(lambda: known.update(waited_us=(time.monotonic_ns() - start) / 1000))
 
                     def run_after_wait() -> Any:
+                        """Write the end of the wait; run the call and return its result. Collective."""
                         waiting.close()
                         return run()
 

@@ -57,7 +57,7 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's Call and Steps, and a function to share update errors or None; may allocate, raise. Local."""
+        """Return a push's Call, the keys' Steps, and a function to share errors, or None; may allocate. Local."""
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
@@ -90,6 +90,7 @@ class Comparison:
         texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
 
         def parts() -> list[str]:
+            """Return the texts that ranks compare: settings, keys with shapes and dtypes, and the contribution."""
             return [*self._settings(), *texts(), contribution.value]
 
         call = Call(verb, token, plan.label, plan.keys, parts, contribution.name)

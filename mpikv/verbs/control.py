@@ -49,6 +49,7 @@ class ControlVerbs:
         numbers, keys = [float(each) for each in named.values()], list(named)
 
         def run() -> Any:
+            """Gather all ranks' numbers; return their means in the form of ``value``. Collective."""
             # Added in rank order, so that all ranks have the same bits.
             rows = map(json.loads, self._group.gather(json.dumps(numbers)))
             means = [sum(column) / self._group.size for column in zip(*rows, strict=True)]

@@ -92,6 +92,7 @@ class PushPull:
         plan = self._operands.plan(key)
 
         def run() -> Any:
+            """Allocate missing buffers; return this rank's in the form of ``key``. Collective."""
             self._exchange.values.add_buffers(plan)
             return in_form(key, plan, self._exchange.values.buffers(plan))
 

@@ -56,6 +56,7 @@ class RowVerbs:
         call = self._comparison.plan_call("pull", plan, priority)
 
         def run() -> Any:
+            """Pull whole values; fill arrays, and replace the rows of each RowSparse; return ``out``. Collective."""
             self._exchange.pipeline.pull(plan, targets)
             try:
                 for entry, group in zip(plan.entries, sparse, strict=True):
@@ -113,6 +114,7 @@ class RowVerbs:
         pull = self._prepare_pull(plan, asked)
 
         def run() -> Any:
+            """Push the rows; then fill ``whole`` and the requests' outs; return ``result``. Collective."""
             self._rows.push(plan, given, steps, confirm)
             self._exchange.transport.fence()
             if whole is not None:
@@ -138,6 +140,7 @@ class RowVerbs:
         spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
 
         def pull() -> Any:
+            """Pull the rows, and give them to the requests' outs; return ``result``. Collective if a value is stale."""
             with self._memory.workspace.over(spare):
                 self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
                 for entry, wanted in zip(plan.entries, every, strict=True):

@@ -39,7 +39,7 @@ class SettingVerbs:
         return self._change_updater("set_optimizer", new)
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
-        """Return (call, run) to adopt an updater; raise if unfit for present values. Local; run() is collective."""
+        """Return (call, run) to adopt an updater; compile its kernels now, or raise. Local; run() is collective."""
         # For its errors: a placement or a dtype that the updater cannot serve is found before ranks agree.
         self._exchange.place_updater(updater)
         return text_call(verb, updater.settings()), lambda: self._exchange.adopt(updater)

@@ -45,6 +45,7 @@ class ValueVerbs:
         apart = exchange.values.set_apart(arrays)
 
         def run() -> None:
+            """Allocate the keys, known ones anew, and store the root's arrays. Collective."""
             exchange.values.add_keys(keys, apart)
             exchange.values.write(keys, apart)
 
@@ -80,6 +81,7 @@ class ValueVerbs:
         apart = exchange.values.set_apart(arrays)
 
         def run() -> Any:
+            """Allocate new keys, store the root's arrays, fill the targets; return the result. Collective."""
             new = [(key, array) for key, array in zip(keys, apart, strict=True) if key not in table]
             exchange.values.add_keys([key for key, _ in new], [array for _, array in new])
             exchange.values.write(keys, apart)
