@@ -129,14 +129,9 @@ class Door:
         self.running = "join"  # an updater may run here, and cannot call the store
         try:
             while report := self._agreement.shadow(call):
-                run, failure = None, None
                 with ExitStack() as until_done:
-                    try:
-                        run = prepare(report, until_done)
-                    except Exception as error:
-                        failure = error
                     # The working ranks confirm, too: they must not push while this rank lacks memory for its part.
-                    self._agreement.confirm(call, failure)
+                    run = self._agreement.run_together(call, prepare, report, until_done)
                     if run is not None:
                         run_in_order(run_quietly, run)
         except BaseException as error:

@@ -78,22 +78,17 @@ class ControlVerbs:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         whole = f"{check_head(head)}, {text}"
         call = text_call("command", whole, brief(whole, _MOST_SHOWN))
-        return call, lambda: self._control(call, head, text)
+        return call, lambda: self._agreement.run_together(call, self._control, head, text)
 
-    def _control(self, call: Call, head: int, text: str) -> None:
-        """Call the root's controller of a number, or log that it has none; if it raises, all do. Collective."""
-        failure = None
-        if self._group.rank == self._root:
-            try:
-                # Through JSON, at the root, too: a controller gets the same body whoever sends the command.
-                if controller := self.controllers.get(head):
-                    controller(json.loads(text))
-                else:
-                    log("command %d has no controller at the root, and does nothing", head)
-            # Kept until all ranks know: the root alone would raise, and the others wait.
-            except Exception as error:
-                failure = error
-        self._agreement.confirm(call, failure)
+    def _control(self, head: int, text: str) -> None:
+        """At the root call the controller of a number, or log that there is none; elsewhere do nothing. Local."""
+        if self._group.rank != self._root:
+            return
+        # Through JSON, at the root, too: a controller gets the same body whoever sends the command.
+        if controller := self.controllers.get(head):
+            controller(json.loads(text))
+        else:
+            log("command %d has no controller at the root, and does nothing", head)
 
 
 def check_head(head: Any) -> int:
