@@ -63,6 +63,12 @@ def leaves(arrays: Any) -> Sequence[Any]:
     return [leaf for each in arrays for leaf in leaves(each)] if isinstance(arrays, list) else [arrays]
 
 
+def test_a_tuple_of_keys_gives_a_tuple_of_views(kv: mpikv.KVStore) -> None:
+    kv.init(["a", "b"], [np.zeros(2)] * 2)
+    kv.buffer(["a", "b"])
+    assert type(kv.capture(("a", "b"))()) is type(kv.pushpull(("a", "b"))) is tuple
+
+
 def test_bad_arguments_are_refused_when_it_is_compiled(kv: mpikv.KVStore) -> None:
     check_bad_arguments(kv)
 

@@ -47,9 +47,9 @@ def test_a_controller_that_raises(kv):
     kv.barrier()
 
 
-@pytest.mark.parametrize("kind", [mpikv.TransportError, mpikv.Stalled])
+@pytest.mark.parametrize("kind", [mpikv.TransportError, mpikv.Stalled, KeyboardInterrupt])
 def test_a_controller_that_raises_what_ends_stores(kv, kind):
-    """It says nothing of this one, and all ranks have heard of it."""
+    """The error says nothing of this store, and all ranks have heard of it."""
 
     def controller(body):
         raise kind("another store's")
