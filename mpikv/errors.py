@@ -24,9 +24,14 @@ Keys of a wrong type and targets that cannot be written raise the built-in ``Typ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 Raised = TypeVar("Raised", bound=BaseException)
+
+Mark: TypeAlias = Literal["settled", "repeated", "shortened", "unwritable"]
+"""A fact about an error. ``settled``: every rank has seen it at the same step, so the store can be used again.
+``repeated``: another rank prints it in full. ``shortened``: frames of this package were taken out of its traceback.
+``unwritable``: its target is a read-only array, and a new array may take its place."""
 
 
 class MPIKVError(RuntimeError):
@@ -100,74 +105,35 @@ class Closed(MPIKVError, ValueError):
     """The store was used after ``close()`` or in a forked child."""
 
 
-def settled(error: Raised) -> Raised:
-    """Mark and return an error that every rank has seen, each at the same step: the store can be used again. Local."""
-    return _marked(error, "settled", True)
+def mark(error: Raised, name: Mark, on: bool = True) -> Raised:
+    """Set a mark of an error, in place, or remove it; return the error."""
+    # A caller's own exception may forbid attributes, as a frozen dataclass does. Without the mark, ranks would disagree
+    # whether the store can be used again.
+    BaseException.__setattr__(error, name, on)
+    return error
 
 
-def is_settled(error: BaseException) -> bool:
-    """Return whether :func:`settled` marked an error: every rank has seen it, and the store can be used again."""
-    return bool(vars(error).get("settled", False))
-
-
-def unsettled(error: Raised) -> Raised:
-    """Remove the mark of :func:`settled` from an error, and return it: the store cannot be used again after all."""
-    return _marked(error, "settled", False)
-
-
-def mark_repeated(error: Raised, first: bool) -> Raised:
-    """Mark and return an error that several ranks raise: only the ``first`` of them prints it in full."""
-    return _marked(error, "repeated", not first)
+def is_marked(error: BaseException, name: Mark) -> bool:
+    """Return whether :func:`mark` has set this mark of an error, and has not removed it since."""
+    return bool(vars(error).get(name, False))
 
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
     """Mark and return a Stalled: only the lowest rank that came, as far as known, prints it in full."""
     # First if all lower ranks are missing. With none known to be missing each rank prints: better twice than never.
-    return mark_repeated(error, not error.missing or set(range(rank)) <= set(error.missing))
-
-
-def is_repeated(error: BaseException) -> bool:
-    """Return whether another rank prints the same error in full."""
-    return bool(vars(error).get("repeated", False))
-
-
-def mark_shortened(error: Raised) -> Raised:
-    """Mark and return an error: frames of this package were taken out of its traceback."""
-    return _marked(error, "shortened", True)
-
-
-def is_shortened(error: BaseException) -> bool:
-    """Return whether frames of this package were taken out of an error's traceback, by its mark."""
-    return bool(vars(error).get("shortened", False))
-
-
-def mark_unwritable(error: Raised) -> Raised:
-    """Mark and return an error: the target is a read-only array, and a new array may take its place."""
-    return _marked(error, "unwritable", True)
-
-
-def is_unwritable(error: BaseException) -> bool:
-    """Return whether an error is marked: its target is a read-only array, and a new one may take its place."""
-    return bool(vars(error).get("unwritable", False))
+    return mark(error, "repeated", bool(error.missing) and not set(range(rank)) <= set(error.missing))
 
 
 def noted(error: Raised, text: str) -> Raised:
     """Add a line to an error of the caller's own code, in place, and return it. Python 3.11 and later shows it."""
-    return _marked(error, "__notes__", [*notes(error), text])
+    BaseException.__setattr__(error, "__notes__", [*notes(error), text])
+    return error
 
 
 def notes(error: BaseException) -> list[str]:
     """Return the lines added to an error."""
     known = vars(error).get("__notes__")
     return list(map(str, known)) if isinstance(known, list) else []
-
-
-def _marked(error: Raised, name: str, value: object) -> Raised:
-    # A caller's own exception may forbid attributes, as a frozen dataclass does. Without the mark, ranks would disagree
-    # whether the store can be used again.
-    """Set an attribute of an error, even of one that forbids attributes, and return the error."""
-    BaseException.__setattr__(error, name, value)
-    return error
 
 
 def text_of(error: object, form: Callable[[object], str] = str) -> str:

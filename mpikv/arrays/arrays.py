@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from ..errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
+from ..errors import Unsupported, ValueMismatch, a_kind, mark
 from ..protocols.arrays import Array
 
 Result = TypeVar("Result")
@@ -68,7 +68,7 @@ def check_mutable(out: Any) -> None:
     """Raise TypeError if a GPU array belongs to a library with immutable arrays. Local."""
     if is_immutable(out):
         text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
-        raise mark_unwritable(TypeError(text))
+        raise mark(TypeError(text), "unwritable")
 
 
 def check_apart(out: Array) -> None:
@@ -123,14 +123,14 @@ def target(out: Any) -> Array:
     """
     if isinstance(out, np.generic) or not is_array(out):
         error = TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled")
-        raise mark_unwritable(error) if is_array(out) else error
+        raise mark(error, "unwritable") if is_array(out) else error
     array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _from_library(out)
     if not array.flags.writeable or is_immutable(out):
         text = (
             f"the array to fill is a read-only {type(out).__module__} array; pass a writable out=, or leave it out: a "
             "pull then returns new arrays, and a pushpull fills its values"
         )
-        raise mark_unwritable(TypeError(text))
+        raise mark(TypeError(text), "unwritable")
     return array
 
 

@@ -29,7 +29,7 @@ from ..cluster.waiting import Waiting
 from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
-from ..errors import ConfigError, Stalled, TransportError, Unsupported, is_settled, settled
+from ..errors import ConfigError, Stalled, TransportError, Unsupported, is_marked, mark
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -274,7 +274,8 @@ class AsyncKVStore(KVStore):
         except BaseException as error:
             # Ctrl-C in an updater of this rank, or too little memory: the store goes on, and its clocks must, too. Any
             # other Ctrl-C ends it, and may have come once a part was sent: the owner tells of that part.
-            continues = is_settled(error) or (isinstance(error, Exception) and not isinstance(error, TransportError))
+            is_usual = isinstance(error, Exception) and not isinstance(error, TransportError)
+            continues = is_usual or is_marked(error, "settled")
             for tick in ticks.values() if continues else ():
                 self._act_here(Kind.TICK, 0, self.rank, None, tick)
             raise
@@ -471,7 +472,7 @@ class AsyncKVStore(KVStore):
         if rank == self.rank:
             # The updater ran in the caller's own process: its exception is raised as it is, not as PeerFailed.
             if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
-                settled(answer)
+                mark(answer, "settled")
             self._client.take(ticket, version, self._clocks.slowest, answer)
             return
         assert self._endpoint is not None

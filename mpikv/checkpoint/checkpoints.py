@@ -30,7 +30,7 @@ from ..engine.keys import Entry
 from ..engine.placement import Owners
 from ..engine.plan import digest
 from ..engine.spans import Spans
-from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
+from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, mark
 from ..optimizers import Optimizer
 from ..protocols import Array, Carries, Key, Updater
 from .ahead import Ahead
@@ -257,7 +257,7 @@ class Checkpoints:
         except Exception as error:
             raise CheckpointError(f"{call}: the file was complete, but could not be read again: {error}") from error
         except BaseException as error:
-            unsettled(error)
+            mark(error, "settled", False)
             raise
 
     def _deal_chunks(self, header: Header) -> Iterator[Piece]:

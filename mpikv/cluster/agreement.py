@@ -25,12 +25,11 @@ from ..errors import (
     RankMismatch,
     Stalled,
     TransportError,
-    is_settled,
-    mark_repeated,
+    is_marked,
+    mark,
     mark_stalled,
     noted,
     notes,
-    settled,
     text_of,
 )
 from ..protocols import Group, Transport
@@ -107,7 +106,7 @@ class Agreement:
         if isinstance(error, MPIKVError):
             raise self.at_rank(call.verb, error)
         # An error of the caller's own code is raised as it is.
-        raise settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
+        raise mark(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"), "settled")
 
     def run_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``work(*arguments)``; if it raises on any rank, raise on every rank. Collective."""
@@ -134,10 +133,10 @@ class Agreement:
         # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
-            mark_repeated(error, rank == 0)
+            mark(error, "repeated", rank != 0)
         else:
             errors = [other.error for other in self._exchange_reports(call, error)]
-            mark_repeated(error, errors.index(errors[rank]) == rank)
+            mark(error, "repeated", errors.index(errors[rank]) != rank)
 
     def _exchange_reports(self, call: Call, error: BaseException | None, place: str | None = None) -> list[CallReport]:
         """Send every rank a report of this rank's call, line and error; return all ranks', in order. Collective."""
@@ -196,20 +195,20 @@ class Agreement:
         alike = Counter(other.token for other in working.values())
         calling = [rank for rank, other in working.items() if other.verb not in ("close", _END)]
         first = min(calling, key=lambda rank: alike[working[rank].token], default=0)
-        return mark_repeated(RankMismatch(text), first == self._group.rank)
+        return mark(RankMismatch(text), "repeated", first != self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
         """Mark an error as known to all ranks and return it; if not marked yet, add verb and rank to its text. Local.
 
         The text of mpikv's errors, of TypeError, ValueError and IndexError changes in place; an OSError gets a note.
         """
-        if is_settled(error):
+        if is_marked(error, "settled"):
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
             error.args = (self._add_rank(verb, verb, error),)
         elif isinstance(error, OSError):  # its arguments are a number, a text and a path
             noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
-        return settled(error)
+        return mark(error, "settled")
 
     def complete_text(self, verb: str, error: BaseException) -> None:
         """Add to a Stalled's text where late ranks are, and show this rank as given up; name it in a TransportError.
@@ -247,7 +246,7 @@ def compare_requests(
     if problem is not None:
         problem.args = (f"{verb}: {problem}{where}",)
         failures = [failure for _, failure, _ in requests]
-        raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
+        raise mark(problem, "repeated", failures.index(failures[group.rank]) != group.rank)
     first, _, _ = requests[0]
     for rank, (other, failure, _) in enumerate(requests):
         if failure:
@@ -259,7 +258,7 @@ def compare_requests(
                 if first[key] != other[key]
             ]
             mismatch = RankMismatch(f"{verb}: ranks disagree: {'; '.join(differing)}{where}")
-            raise mark_repeated(mismatch, group.rank == 0)
+            raise mark(mismatch, "repeated", group.rank != 0)
     return [own for _, _, own in requests]
 
 
@@ -267,7 +266,7 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
     """Return the error to raise here for another rank's: PeerFailed, or RankMismatch if it has that. Local."""
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
-        return mark_repeated(RankMismatch(text), first=False)
+        return mark(RankMismatch(text), "repeated")
     # It changed nothing: the agreement comes before data move, and a failed update is not stored.
     return PeerFailed(f"{call}: rank {rank} raised {failure}; nothing was changed", rank)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..errors import TransportError, settled
+from ..errors import TransportError, mark
 from ..protocols import Array, Group
 from .runtime import SHARED, owned, system_function
 
@@ -37,11 +37,11 @@ _GLOBAL_EXPEDITED = 2
 _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
 
 
-def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str = "") -> Array:
+def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, ending: str = "") -> Array:
     """Return zeros that this host's ranks share, private if one; on failure raise on all. Collective over the host.
 
     With ``pages_now`` the system makes its pages now, else each at first use: a millisecond per megabyte.
-    ``mark`` ends the name of the file.
+    ``ending`` ends the name of the file.
 
     Raises:
         MemoryError: on every rank of the host, if its shared memory is too small.
@@ -50,7 +50,7 @@ def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str
     place, size = group.local_rank, len(group.host_ranks)
     if size == 1:
         return zeros(nbytes, _ALIGNMENT)[:]  # its base is an array, as below
-    path, free, problem, pages = f"{SHARED}/mpikv-{os.getpid()}-{secrets.token_hex(8)}{mark}", 0, "", mmap(-1, 1)
+    path, free, problem, pages = f"{SHARED}/mpikv-{os.getpid()}-{secrets.token_hex(8)}{ending}", 0, "", mmap(-1, 1)
     promised: list[tuple[Any, int]] = owned(_PROMISED)
     promised[:] = [(memory, amount) for memory, amount in promised if memory() is not None]
     try:
@@ -62,7 +62,7 @@ def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, mark: str
         first, free, failed = json.loads(group.exchange(json.dumps([path, free, problem]))[0])
         if free < nbytes:
             text = f"{nbytes} bytes of shared memory are needed and {SHARED} has {max(free, 0)} free"
-            raise settled(MemoryError(f"{text}; {_ADVICE}"))
+            raise mark(MemoryError(f"{text}; {_ADVICE}"), "settled")
         if place and not failed:
             pages, problem = _map(group, first, nbytes, new=False)
         memory = np.frombuffer(pages, np.uint8)

@@ -99,7 +99,7 @@ class StatusBoard:
         if isinstance(group, ProcessGroup) and not group.one_host:
             self._inquiry = Inquiry(group, lambda: self._find_late(()), lambda: self.record.calls)
         is_real = group.size > 1 and present().world is None
-        allocate = partial(allocate_shared, group, mark=BOARD) if is_real else group.allocate
+        allocate = partial(allocate_shared, group, ending=BOARD) if is_real else group.allocate
         self._slots = allocate(SLOT.itemsize * len(self._ranks)).view(SLOT)
         self._place = self._ranks.index(self._rank)
         self._own = mine = self._slots[self._place]

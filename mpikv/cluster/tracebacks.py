@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from ..config import keeps_frames
-from ..errors import MPIKVError, PeerFailed, is_repeated, is_settled, is_shortened, mark_shortened
+from ..errors import MPIKVError, PeerFailed, is_marked, mark
 from .printing import print_lines
 from .runtime import here
 
@@ -75,7 +75,7 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 def hidden_from_pytest(raised: Any) -> bool:
     """Return whether the error of pytest's ExceptionInfo has cut frames; a module's ``__tracebackhide__``."""
-    return is_shortened(raised.value)
+    return is_marked(raised.value, "shortened")
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
@@ -86,7 +86,7 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
     hide_frames(error)
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
     # One line is enough here, as another rank prints the same in full.
-    if alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_repeated(error)):
+    if alone and not keeps_frames() and (isinstance(error, PeerFailed) or is_marked(error, "repeated")):
         lines, place = "".join(traceback.format_exception_only(error)).splitlines(), place_of(error)
         # The prefix already names this rank, and the text after RankMismatch may name its place.
         text = "; ".join(map(str.strip, lines)).removesuffix(prefix.strip()).rstrip()
@@ -94,7 +94,7 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
         print_lines(text if place in text else f"{text}; this rank is{place}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
-    if prefix and is_settled(error):
+    if prefix and is_marked(error, "settled"):
         time.sleep(_OTHERS)
 
 
@@ -146,7 +146,7 @@ def _shorten(error: BaseException) -> None:
     entries, kept = list(_entries(first)), list(_callers(first))
     if not entries or not (entries[-1] in kept or _is_meant(error, entries[-1])):
         return
-    mark_shortened(error)
+    mark(error, "shortened")
     # Python 3.10 raises again with the first entry, whatever __traceback__ is: so that entry is kept in the chain.
     for one, following in pairwise([*dict.fromkeys([first, *kept]), None]):
         one.tb_next = following  # type: ignore[union-attr]
@@ -156,7 +156,7 @@ def _shorten(error: BaseException) -> None:
 
 def _is_meant(error: BaseException, innermost: TracebackType) -> bool:
     """Return whether this package raised or passed on an error on purpose; if not, it is a bug."""
-    if isinstance(error, (MPIKVError, OSError, MemoryError)) or is_shortened(error):
+    if isinstance(error, (MPIKVError, OSError, MemoryError)) or is_marked(error, "shortened"):
         return True
     # By the instruction: a documented error is raised by a raise statement, and a bug by any other.
     raises = innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == _RAISE

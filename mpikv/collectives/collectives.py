@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, add_in_pairs
 from ..engine.alltoallv import Alltoallv
 from ..engine.plan import turns
-from ..errors import ValueMismatch, settled
+from ..errors import ValueMismatch, mark
 from ..memory.host import private_allocator
 from ..protocols import Array, ReadsInPlace, SumsInPlace, Transfers, Transport
 from .operations import Op, combine
@@ -39,7 +39,7 @@ def check_sizes(sent: Array, expected: Array) -> None:
     """
     for source, to in np.argwhere(sent != expected).tolist():
         text = f"rank {source} sends {sent[source, to]} bytes to rank {to}, which expects {expected[source, to]}"
-        raise settled(ValueMismatch(text))
+        raise mark(ValueMismatch(text), "settled")
 
 
 class Collectives:

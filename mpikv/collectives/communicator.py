@@ -9,7 +9,7 @@ from ..arrays.arrays import quiet
 from ..cluster.agreement import Agreement
 from ..cluster.calls import Call
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames
-from ..errors import Closed, Stalled, TransportError, ValueMismatch, is_settled, text_of
+from ..errors import Closed, Stalled, TransportError, ValueMismatch, is_marked, text_of
 from ..protocols import Array, Group
 from .collectives import Collectives
 
@@ -44,7 +44,7 @@ class Standing:
 
         It cuts this package's frames out of every error. Local; may wait for the answers of late ranks.
         """
-        if not is_settled(error):
+        if not is_marked(error, "settled"):
             self._agreement.complete_text(verb, error)
             ended = f"{verb} failed on this rank alone ({text_of(error, repr)}), and the ranks cannot go on together"
             self._failure = error if isinstance(error, TransportError) else Closed(ended)

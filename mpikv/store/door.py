@@ -17,7 +17,7 @@ from ..cluster.background import Pending
 from ..cluster.calls import JOINED, Call, CallReport, note
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
-from ..errors import Closed, Stalled, TransportError, Unsupported, brief, is_settled, text_of
+from ..errors import Closed, Stalled, TransportError, Unsupported, brief, is_marked, text_of
 from ..optimizers.updaters import check_outside
 from ..protocols import Memory
 
@@ -163,7 +163,7 @@ class Door:
 
         It completes the other error's message by where missing ranks are, for which it may wait.
         """
-        if is_settled(error):
+        if is_marked(error, "settled"):
             self.failed_calls += 1
             if self._memory.order.failed:  # whoever has been told of it
                 self._abandon_after(error)

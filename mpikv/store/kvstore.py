@@ -25,7 +25,7 @@ from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
 from ..engine.lazy import lazy
 from ..engine.plan import digest
-from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
+from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_marked, known_names, text_of
 from ..optimizers.updaters import UPDATING
 from ..options import check_number, check_whole
 from ..protocols import Array, GpuKernels, Key, Transport
@@ -1291,7 +1291,8 @@ class KVStore(RankedStore):
                     self._order.begin()
                 call, run = prepare(*arguments)
             except BaseException as error:
-                if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
+                # Ctrl-C, but not sys.exit in an updater
+                if not (isinstance(error, Exception) or is_marked(error, "settled")):
                     raise
                 self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
             # From here on all ranks make this call. A failure before it is one of every rank, and the store goes on. A

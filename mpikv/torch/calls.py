@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import RankMismatch, TransportError, is_settled
+from ..errors import RankMismatch, TransportError, is_marked
 
 if TYPE_CHECKING:
     from ..store.kvstore import KVStore
@@ -48,6 +48,6 @@ def raising_on_all(kv: KVStore, verb: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_settled(error) or isinstance(error, TransportError):
+        if is_marked(error, "settled") or isinstance(error, TransportError):
             raise
         kv.raise_on_all_ranks(error, verb)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..arrays.arrays import zeros
-from ..errors import settled
+from ..errors import mark
 from ..protocols import Array, Group
 
 
@@ -28,7 +28,7 @@ def allocate_collectively(
     if not agree(memory is not None) or memory is None:
         short = {rank: why for rank, why in enumerate(group.gather(reason)) if why}
         text = f"{nbytes} bytes for {what} are needed and ranks {list(short)} have too little memory"
-        raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))
+        raise mark(MemoryError(f"{text} ({next(iter(short.values()))})"), "settled")
     return memory
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import settled
+from ..errors import mark
 from ..memory.host import HOST
 from ..protocols import Array, Memory
 from .unshared import Unshared
@@ -37,7 +37,7 @@ class LocalTransport(Unshared):
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:
-            settled(error)  # this rank is all ranks: they agree on the failure
+            mark(error, "settled")  # this rank is all ranks: they agree on the failure
             raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:

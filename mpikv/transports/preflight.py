@@ -8,7 +8,7 @@ from typing import Any
 
 from ..cluster.environment import nccl_host, nccl_settings
 from ..cluster.process_group import ProcessGroup
-from ..errors import TransportUnavailable, settled
+from ..errors import TransportUnavailable, mark
 from ..protocols import Gpu
 
 # From 2.30 on NCCL can let ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE).
@@ -24,7 +24,7 @@ def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
     mine = {"host": nccl_host(), "gpu": gpu.uuid, "name": gpu.name, "version": version, "settings": nccl_settings()}
     every = [json.loads(text) for text in group.gather(json.dumps(mine))]
     if problem := _find_problem(every):  # the same on all ranks: they all have the same facts
-        raise settled(TransportUnavailable(f"{problem}; 'dist_sync' sums on the host"))
+        raise mark(TransportUnavailable(f"{problem}; 'dist_sync' sums on the host"), "settled")
 
 
 def _find_problem(every: Sequence[dict[str, Any]]) -> str:

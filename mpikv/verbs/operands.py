@@ -13,7 +13,7 @@ from ..engine.exchange import Exchange
 from ..engine.keys import Form, flatten, parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
-from ..errors import Unsupported, ValueMismatch, is_unwritable
+from ..errors import Unsupported, ValueMismatch, is_marked
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
@@ -214,7 +214,7 @@ class Operands:
         try:
             return check(given), given
         except TypeError as error:
-            if not is_unwritable(error):
+            if not is_marked(error, "unwritable"):
                 raise
         self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))

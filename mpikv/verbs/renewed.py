@@ -11,7 +11,7 @@ from copy import copy
 from typing import Any
 
 from ..arrays.arrays import as_of_library
-from ..errors import settled
+from ..errors import mark
 from ..protocols import Array
 
 
@@ -30,7 +30,7 @@ class Renewed:
             of = self._originals
             return map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
         except Exception as error:
-            settled(error)  # the ranks have made their call, and each makes its own arrays
+            mark(error, "settled")  # the ranks have made their call, and each makes its own arrays
             raise
 
     def _take_stand_in(self, leaf: Any) -> Any:

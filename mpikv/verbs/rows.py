@@ -15,7 +15,7 @@ from ..engine.exchange import Exchange
 from ..engine.keys import parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
-from ..errors import noted, settled
+from ..errors import mark, noted
 from ..memory.row_sparse import RowSparse
 from ..sparse.rows import Rows
 from .arguments import outs_of
@@ -63,7 +63,7 @@ class RowVerbs:
                     for rows in group:
                         fill(entry, rows)
             except MemoryError as error:
-                settled(error)  # the ranks have made their call, and each fills its own
+                mark(error, "settled")  # the ranks have made their call, and each fills its own
                 raise
             return out
 

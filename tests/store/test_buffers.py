@@ -11,7 +11,7 @@ from support.oracle import UPDATERS, Oracle, adopt
 
 import mpikv
 from mpikv import optimizers
-from mpikv.errors import settled
+from mpikv.errors import mark
 from mpikv.testing.faulty import Slow, store_over
 from mpikv.testing.wrappers import Wrapper
 
@@ -187,7 +187,7 @@ class Poor(Wrapper):
     def allocate(self, nbytes):
         self.left -= 1
         if self.left == 0:
-            raise settled(MemoryError("no memory is left"))
+            raise mark(MemoryError("no memory is left"), "settled")
         return super().allocate(nbytes)
 
 

@@ -24,7 +24,7 @@ from mpikv import (
     optimizers,
 )
 from mpikv.cli.gpus import survey
-from mpikv.errors import is_repeated
+from mpikv.errors import is_marked
 
 GPU_NAMES = ("nccl", "dist_device_sync", "dist_sync_device")
 NO_GPU = "the package CuPy .*pip install|no GPU can be used here|pip install 'nvidia-nccl"
@@ -610,7 +610,7 @@ def test_calls_that_differ_are_told_with_their_lines(transport):
         place = rf"is at {re.escape(__file__)}:\d+ in test_calls_that_differ\w+"
         with pytest.raises(RankMismatch, match=rf"; rank 0 {place}, rank {last} {place} \[rank") as raised:
             kv.barrier() if kv.rank == last else kv.pull("w")
-        assert is_repeated(raised.value) == (kv.rank != (last if kv.size > 2 else 0))
+        assert is_marked(raised.value, "repeated") == (kv.rank != (last if kv.size > 2 else 0))
 
 
 @SEVERAL
