@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 Value = TypeVar("Value")
 
 
-class lazy(Generic[Value]):  # noqa: N801 - it is used as a decorator, as property is
-    """As ``functools.cached_property``, of a frozen class, too.
+class lazy(cached_property[Value]):  # noqa: N801 - it is used as a decorator, as property is
+    """A cached property that leaves the object's dict alone; a frozen class may have it, too.
 
-    That one asks for the dict of the object, and CPython 3.11 then takes four times as long for each of its attributes.
+    The base class asks for that dict, and CPython 3.11 then takes four times as long for each of the object's
+    attributes.
 
     >>> class Circle:
     ...     radius = 2
@@ -25,17 +26,12 @@ class lazy(Generic[Value]):  # noqa: N801 - it is used as a decorator, as proper
     (4, 4)
     """
 
-    def __init__(self, make: Callable[[Any], Value]) -> None:
-        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+    if not TYPE_CHECKING:  # the base class has the types
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> lazy[Value]: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> Value: ...
-    def __get__(self, instance: object | None, owner: type) -> Value | lazy[Value]:
-        if instance is None:
-            return self
-        # Past __setattr__, as the class may be frozen. From now on the instance's own attribute comes first.
-        value = self._make(instance)
-        object.__setattr__(instance, self._name, value)
-        return value
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            if instance is None:
+                return self
+            # Past __setattr__, as the class may be frozen. From now on the instance's own attribute comes first.
+            value = self.func(instance)
+            object.__setattr__(instance, self.attrname, value)
+            return value
