@@ -17,7 +17,7 @@ a GPU; a codec of ``compression.py`` replaces pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, groupby, pairwise, zip_longest
@@ -32,7 +32,7 @@ from ..protocols import Array, Transfers
 from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
-from .plan import Bucket, Plan, Update, turns
+from .plan import Bucket, Plan, Update
 from .team import CUT_BYTES, SHARED_OUT, Team, deal
 from .values import Values
 
@@ -181,7 +181,7 @@ class Pipeline:
         update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers;
         ``in_place`` fills them with the new values.
         """
-        delivery = None if outs is None else _Delivery(self, plan, outs)
+        delivery = None if outs is None else self._delivery(plan, outs)
         streams = self.streams
         # Of messages in flight, in their order. Not list[...](): Python builds that type anew in each call.
         sums: list[tuple[Sequence[Array], Any]] = []
@@ -379,11 +379,22 @@ class Pipeline:
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
         """Give every rank the owners' values, not stale any more; copy them to ``outs``, plain arrays. Collective."""
-        delivery = _Delivery(self, plan, outs)
-        for bucket in plan.buckets:
-            delivery.add(bucket)
-        delivery.end()
+        delivery = self._delivery(plan, outs)
+        with self._apart(plan.overlaps):
+            for bucket in plan.buckets:
+                delivery.add(bucket)
+            delivery.end()
         self._values.table.stale[plan.rows] = False
+
+    def _apart(self, overlaps: bool) -> AbstractContextManager[None]:
+        """Return a context: inside, transfers run beside other work, if they can and ``overlaps`` is True. Local."""
+        return self.streams.apart() if overlaps and self.streams is not None else nullcontext()
+
+    def _delivery(self, plan: Plan, outs: Arrays) -> _Delivery:
+        """Return a new relay of a plan's messages to ``outs``: add() is collective, the rest is local."""
+        streams = self.streams if plan.overlaps else None
+        # One behind, at least: the owners of the last message may still be updating it.
+        return _Delivery(streams, self.deliver, partial(self.unpack, outs=outs), behind=1)
 
     def deliver(self, bucket: Bucket) -> None:
         """Give every rank the owners' values of a message; nothing if all have them. Collective."""
@@ -409,35 +420,28 @@ class Pipeline:
         All are flat bytes, of the same sizes on every rank. They pass through ``memory``, a value's bytes, at least as
         many.
         """
-        transport, streams, rank = self._transport, self.streams, self._transport.rank
+        transport, rank = self._transport, self._transport.rank
         # Ranks that share memory need one message: a fence shows all of it.
         size = memory.size if transport.shared else max(transport.limit // transport.size, _SHORTEST_PART)
-        messages, flights = tuple(_cut_message(memory, owned, size)), deque[Any]()
 
-        def send(whole: Array, pairs: _Pairs) -> None:
+        def send(message: tuple[Array, _Pairs]) -> None:
+            whole, pairs = message
             self._copy(*pairs[rank])
             if transport.shared:
                 transport.fence()
             else:
                 transport.all_gather(whole, [sum(map(len, parts)) for parts, _ in pairs])
 
-        def unpack(_: Array, pairs: _Pairs) -> None:
+        def unpack(message: tuple[Array, _Pairs]) -> None:
+            _, pairs = message
             for parts, arrays in pairs[:rank] + pairs[rank + 1 :]:
                 self._copy(arrays, parts)
 
-        if streams is None:
-            for message in messages:
-                send(*message)
-                unpack(*message)
-            return
-        with streams.apart():
-            for coming, ready in turns(messages, min(streams.ahead, len(messages))):
-                if coming is not None:
-                    send(*coming)
-                    flights.append(streams.sent())
-                if ready is not None:
-                    streams.wait_for(flights.popleft())
-                    unpack(*ready)
+        delivery = _Delivery(self.streams, send, unpack, behind=0)
+        with self._apart(overlaps=True):
+            for message in _cut_message(memory, owned, size):
+                delivery.add(message)
+            delivery.end()
 
     @contextmanager
     def uncounted(self, plan: Plan) -> Iterator[None]:
@@ -455,53 +459,42 @@ class TransferPipeline(Pipeline):
 
     def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
         """Run a push as the base class does, transfers beside other work if the plan overlaps them. Collective."""
-        with self._apart(plan):
+        with self._apart(plan.overlaps):
             super()._run(plan, *arguments, **options)
-
-    def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        """Give every rank the owners' values, transfers beside other work if the plan overlaps them. Collective."""
-        with self._apart(plan):
-            super().publish(plan, outs)
-
-    def _apart(self, plan: Plan) -> AbstractContextManager[None]:
-        """Return a context: inside, transfers run beside other work if the plan overlaps them. Local."""
-        assert self.streams is not None
-        return self.streams.apart() if plan.overlaps else nullcontext()
 
 
 class _Delivery:
-    """Publishes messages and unpacks each one message later, or several.
+    """Sends messages to all ranks, and unpacks each one message later, or several.
 
     A message may be unpacked once its owners have updated it: the exchange of the next one shows that. On a GPU, and
     between hosts, the transfer runs meanwhile.
     """
 
-    def __init__(self, pipeline: Pipeline, plan: Plan, outs: Arrays) -> None:
-        self._pipeline, self._outs = pipeline, outs
-        self._streams = pipeline.streams if plan.overlaps else None
-        self._behind = 1 if self._streams is None else self._streams.ahead
-        self._coming: deque[tuple[Bucket, Any]] = deque()
+    def __init__(
+        self, streams: Transfers | None, send: Callable[[Any], None], unpack: Callable[[Any], None], behind: int
+    ) -> None:
+        self._streams, self._send, self._unpack = streams, send, unpack
+        self._behind = behind if streams is None else streams.ahead
+        self._coming: deque[tuple[Any, Any]] = deque()
 
-    def add(self, bucket: Bucket) -> None:
-        """Send all ranks a message's new values; unpack an earlier message if enough are on their way. Collective."""
-        self._pipeline.deliver(bucket)
-        self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
-        # One behind, at least: the owners of the last message may still be updating it.
+    def add(self, message: Any) -> None:
+        """Send a message to all ranks; unpack the oldest one if enough are on their way. Collective."""
+        self._send(message)
+        self._coming.append((message, None if self._streams is None else self._streams.sent()))
         if len(self._coming) > self._behind:
-            self._unpack()
+            self._unpack_oldest()
 
     def end(self) -> None:
         """Unpack all messages still on their way, oldest first; wait for each. Local."""
         while self._coming:
-            self._unpack()
+            self._unpack_oldest()
 
-    def _unpack(self) -> None:
-        """Wait for the oldest message on its way, and copy its values to the callers' arrays, if any. Local."""
-        bucket, sent = self._coming.popleft()
+    def _unpack_oldest(self) -> None:
+        """Wait for the oldest message on its way, and unpack it. Local."""
+        message, sent = self._coming.popleft()
         if self._streams is not None:
             self._streams.wait_for(sent)
-        if self._outs:
-            self._pipeline.unpack(bucket, self._outs)
+        self._unpack(message)
 
 
 def _cut_message(memory: Array, owned: Sequence[Sequence[Array]], size: int) -> Iterator[tuple[Array, _Pairs]]:
