@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -143,15 +143,13 @@ def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Ca
     return confirm_or_restore
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Elements ``[low, high)`` of a bucket, packed by themselves."""
+class _Range(NamedTuple):
+    """Elements packed by themselves."""
 
-    low: int
-    high: int
-    at: int
-    """The first byte of the payload, counted in the message; in :attr:`_Message.own`, counted in the part."""
-    nbytes: int
+    elements: slice
+    """Counted in the bucket; in :attr:`_Message.own`, counted in this rank's shard of it."""
+    payload: slice
+    """Its bytes, counted in the message; in :attr:`_Message.own`, counted in the part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,9 +220,8 @@ class RangeCompression:
                     flags = part[0] if list_lengths is None else _flags(position, list_lengths[rank])
                     more |= bool(flags & _MORE)
                     if flags & _PRESENT:
-                        for each in message.own:
-                            payload = part[each.at : each.at + each.nbytes]
-                            self.codec.decode_add(payload, total[each.low - share.low : each.high - share.low])
+                        for elements, payload in message.own:
+                            self.codec.decode_add(part[payload], total[elements])
             position += 1
         return total
 
@@ -253,9 +250,8 @@ class RangeCompression:
             send[at] = flags
         if gradient is None:
             return
-        for each in message.ranges:
-            left = None if residual is None else residual[each.low : each.high]
-            self.codec.encode(gradient[each.low : each.high], send[each.at : each.at + each.nbytes], left)
+        for elements, payload in message.ranges:
+            self.codec.encode(gradient[elements], send[payload], None if residual is None else residual[elements])
 
     def _cut_messages(self, bucket: Bucket) -> list[_Message]:
         """Return the layouts of a bucket's messages: ranges packed by themselves, as many as fit each. Local."""
@@ -264,39 +260,37 @@ class RangeCompression:
         shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))
         runs = Spans.join((run.low, run.high) for run in bucket.runs)
         open_ranges = [list(runs.within(low, high)) for low, high in shares]
-        own = 0 if replicated else self._transport.rank
         messages: list[_Message] = []
         while any(open_ranges) or not messages:
-            messages.append(self._fill_message(open_ranges, own, replicated))
+            messages.append(self._fill_message(open_ranges, bucket.shard.low, replicated))
         return messages
 
-    def _fill_message(self, open_ranges: list[list[tuple[int, int]]], own: int, replicated: bool) -> _Message:
-        """Remove from ``open_ranges`` as many ranges as fit one message; return that message's layout. Local."""
+    def _fill_message(self, open_ranges: list[list[tuple[int, int]]], first: int, replicated: bool) -> _Message:
+        """Remove from ``open_ranges`` as many ranges as fit one message; return that message's layout. Local.
+
+        ``first``: this rank's first element of the bucket.
+        """
         room = self._transport.limit - _HEADER * len(open_ranges)
-        ranges: list[list[_Range]] = []
-        headers, at = [], 0
-        for waiting in open_ranges:
+        ranges, own = list[_Range](), list[_Range]()
+        headers, at = list[int](), 0
+        for owner, waiting in enumerate(open_ranges):
             headers.append(at)
             at += _HEADER
-            ranges.append([])
             while waiting:
                 low, high = waiting[0]
                 count = self._count_fitting(high - low, room)
                 if count == 0:
                     break
                 nbytes = self.codec.nbytes(count)
-                ranges[-1].append(_Range(low, low + count, at, nbytes))
+                ranges.append(_Range(slice(low, low + count), slice(at, at + nbytes)))
+                if replicated or owner == self._transport.rank:
+                    start = at - headers[-1]
+                    own.append(_Range(slice(low - first, low + count - first), slice(start, start + nbytes)))
                 length = rounded(nbytes, _HEADER)
                 at, room = at + length, room - length
                 waiting[:1] = [(low + count, high)] if low + count < high else []
-        begin = headers[own]
-        return _Message(
-            ranges=tuple(each for part in ranges for each in part),
-            headers=tuple(headers),
-            counts=None if replicated else tuple(high - low for low, high in pairwise([*headers, at])),
-            nbytes=at,
-            own=tuple(_Range(each.low, each.high, each.at - begin, each.nbytes) for each in ranges[own]),
-        )
+        counts = None if replicated else tuple(end - begin for begin, end in pairwise([*headers, at]))
+        return _Message(ranges, headers, counts, at, own)
 
     def _count_fitting(self, count: int, room: int) -> int:
         """Return how many of ``count`` elements, packed, fit in ``room`` bytes: all, half, a quarter … or 0. Local.
