@@ -378,14 +378,11 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
 def join_ranges(ranges: Sequence[Range], line: int = 1) -> list[Range]:
     """Return ranges joined where they touch, but for padding to ``line``; each has its first one's item. Local."""
     runs: list[Range] = []
-    first, high = 0, None
-    for number, each in enumerate(ranges):
-        if high is not None and rounded(high, line) != each.low:
-            runs.append(ranges[first]._replace(high=high))
-            first = number
-        high = each.high
-    if high is not None:
-        runs.append(ranges[first]._replace(high=high))
+    for each in ranges:
+        if runs and rounded(runs[-1].high, line) == each.low:
+            runs[-1] = runs[-1]._replace(high=each.high)
+        else:
+            runs.append(each)
     return runs
 
 
