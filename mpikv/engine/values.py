@@ -277,13 +277,9 @@ class Values:
 
 
 def _side_by_side(entries: Sequence[Entry]) -> dict[Block, Spans]:
-    """Return for each block the ranges of its entries, joined, in one order on all ranks. Local."""
+    """Return for each block the ranges of its entries, joined; blocks in the order of the entries. Local."""
     places = {block: [entries[item].place for item in items] for block, items in by_block(entries).items()}
-    # In one order on all ranks: each range may be a broadcast.
-    return {
-        block: Spans.join((place.start, place.start + place.size) for place in places[block])
-        for block in sorted(places, key=lambda block: block.index)
-    }
+    return {block: Spans.join((each.start, each.start + each.size) for each in run) for block, run in places.items()}
 
 
 def _is_same(array: Array, other: Array) -> bool:
