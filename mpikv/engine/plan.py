@@ -7,10 +7,9 @@ Keys that lie side by side are therefore sent, summed and updated together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, pairwise, product
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,10 +101,8 @@ class Bucket:
         """
         stop, dtype, transport = block.grid.end_of(start + pieces[-1].high), block.values.dtype, planner.transport
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
-        self.block, self.start = block, start
+        self._planner, self.block, self.start = planner, block, start
         """The block of its elements, and the first one's place there."""
-        self.kernels = planner.kernels
-        """Those of the store. They may bind lists of arrays."""
         self.value: Array = block.values[where]
         self.shard = shard = block.grid.shard(planner.placement, start, stop)
         self.pieces = tuple(pieces)
@@ -114,16 +111,10 @@ class Bucket:
         """The same, joined where keys lie side by side."""
         self.gapless = len(self.runs) == 1
         """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
-        self.total = total = planner.find_total(block, start, shard, self.gapless, half)
+        self.total = total = planner.find_total(self, half)
         """Memory for the sum of this rank's elements, where the transport's library adds."""
-        self.joint_updates = tuple(planner.cut_updates(block, start, shard, self.runs, total))
+        self.joint_updates = tuple(planner.cut_updates(self, self.runs))
         """This rank's updates for equal steps: keys side by side are updated together."""
-        # On a GPU one launch takes a step for each key; elsewhere an update is cut at keys.
-        self._cut_updates: Callable[[], Iterable[Update]]
-        if (gpu := planner.gpu_kernels) is not None:
-            self._cut_updates = partial(planner.join_updates, gpu, self.joint_updates, shard, pieces)
-        else:
-            self._cut_updates = partial(planner.cut_updates, block, start, shard, pieces, total)
         sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in transport.send_buffers)
         if transport.size == 1 and not transport.memory.is_host and total.dtype == dtype:
             sends = (total,)  # the updater reads it there, or it is the value: packing there saves a copy
@@ -148,7 +139,9 @@ class Bucket:
     @lazy
     def updates(self) -> tuple[Update, ...]:
         """This rank's Updates for keys with different steps: each of one key or a piece of it, on GPUs of many keys."""
-        return tuple(self._cut_updates())
+        if (gpu := self._planner.gpu_kernels) is not None:
+            return tuple(self._planner.join_updates(gpu, self))
+        return tuple(self._planner.cut_updates(self, self.pieces))
 
     @lazy
     def parts(self) -> tuple[tuple[Array, ...], BoundList | None]:
@@ -164,7 +157,7 @@ class Bucket:
         """Return views of each key's part of a message, in its shape; and these bound to kernels, or None. Local."""
         pairs = zip(self.pieces, self.shapes, strict=True)
         parts = tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
-        return parts, self.kernels.bind_list(parts)
+        return parts, self._planner.kernels.bind_list(parts)
 
 
 class Plan:
@@ -483,26 +476,26 @@ class Planner:
             for start, pieces in _cells(block, items, entries):
                 yield Bucket(self, entries, block, start, pieces, next(numbers) % 2)
 
-    def find_total(self, block: Block, start: int, shard: Shard, gapless: bool, half: int) -> Array:
+    def find_total(self, bucket: Bucket, half: int) -> Array:
         """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
-        own = slice(start + shard.low, start + shard.high)
+        block, shard = bucket.block, bucket.shard
+        own = slice(bucket.start + shard.low, bucket.start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
             # Without elements of its own, this rank needs no memory for sums: sums_of would allocate it.
             return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
         # ASSIGN: the sum is the new value, and can be made in its place. Not with gaps, where a library that adds would
         # overwrite the keys between.
-        if self.updater.assigns and dtype == block.values.dtype and (gapless or self.adds):
+        if self.updater.assigns and dtype == block.values.dtype and (bucket.gapless or self.adds):
             return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
         # Between GPUs one message is summed while the one before is updated: they take turns in two halves.
         low = 0 if self.transport.memory.is_host or nbytes > self._half else half * self._half
         return self.scratch[low : low + nbytes].view(dtype)
 
-    def cut_updates(
-        self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
-    ) -> Iterator[Update]:
+    def cut_updates(self, bucket: Bucket, ranges: Sequence[Range]) -> Iterator[Update]:
         """Cut this rank's elements of the ranges into pieces, short on the host; yield an Update for each. Local."""
+        block, shard, total = bucket.block, bucket.shard, bucket.total
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
@@ -513,7 +506,7 @@ class Planner:
         for (lane, (begin, end)), (item, low, high) in product(lanes, list(_owned(ranges, shard))):
             for first in range(max(low, begin), min(high, end), most):
                 last = min(first + most, high, end)
-                where = slice(start + shard.low + first, start + shard.low + last)
+                where = slice(bucket.start + shard.low + first, bucket.start + shard.low + last)
                 place = begin if again and not self.whole else first
                 part_total = total[place : place + last - first]
                 value, state = block.values[where], block.state_of(where.start, where.stop)
@@ -532,12 +525,10 @@ class Planner:
         # Two threads must not write to one line of the cache.
         return [*(rounded(size * lane // count, block.grid.line) for lane in range(count)), size]
 
-    def join_updates(
-        self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
-    ) -> Iterator[Update]:
-        """Yield the updates ``joint``, each bound to one launch that takes a step for each of its keys. Local."""
-        mine = list(_owned(pieces, shard))
-        for update in joint:
+    def join_updates(self, kernels: GpuKernels, bucket: Bucket) -> Iterator[Update]:
+        """Yield a bucket's joint updates, each bound to one launch that takes a step for each of its keys. Local."""
+        mine = list(_owned(bucket.pieces, bucket.shard))
+        for update in bucket.joint_updates:
             inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]
             items, ends = zip(*inside, strict=True)
             run = kernels.bind_ranges(self.updater, update.total, update.value, update.state, ends)
