@@ -23,6 +23,7 @@ def number(default: Any, interval: str) -> Any:
     """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``, or None if the default."""
 
     def check(where: str, value: Any) -> float | None:
+        """Return the number as a float, or None if that is the default; raise ConfigError for other values."""
         if value is None and default is None:
             return None
         return check_number(where, value, interval, " or None" if default is None else "")

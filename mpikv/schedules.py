@@ -26,6 +26,7 @@ __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> NoReturn:
+        """Raise AttributeError with the known names, and the nearest one; MXNet's names have theirs."""
         near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
         hint = f"did you mean {near[0]!r}?" if near else ""
         raise no_attribute("schedule", name, __all__, hint)
@@ -70,6 +71,7 @@ class Schedule:
     """``linear``: rise evenly to ``base_lr``. ``constant``: stay at ``warmup_begin_lr``, then jump."""
 
     def __post_init__(self) -> None:
+        """Check the options and store them as plain numbers; ConfigError for a bad one."""
         # Numbers as floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
         store_checked_fields(self, f"{type(self).__name__}: ")
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
@@ -135,6 +137,7 @@ class MultiFactor(Schedule):
     """In (0, 1]."""
 
     def __post_init__(self) -> None:
+        """Check as the base class does; ConfigError, too, if ``step`` is empty or does not rise."""
         super().__post_init__()
         self._require(bool(self.step), "step", "empty")
         self._require(all(a < b for a, b in pairwise(self.step)), "step", "not rising")
@@ -155,6 +158,7 @@ class _Falling(Schedule):
     """In [0, inf)."""
 
     def __post_init__(self) -> None:
+        """Check as the base class does; ConfigError, too, if ``max_update`` is within the warm-up."""
         super().__post_init__()
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 

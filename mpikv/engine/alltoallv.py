@@ -37,6 +37,7 @@ class Alltoallv:
     """
 
     def __init__(self, transport: Transport) -> None:
+        """Allocate and send nothing. Local."""
         self._transport, self._tables = transport, transport.memory.workspace
         self._rooms: dict[Hashable, Array] = {}
         self.sent = 0
@@ -44,7 +45,9 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send part r to rank r or one to all, and notes; return (parts, notes), valid until the next call. Collective.
+        """Send rank r its part, or all ranks one, and notes; return received parts, and all ranks' notes. Collective.
+
+        The results are valid until the next call.
 
         Args:
             parts: one part per rank, or a single one.

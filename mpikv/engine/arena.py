@@ -193,7 +193,7 @@ class Arena:
     """Hands out places for values. Every rank makes the same requests in the same order, so all arenas are alike."""
 
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
-        """Without ``pooling`` each value gets a block, and with it an owner, of its own."""
+        """Allocate nothing yet; without ``pooling`` each value will get a block, so an owner, of its own. Local."""
         self._transport = transport
         self._on_host = transport.memory.is_host
         pool = _POOL_BYTES if self._on_host else _POOL_BYTES_OF_GPUS
@@ -289,7 +289,10 @@ class Arena:
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 
     def _plan_new_blocks(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
-        """Return groups of requests, a new block each; others are small, and share; ``alone``: GPU only. Local."""
+        """Group the requests that get a new block, by block; requests in no group will share blocks. Local.
+
+        ``alone``: positions of requests that a GPU's block must not share.
+        """
         together: dict[np.dtype[Any], list[int]] = {}
         groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):

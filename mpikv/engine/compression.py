@@ -124,13 +124,14 @@ def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
 
 
 def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Callable[[BaseException | None], None]:
-    """Copy residuals and codec state; return a ``confirm`` that puts the copies back if it raises. Local."""
+    """Copy a plan's residuals and codec state; return ``confirm`` wrapped to put them back when it raises. Local."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
     # A push makes the state of a codec at its first use: after a failure the next one has to make it again.
     stateless = [entry for entry in plan.entries if not entry.codec_state]
 
     def confirm_or_restore(failure: BaseException | None) -> None:
+        """Call the given ``confirm``; if it raises, put the copies back, and raise on. Collective."""
         try:
             confirm(failure)
         except BaseException:
@@ -170,7 +171,7 @@ class RangeCompression:
     """Sums by an elementwise codec. Each array of a list is packed by itself, with a residual of its own."""
 
     def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
-        """On GPUs collective."""
+        """Allocate scratch memory for sums; on GPUs also exchange a first message. On GPUs collective, else local."""
         self.codec, self._transport, self._memory = codec, transport, transport.memory
         # A bucket of float16 is twice as large in float32.
         zeros = private_allocator(transport)
@@ -183,7 +184,9 @@ class RangeCompression:
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Prepare a push; return a collective function that sums one bucket over ranks. On GPUs collective, else local.
+        """Return a collective function that sums one bucket over ranks; on GPUs first exchange list lengths.
+
+        On GPUs collective, else local.
 
         The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
         are not in the plan are undefined. They are valid until the next call.
@@ -310,11 +313,12 @@ class ValueCompression:
     """
 
     def __init__(self, codec: TensorCodec, transport: Transport, in_pairs: bool) -> None:
+        """Allocate nothing. Local."""
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Sum values over ranks into the blocks' sums, change residuals; return a getter of a bucket's. Collective."""
+        """Sum values over ranks into the blocks' sums, change residuals; return a getter of bucket sums. Collective."""
         for item, entry in enumerate(plan.entries):
             block, start, size = entry.place
             if size:
@@ -329,6 +333,7 @@ class ValueCompression:
                 )
 
         def total(bucket: Bucket) -> Array:
+            """Return this rank's elements of the sum of a bucket, made by :meth:`start`. Local."""
             return bucket.block.sums_of(bucket.start + bucket.shard.low, bucket.start + bucket.shard.high)
 
         return total

@@ -37,6 +37,7 @@ class Exchange:
     def __init__(
         self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool, threads: int
     ) -> None:
+        """Allocate scratch memory for two messages; begin without values and with ASSIGN. On GPUs collective."""
         self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
         self.in_pairs = deterministic
         """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""

@@ -110,6 +110,7 @@ class KeyTable:
         return key in self._entries
 
     def __getitem__(self, key: Key) -> Entry:
+        """Return the entry of a key; raise KeyNotInitialized if it is unknown. Local."""
         return self.find((key,))[0]
 
     def entries(self) -> Iterator[Entry]:

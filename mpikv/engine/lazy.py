@@ -29,6 +29,7 @@ class lazy(cached_property[Value]):  # noqa: N801 - it is used as a decorator, a
     if not TYPE_CHECKING:  # the base class has the types
 
         def __get__(self, instance: Any, owner: Any = None) -> Any:
+            """Return the attribute, worked out now and stored in the instance; of a class, this property."""
             if instance is None:
                 return self
             # Past __setattr__, as the class may be frozen. From now on the instance's own attribute comes first.

@@ -81,7 +81,7 @@ class Pipeline:
         plan.prepare()
 
     def pack_first(self, plan: Plan, sources: Arrays) -> None:
-        """Pack the first message of the next push into the send buffer, if the plan prefetches it. Local."""
+        """If the plan prefetches, pack a push's first message into the send buffer, and keep it for the push. Local."""
         if (first := plan.prefetches) is not None:
             self.prefetched = self._pack(first, sources)
 
@@ -425,6 +425,7 @@ class Pipeline:
         size = memory.size if transport.shared else max(transport.limit // transport.size, _SHORTEST_PART)
 
         def send(message: tuple[Array, _Pairs]) -> None:
+            """Copy this rank's arrays into a message of all ranks, and send its part. Collective."""
             whole, pairs = message
             self._copy(*pairs[rank])
             if transport.shared:
@@ -433,6 +434,7 @@ class Pipeline:
                 transport.all_gather(whole, [sum(map(len, parts)) for parts, _ in pairs])
 
         def unpack(message: tuple[Array, _Pairs]) -> None:
+            """Copy the other ranks' parts of a message to this rank's arrays for them. Local."""
             _, pairs = message
             for parts, arrays in pairs[:rank] + pairs[rank + 1 :]:
                 self._copy(arrays, parts)
@@ -498,7 +500,7 @@ class _Delivery:
 
 
 def _cut_message(memory: Array, owned: Sequence[Sequence[Array]], size: int) -> Iterator[tuple[Array, _Pairs]]:
-    """Yield messages with up to ``size`` bytes of each rank: the memory; for each rank its parts, and arrays. Local."""
+    """Yield each message with up to ``size`` bytes per rank: its memory; by rank a pair of parts and arrays. Local."""
     low = high = 0
     for chunks in zip_longest(*(_chunks(arrays, size) for arrays in owned), fillvalue=list[Array]()):
         pairs = []
@@ -547,7 +549,7 @@ def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
 
 
 def _layers(sources: Arrays) -> Layers:
-    """Return a sequence per position in the keys' lists, equally long ones: the flat array of each key there. Local."""
+    """Return for each position in the keys' lists, all equally long, the flat array of each key there. Local."""
     return [[array.reshape(-1) for array in sources]] if are_plain(sources) else list(zip(*sources, strict=True))
 
 

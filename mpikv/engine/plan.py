@@ -350,10 +350,7 @@ def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, sorted by memory, at the grid's cells; yield each cell's first element in them, and its ranges. Local.
-
-    Yields, for each cell with elements of them: the first such element, and the ranges, counted from there.
-    """
+    """Cut keys, sorted by memory, at a block's cells; yield (first element, ranges from it on) for each cell. Local."""
     ranges: list[Range] = []
     start = stop = 0
     for item in items:
@@ -536,7 +533,7 @@ class Planner:
 
 
 def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
-    """Yield (item, low, high): a range's key as given, its part of this shard; empty where low >= high. Local."""
+    """Yield (item, low, high) for each range: its item, its part of this rank's shard, none if low >= high. Local."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
 

@@ -27,6 +27,7 @@ class Team:
     """The calling thread and ``size - 1`` others, which end by :meth:`close`, or with the team."""
 
     def __init__(self, size: int) -> None:
+        """Start no threads yet. Local."""
         self.size = size
         self._jobs, self._news = SimpleQueue[Any](), SimpleQueue[None]()
         self._started = 0

@@ -31,6 +31,7 @@ class Values:
     """Gives keys their memory, and lists of keys their plans. Methods are collective unless marked *Local*."""
 
     def __init__(self, transport: Transport, planner: Planner, root: int, pooling: bool) -> None:
+        """Allocate nothing; without ``pooling`` each value will have a block, so an owner, of its own. Local."""
         self.transport, self._memory, self._root = transport, transport.memory, root
         self.at_root = transport.rank == root
         """Whether this rank is the root: its arrays are stored by ``init``, ``set`` and ``broadcast``."""
