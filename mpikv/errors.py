@@ -137,7 +137,7 @@ def notes(error: BaseException) -> list[str]:
 
 
 def text_of(error: object, form: Callable[[object], str] = str) -> str:
-    """Return the text of an error. If its ``str()`` raises, as a caller's own may, return that fact.
+    """Return the text of an error or another object. If its ``str()`` raises, as a caller's own may, return that fact.
 
     >>> class Bad(Exception):
     ...     def __str__(self):

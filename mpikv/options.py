@@ -20,7 +20,7 @@ from .errors import ConfigError, brief, known_names, text_of
 
 
 def number(default: Any, interval: str) -> Any:
-    """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``, or None if the default."""
+    """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``; None only as default."""
 
     def check(where: str, value: Any) -> float | None:
         """Return the number as a float, or None if that is the default; raise ConfigError for other values."""
@@ -55,7 +55,7 @@ def store_checked_fields(options: Any, where: str = "") -> None:
 
 
 def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise ConfigError for the first unknown name, with the known ones.
+    """Raise ConfigError about the first of the names that is not known; its message lists the known ones.
 
     >>> check_names("option of topk", ["ration"], ["ratio"])
     Traceback (most recent call last):

@@ -26,7 +26,7 @@ __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 if not TYPE_CHECKING:  # a type checker would accept any name
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError with the known names, and the nearest one; MXNet's names have theirs."""
+        """Raise AttributeError with the known names, and the nearest one, also for a class name of MXNet's."""
         near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
         hint = f"did you mean {near[0]!r}?" if near else ""
         raise no_attribute("schedule", name, __all__, hint)
@@ -188,7 +188,7 @@ class Polynomial(_Falling):
     """The power, in [0, inf); 1: a straight line."""
 
     def _left(self, done: int, every: int) -> float:
-        """Return the power ``pwr`` of the share of updates that remain."""
+        """Return the share of updates that remain, to the power ``pwr``."""
         return math.pow((every - done) / every, self.pwr)
 
 

@@ -97,7 +97,7 @@ class Exchange:
         self._revision = self.updater.revision
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
-        """Raise if such values cannot be stored or updated; compile kernels for their dtypes. Local."""
+        """Raise if values like these arrays cannot be stored or updated; compile kernels for their dtypes. Local."""
         self._prepare_kernels(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:

@@ -475,6 +475,7 @@ class _Delivery:
     def __init__(
         self, streams: Transfers | None, send: Callable[[Any], None], unpack: Callable[[Any], None], behind: int
     ) -> None:
+        """Send nothing yet; ``behind`` messages, or as many as ``streams`` carry, will wait to be unpacked. Local."""
         self._streams, self._send, self._unpack = streams, send, unpack
         self._behind = behind if streams is None else streams.ahead
         self._coming: deque[tuple[Any, Any]] = deque()

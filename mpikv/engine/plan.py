@@ -276,9 +276,9 @@ class Plans:
         self._held = 0
 
     def add(self, plan: Plan, key_count: int) -> None:
-        """Keep a plan; forget those of lists if these have over 4 x ``key_count`` keys, and over 65,536. Local.
+        """Keep a plan; first forget all plans of lists if they would have more keys than a limit. Local.
 
-        The count includes the new plan. A plan of one key is always kept.
+        The limit is 4 x ``key_count``, and 65,536 at least. Plans of one key do not count.
         """
         if len(plan.keys) == 1:
             self.single[plan.keys[0]] = plan
@@ -307,7 +307,7 @@ def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | No
 
 
 def digest(text: str) -> int:
-    """Return a hash of a text in [0, 2**62 - 2), the same in every process. Local."""
+    """Return a hash of a text, a number in [0, 2**62 - 2) and the same in every process. Local."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 2)
 
 

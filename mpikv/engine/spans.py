@@ -47,7 +47,7 @@ class Spans:
         return iter(self.ranges)
 
     def __and__(self, other: Spans) -> Spans:
-        """Return the elements of both."""
+        """Return new Spans of the elements that are in both."""
         return Spans(tuple(part for low, high in self for part in other.within(low, high)))
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, int]]:

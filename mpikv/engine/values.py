@@ -54,7 +54,7 @@ class Values:
         return plan
 
     def invalidate_listeners(self) -> None:
-        """Make each listener drop its plans. Local."""
+        """Make each listener, such as a captured step, drop its plans. Local."""
         for each in list(self.listeners):
             each.invalidate()
 
@@ -76,9 +76,9 @@ class Values:
         return {block.values.dtype for block in self.blocks}
 
     def add_keys(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
-        """Allocate keys, known ones anew; values may hold old data, so write them next. Collective.
+        """Add keys, known ones anew, with memory like the arrays, which may hold old data: write it next. Collective.
 
-        Values have the shapes and dtypes of the arrays; those in ``sparse`` are row-sparse.
+        Only shapes and dtypes of the arrays count; the keys in ``sparse`` are row-sparse.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -101,7 +101,10 @@ class Values:
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays on every rank; a GPU's root brings those of :meth:`set_apart`. Collective."""
+        """Store the root's arrays as all ranks' values, and in the optimizer's copies; none is stale then. Collective.
+
+        On a GPU these are the arrays of :meth:`set_apart`.
+        """
         entries = self.table.find(keys)
         if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
@@ -202,17 +205,17 @@ class Values:
         self.table.buffered[plan.rows] = True
 
     def find_unbuffered(self, plan: Plan) -> Key | None:
-        """Return a key that has no buffers, or None. Local."""
+        """Return the first key of a plan that has no push buffers, or None if all have them. Local."""
         if self.table.buffered[plan.rows].all():
             return None
         return next(entry.key for entry in plan.entries if not self.table.buffered[entry.index])
 
     def buffers(self, plan: Plan) -> list[Array]:
-        """Return this rank's buffer for each key. Local."""
+        """Return a view of this rank's push buffer for each key; all must have one. Local."""
         return [entry.buffer(self.transport.sharing_rank) for entry in plan.entries]
 
     def are_buffers(self, plan: Plan, arrays: Sequence[Array]) -> bool:
-        """Return whether arrays are this rank's buffers of the keys. Local."""
+        """Return whether each array is the very memory of this rank's push buffer of its key. Local."""
         return all(map(_is_same, arrays, self.buffers(plan)))
 
     @contextmanager
