@@ -11,7 +11,7 @@ import math
 import numbers
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import MISSING, field, fields
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -145,15 +145,8 @@ def _read(value: Any) -> float:
 def _contains(interval: str, number: float) -> bool:
     """Return whether a number lies in an interval as ``"[0, 1)"``; NaN lies in none."""
     # NaN is in no interval: it compares as False with both bounds.
-    low, high = _parse_bounds(interval)
-    return low < number < high or (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
-
-
-@cache
-def _parse_bounds(interval: str) -> tuple[float, float]:
-    """Return the two bounds of an interval as floats. Cached."""
     low, high = map(float, interval[1:-1].split(","))
-    return low, high
+    return low < number < high or (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
 
 
 def _describe(where: str, value: Any, fault: str) -> ConfigError:
