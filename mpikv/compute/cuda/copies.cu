@@ -1,33 +1,6 @@
 // Many arrays copied, cast, or looked at, by one launch.
-//
-// Every pair is cut into parts of one size, the last shorter, and each block has a part: large and small arrays keep a
-// GPU as busy as one array of all their elements would.
 
-enum { PAIRS = 127, PART = 1 << 15, CAST_PART = 1 << 12 };
-
-// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
-struct Pairs {
-    const char* source[PAIRS];
-    char* target[PAIRS];
-    long long size[PAIRS];  // of bytes, or of elements to be cast
-    long long end[PAIRS];   // the parts of this pair and those before it
-    long long count;
-    double bound;  // of what is looked at
-};
-
-struct Part {
-    const char* source;  // where the pair begins
-    char* target;
-    long long low, high;
-};
-
-INNER Part part_of_block(const Pairs& pairs, long long length) {
-    const int pair = range_of(pairs.end, pairs.count, blockIdx.x);
-    const long long low = (blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
-    const long long high = low + length < pairs.size[pair] ? low + length : pairs.size[pair];
-    const Part part = {pairs.source[pair], pairs.target[pair], low, high};
-    return part;
-}
+enum { PART = 1 << 15, CAST_PART = 1 << 12 };
 
 template <class Unit> INNER long long copied(const char* source, char* target, long long low, long long high) {
     const int units = (int)((high - low) / (long long)sizeof(Unit));
@@ -39,7 +12,7 @@ template <class Unit> INNER long long copied(const char* source, char* target, l
 
 // Sizes are of bytes. The widest units are moved of which both arrays begin at a multiple, and the rest byte by byte.
 __global__ void copy_bytes(const GRID_CONSTANT Pairs pairs) {
-    const Part part = part_of_block(pairs, PART);
+    const Part part = part_of_pairs(pairs, PART, blockIdx.x);
     const char* source = part.source;
     char* target = part.target;
     const word64 both = (word64)source | (word64)target;
@@ -57,7 +30,7 @@ __global__ void copy_bytes(const GRID_CONSTANT Pairs pairs) {
 
 // Sizes are of elements.
 template <class From, class To> __global__ void cast(const GRID_CONSTANT Pairs pairs) {
-    const Part part = part_of_block(pairs, CAST_PART);
+    const Part part = part_of_pairs(pairs, CAST_PART, blockIdx.x);
     const typename From::stored* source = (const typename From::stored*)part.source + part.low;
     typename To::stored* target = (typename To::stored*)part.target + part.low;
     each_group((int)(part.high - part.low), is_aligned(source) && is_aligned(target), [&](const Places& places) {
@@ -71,9 +44,9 @@ template <class From, class To> __global__ void cast(const GRID_CONSTANT Pairs p
 // Sizes are of elements. The target of an array is a byte, which becomes 1 if an element is no number, or larger in size
 // than the bound; whoever writes it writes the same.
 template <class Kind> __global__ void exceeding(const GRID_CONSTANT Pairs pairs) {
-    const Part part = part_of_block(pairs, CAST_PART);
+    const Part part = part_of_pairs(pairs, CAST_PART, blockIdx.x);
     const typename Kind::stored* source = (const typename Kind::stored*)part.source + part.low;
-    const typename Kind::computed bound = (typename Kind::computed)pairs.bound;
+    const typename Kind::computed bound = (typename Kind::computed)pairs.number;
     bool exceeds = false;
     each_group((int)(part.high - part.low), is_aligned(source), [&](const Places& places) {
         const Group<typename Kind::stored> group = read(source, places);

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from ...protocols import Array
-from .loading import argument_dtype, kernel
+from .loading import gpu_pointer, kernel
+from .parts import Facts, launch_parts, new_facts
 
-MOST = 127
 PART, CAST_PART = 1 << 15, 1 << 12
 """The part of a pair per block: in bytes for a copy, in elements for a cast."""
-THREADS = 256
-
-Facts: TypeAlias = "list[tuple[int, int, int]]"
-"""Source address, target address and size of each pair; the size is in bytes, or in elements for a cast."""
 
 _CAST = frozenset(
     [
@@ -46,7 +40,7 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         TransportUnavailable: the kernels cannot be compiled here.
     """
     same: Facts = []
-    casts: defaultdict[str, Facts] = defaultdict(list)
+    casts = new_facts()
     # Array is typed as numpy's, which lacks data.ptr; CuPy's has it, but no types.
     for target, source in zip(targets, sources, strict=True):
         dtype, wanted = source.dtype, target.dtype
@@ -59,9 +53,8 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         else:
             target[...] = source
     if same:
-        _launch("copy_bytes", same, PART)
-    for cast, facts in casts.items():
-        _launch(cast, facts, CAST_PART)
+        launch_parts("copies.cu", {"copy_bytes": same}, PART)
+    launch_parts("copies.cu", casts, CAST_PART)
 
 
 def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
@@ -77,15 +70,12 @@ def flag_exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
     Raises:
         TransportUnavailable: the kernels cannot be compiled here.
     """
-    checks: defaultdict[str, Facts] = defaultdict(list)
+    checks = new_facts()
     # Keep all copies until the launches are queued: the memory of a freed one would serve the next copy.
     whole = [array if array.flags.c_contiguous else array.copy() for array in arrays]
-    first: Any = flags.data
-    for place, array in enumerate(whole):
-        data: Any = array.data
-        checks[f"exceeding<{array.dtype.name}_kind>"].append((data.ptr, first.ptr + place, array.size))
-    for check, some in checks.items():
-        _launch(check, some, CAST_PART, bound)
+    for flag, array in enumerate(whole, gpu_pointer(flags)):
+        checks[f"exceeding<{array.dtype.name}_kind>"].append((gpu_pointer(array), flag, array.size))
+    launch_parts("copies.cu", checks, CAST_PART, bound)
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
@@ -102,33 +92,3 @@ def _cast_kernel_name(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
     if dtype.name in _CAST and wanted.name in _CAST:
         return f"cast<{dtype.name}_kind, {wanted.name}_kind>"
     return ""
-
-
-class _Arguments(threading.local):
-    """Memory for the argument of a launch, one per thread; a launch copies it before it returns."""
-
-    def __init__(self) -> None:
-        self.pairs = np.zeros(1, argument_dtype("copies.cu", "Pairs"))
-        columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
-        self.facts, self.ends = columns[:3], columns[3]
-        self.count, self.bound = self.pairs["count"], self.pairs["bound"]
-
-
-_arguments = _Arguments()
-
-
-def _launch(expression: str, facts: Facts, part: int, bound: float = 0.0) -> None:
-    """Queue a kernel of copies.cu over pairs of addresses, each cut into parts: one launch for up to 127 pairs."""
-    run, arguments = kernel("copies.cu", expression), _arguments
-    for low in range(0, len(facts), MOST):
-        some = facts[low : low + MOST]
-        count = len(some)
-        pairs, ends = arguments.facts[:, :count], arguments.ends[:count]
-        pairs[:] = np.array(some, np.int64).T
-        # Blocks per pair, rounded up, then their running sum: a block finds its pair by a search in it.
-        np.add(pairs[2], part - 1, out=ends)
-        np.floor_divide(ends, part, out=ends)
-        blocks = int(np.add.accumulate(ends, out=ends)[-1])
-        if blocks:
-            arguments.count[0], arguments.bound[0] = count, bound
-            run((blocks,), (THREADS,), (arguments.pairs,))

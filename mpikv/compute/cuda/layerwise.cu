@@ -53,7 +53,8 @@ norms(const GRID_CONSTANT Layers given) {
         taken.keep_states(all, places);
         if (Rule<T>::directs) write(taken.gradient, all.total, places);
     };
-    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](const Node& piece, int depth, Two* leaf) {
+    const int size = cell_size(begin, given.size[number]);
+    add_up_piece(size, given.sums + 2 * (long long)blockIdx.x, [&](const Node& piece, int depth, Two* leaf) {
         add_up_squares<T>(piece, depth, leaf, visit);
     });
 }

@@ -13,7 +13,8 @@ from ...optimizers.optimizer import Step
 from ...optimizers.recording import Rule, call_of, rule_of
 from ...protocols import Updater, Whole
 from .loading import addresses_of, allocate_floats, argument_dtype, gpu_pointer, kernel
-from .norms import CELL, PIECES, THREADS, cells_of
+from .norms import CELL, PIECES, cells_of
+from .parts import THREADS
 from .steps import rows_of
 
 MOST, ROWS, STATES, PART = 44, 14, 2, 1 << 12

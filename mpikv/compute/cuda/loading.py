@@ -29,7 +29,12 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 _KINDS = {"int": np.int32, "long long": np.int64, "double": np.float64, "unsigned char": np.uint8}
 _FIELD = re.compile(r"^    (?:const )?(.+?)(\*?) (\w+)(?:\[(.+)\])?;", re.MULTILINE)
 
-HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h", "elements.h"), "rules.cu": ("elements.h",)}
+HEADERS = {
+    "copies.cu": ("pairs.h",),
+    "norms.cu": ("pairs.h", "pairwise.h"),
+    "layerwise.cu": ("pairwise.h", "elements.h"),
+    "rules.cu": ("elements.h",),
+}
 """Headers put before a source, besides ``numbers.h``."""
 
 

@@ -1,27 +1,15 @@
 // Norms of many arrays, and whether all numbers in them are finite; and their scaling, in place.
 
-enum { ARRAYS = 160, SCALED_PART = 1 << 12 };
-
-// What one launch is given, by value: at most 4096 bytes. loading.py reads its fields here.
-struct Arrays {
-    void* array[ARRAYS];
-    long long size[ARRAYS];
-    long long end[ARRAYS];  // the cells, or the parts to be scaled, of this array and those before it
-    double* sums;           // two for each piece of a cell
-    double factor;
-    long long count;
-};
+enum { SCALED_PART = 1 << 12 };
 
 INNER bool is_finite(float number) { return (bits_of(number) & 0x7F800000u) != 0x7F800000u; }
 INNER bool is_finite(double number) { return (bits_of(number) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
 
 // Of each piece of a cell the sum of the squares of its numbers, as they are when rounded to another kind, and how many of
-// these are not finite.
-template <class From, class To> __global__ void measure(const GRID_CONSTANT Arrays given) {
-    const long long cell = blockIdx.x / PIECES;
-    const int number = range_of(given.end, given.count, cell);
-    const long long begin = (cell - (number ? given.end[number - 1] : 0)) * CELL;
-    const typename From::stored* array = (const typename From::stored*)given.array[number] + begin;
+// these are not finite. Sizes are of elements. The target has two sums for each piece of the array's cells.
+template <class From, class To> __global__ void measure(const GRID_CONSTANT Pairs pairs) {
+    const Part part = part_of_pairs(pairs, CELL, blockIdx.x / PIECES);
+    const typename From::stored* array = (const typename From::stored*)part.source + part.low;
     const bool aligned = is_aligned(array);
     const auto visit = [&](int i, int count, Two* found) {
         const Group<typename From::stored> group = read(array, group_of(i, count, aligned));
@@ -32,21 +20,20 @@ template <class From, class To> __global__ void measure(const GRID_CONSTANT Arra
             found[k] = two;
         }
     };
-    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](const Node& piece, int depth, Two* leaf) {
+    double* sums = (double*)part.target + 2 * PIECES * (part.low / CELL);
+    add_up_piece((int)(part.high - part.low), sums + 2 * (blockIdx.x % PIECES), [&](const Node& piece, int depth, Two* leaf) {
         add_up_leaves(piece, depth, leaf, visit);
     });
 }
 
-// Multiplied in float64, and rounded once.
-template <class Kind> __global__ void scale(const GRID_CONSTANT Arrays given) {
-    const int number = range_of(given.end, given.count, blockIdx.x);
-    const long long low = (blockIdx.x - (number ? given.end[number - 1] : 0)) * SCALED_PART;
-    const long long left = given.size[number] - low;
-    typename Kind::stored* array = (typename Kind::stored*)given.array[number] + low;
-    each_group(left < SCALED_PART ? (int)left : (int)SCALED_PART, is_aligned(array), [&](const Places& places) {
+// Multiplied in float64, and rounded once. Sizes are of elements.
+template <class Kind> __global__ void scale(const GRID_CONSTANT Pairs pairs) {
+    const Part part = part_of_pairs(pairs, SCALED_PART, blockIdx.x);
+    typename Kind::stored* array = (typename Kind::stored*)part.target + part.low;
+    each_group((int)(part.high - part.low), is_aligned(array), [&](const Places& places) {
         Group<typename Kind::stored> group = read(array, places);
         for (int k = 0; k < GROUP; k++)
-            group.number[k] = Kind::narrow((double)Kind::widen(group.number[k]) * given.factor);
+            group.number[k] = Kind::narrow((double)Kind::widen(group.number[k]) * pairs.number);
         write(group, array, places);
     });
 }

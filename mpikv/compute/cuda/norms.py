@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from ...errors import Unsupported
 from ...protocols import Array
-from .loading import address_of, allocate_floats, argument_dtype, gpu_pointer, kernel
+from .loading import allocate_floats, gpu_pointer
+from .parts import launch_parts, new_facts
 
-MOST = 160
-CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
-"""Elements per cell, numpy's unit of summation; blocks per cell; elements per block that scales; threads per block."""
+CELL, PIECES, SCALED_PART = 1 << 16, 4, 1 << 12
+"""Elements per cell, numpy's unit of summation; blocks per cell; elements per block that scales."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -23,7 +22,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
     """Queue sums of squares and counts of not finite numbers; return their GPU memory, and each array's cell count.
 
-    Numbers are rounded to a dtype first, and bad if they are not finite then. One launch for up to 160 arrays of a
+    Numbers are rounded to a dtype first, and bad if they are not finite then. One launch for up to 127 arrays of a
     dtype fills the memory, on the current stream.
 
     Args:
@@ -40,17 +39,12 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
     """
     counts = [cells_of(array.size) for array in arrays]
     sums = allocate_floats(2 * PIECES * sum(counts))
-    firsts = np.cumsum([0, *counts])
-    kinds: defaultdict[str, list[int]] = defaultdict(list)
-    for index, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True)):
-        if counts[index]:
-            kinds[f"measure<{_kind(array.dtype)}, {_kind(dtype)}>"].append(index)
-    for expression, members in kinds.items():
-        for some in _runs(members):
-            # The cells of consecutive arrays are consecutive, too; so one base address serves them all.
-            given = _given([arrays[index] for index in some], CELL)
-            given["sums"] = gpu_pointer(sums) + 2 * PIECES * sums.itemsize * int(firsts[some[0]])
-            kernel("norms.cu", expression)((PIECES * int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
+    firsts = accumulate(counts, initial=0)
+    facts = new_facts()
+    for array, dtype, first in zip(arrays, dtypes, firsts, strict=False):
+        there = gpu_pointer(sums) + 2 * PIECES * sums.itemsize * first
+        facts[f"measure<{_kind(array.dtype)}, {_kind(dtype)}>"].append((gpu_pointer(array), there, array.size))
+    launch_parts("norms.cu", facts, CELL, blocks=PIECES)
     return sums, counts
 
 
@@ -71,41 +65,18 @@ def join_pieces(sums: Array) -> Array:
 def scale(arrays: Sequence[Array], factor: float) -> None:
     """Queue a multiplication of arrays in place, in float64, rounded once. Local.
 
-    On the current stream, with one launch for up to 160 arrays of a dtype. Arrays and errors as in :func:`measure`.
+    On the current stream, with one launch for up to 127 arrays of a dtype. Arrays and errors as in :func:`measure`.
     """
-    kinds: defaultdict[str, list[Array]] = defaultdict(list)
+    facts = new_facts()
     for array in arrays:
-        if array.size:
-            kinds[f"scale<{_kind(array.dtype)}>"].append(array)
-    for expression, members in kinds.items():
-        for low in range(0, len(members), MOST):
-            some = members[low : low + MOST]
-            given = _given(some, SCALED_PART)
-            given["factor"] = factor
-            kernel("norms.cu", expression)((int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
+        address = gpu_pointer(array)
+        facts[f"scale<{_kind(array.dtype)}>"].append((address, address, array.size))
+    launch_parts("norms.cu", facts, SCALED_PART, factor)
 
 
 def cells_of(size: int) -> int:
     """Return the number of cells, of ``CELL`` elements each, of an array of this size. Local."""
     return -(-size // CELL)
-
-
-def _runs(members: Sequence[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive numbers, each as long as a launch allows. Local."""
-    # Consecutive numbers rise as their places do.
-    for _, pairs in groupby(enumerate(members), lambda pair: pair[1] - pair[0]):
-        run = [member for _, member in pairs]
-        yield from (run[low : low + MOST] for low in range(0, len(run), MOST))
-
-
-def _given(arrays: Sequence[Array], part: int) -> Array:
-    """Return the argument of a launch for some arrays, each cut into parts; it keeps no array alive. Local."""
-    given, count = np.zeros(1, argument_dtype("norms.cu", "Arrays")), len(arrays)
-    given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
-    given["size"][0, :count] = [array.size for array in arrays]
-    given["end"][0, :count] = np.cumsum([-(-array.size // part) for array in arrays])
-    given["count"] = count
-    return given
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

@@ -166,8 +166,8 @@ INNER int cell_size(long long begin, long long size) {
     return left < CELL ? (int)left : (int)CELL;
 }
 
-// Add up the piece of this block, and put its sums where they belong. `add(piece, depth, leaf)` puts the sums of its leaves
-// in a row.
+// Add up the piece of this block, of a cell of so many elements, and put its two sums at `sums`. `add(piece, depth, leaf)`
+// puts the sums of its leaves in a row.
 template <class Add> INNER void add_up_piece(int size, double* sums, const Add& add) {
     SHARED Two leaf[LEAVES];
     const Node piece = part_of(size, HALVINGS, (int)(blockIdx.x % PIECES));
@@ -184,8 +184,8 @@ template <class Add> INNER void add_up_piece(int size, double* sums, const Add& 
     }
     all_threads([&](unsigned int thread) {
         if (thread) return;
-        sums[2 * (long long)blockIdx.x] = leaf[0].first;
-        sums[2 * (long long)blockIdx.x + 1] = leaf[0].second;
+        sums[0] = leaf[0].first;
+        sums[1] = leaf[0].second;
     });
 }
 

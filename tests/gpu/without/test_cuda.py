@@ -183,7 +183,7 @@ def nvrtc() -> Any:
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", [*loading.HEADERS, "copies.cu", "codes.cu", "rows.cu", "steps.cu"])
+@pytest.mark.parametrize("name", [*loading.HEADERS, "codes.cu", "rows.cu", "steps.cu"])
 def test_machine_code(nvrtc: Any, name: str, architecture: str) -> None:
     """A thread has registers for all that it has at a time; what it has not, it would keep in memory of the GPU."""
     for text, names in texts(name):
