@@ -29,14 +29,11 @@ def locate(value: Any) -> tuple[Array, Gpu | None]:
     """
     if not lies_elsewhere(value):
         return source(value), None
-    for gpu in tuple(_GPUS):
-        if gpu.owns(value):
-            return value, gpu
-    # An array of another library: each GPU is asked, as only the right one can adopt it.
+    # Each GPU is asked, as only the right one can adopt an array of another library.
     why = ""
     for gpu in tuple(_GPUS):
         try:
-            return gpu.adopt(value), gpu
+            return value if gpu.owns(value) else gpu.adopt(value), gpu
         except Unsupported as error:
             why = f" ({error})"
     raise Unsupported(f"the array is on a GPU, and this process has no store on that GPU; create the store first{why}")
@@ -109,7 +106,7 @@ class DeviceMemory:
     def _adopted(self, value: Any) -> Array:
         """Return an array over the memory of another library's GPU array, ordered after that library's work. Local."""
         # An issued call runs after the work on the caller's stream already, so a worker needs no second wait.
-        return self.gpu.adopt(value, ordered=self.order.call.on_worker)
+        return self.gpu.adopt(value, ordered=self.order.thread.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy arrays to targets of any dtype, on GPU or host; wait for downloads; raise if the GPU failed. Local."""

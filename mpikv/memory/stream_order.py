@@ -19,6 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -92,21 +93,13 @@ class HostOrder:
             self.beside.abandon(why)
 
 
-class _Call(threading.local):
-    """The state of the call that this thread runs on a store's stream."""
+class _Thread(threading.local):
+    """What a thread does on a store's stream."""
 
-    caller: Stream | None = None
-    begin: Event | None = None
-    """Recorded on the caller's stream when the call was issued."""
+    call: Issued | None = None
+    """The call that it makes now."""
     on_worker = False
-    """Whether this thread runs calls issued by other threads."""
-    made: list[Any]
-    """New arrays for the caller: they must live as long as the arguments."""
-    read: Event | None = None
-    """Recorded after the last read of the caller's arrays, if the caller needs to wait for nothing else."""
-
-    def __init__(self) -> None:
-        self.made = []
+    """Whether it makes calls that other threads issued."""
 
 
 class GpuOrder:
@@ -124,7 +117,7 @@ class GpuOrder:
         # Whether the first stream still has to wait for transfers, and the event of the last one, if it is known.
         self._lags = False
         self._last_sent: Event | None = None
-        self.call = _Call()
+        self.thread = _Thread()
         # Whether a worker thread ran calls: no caller's stream waits for these by itself.
         self._some_issued = False
         # Freed GPU memory is reused at once, even if another stream still reads it; so references are held here.
@@ -169,18 +162,18 @@ class GpuOrder:
         self.check()
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
-        if self.call.begin is not None:
-            self.stream.wait(self.call.begin)
+        if self.thread.call is not None:
+            self.stream.wait(self.thread.call.begin)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new GPU array of any content; inside a call it is allocated on the caller's stream. Local."""
-        call = self.call
-        if call.caller is None or 0 in shape:
+        call = self.thread.call
+        if call is None or 0 in shape:
             return self._gpu.empty(shape, dtype)
         # The allocator reuses memory in the order of the allocating stream: the caller's, since he frees the array.
         with call.caller:
             array = self._gpu.empty(shape, dtype)
-        if call.on_worker:
+        if self.thread.on_worker:
             # The caller's stream may still read the memory's earlier content; our stream must write after that.
             self.stream.wait(call.caller.record())
         call.made.append(array)
@@ -189,8 +182,8 @@ class GpuOrder:
     def check_new(self) -> None:
         """Raise Unsupported if the call's caller, on another thread's default stream, cannot get new arrays. Local."""
         # Freed memory goes back in the order of the stream it was taken on, and the worker's default stream is another.
-        call = self.call
-        if call.on_worker and call.caller is not None and call.caller.handle == _PER_THREAD:
+        call = self.thread.call
+        if self.thread.on_worker and call is not None and call.caller.handle == _PER_THREAD:
             raise Unsupported(
                 "with wait=False a call cannot make new arrays for a thread's default stream, because it runs on "
                 "another thread; pass arrays to fill, or leave wait=False out"
@@ -198,28 +191,20 @@ class GpuOrder:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function on the store's stream, between the caller's earlier and later work; return its result."""
-        call = self.call
-        if call.on_worker:  # on_worker() has made the store's stream current
-            call.made.append(arguments)
+        if self.thread.on_worker:  # on_worker() has made the store's stream current
+            if (call := self.thread.call) is not None:
+                call.made.append(arguments)
             return function(*arguments)
-        # The arrays of this call only: a call inside of it, as of an updater, keeps its own.
-        made: list[Any] = []
         caller = self._gpu.current()
-        # Calls nest: an updater may call another store on this GPU.
-        outer = call.caller, call.made
-        self.stream.wait(caller.record())
-        call.caller, call.made = caller, made
+        issued = Issued(self, caller)
+        self.stream.wait(issued.begin)
         try:
             with self.stream:
-                return function(*arguments)
+                return issued.run(partial(function, *arguments))
         finally:
-            # Also after an error: queued work may still read the arguments.
-            call.caller, call.made = outer
-            done = call.read or self.stream.record()
-            call.read = None
-            # Queued, not waited for: the host goes on.
-            caller.wait(done)
-            self._keep(done, (arguments, made))
+            # Also after an error. Queued, not waited for: the host goes on.
+            if issued.done is not None:
+                caller.wait(issued.done)
 
     def cancel(self) -> None:
         """Do nothing: a call that is not made leaves nothing behind."""
@@ -233,15 +218,13 @@ class GpuOrder:
     @contextmanager
     def on_worker(self) -> Iterator[None]:
         """In a with block: let this thread make other threads' calls, with the store's stream current. Local."""
-        call = self.call
         self._gpu.use()
-        self._some_issued = call.on_worker = True
-        call.made = []
+        self._some_issued = self.thread.on_worker = True
         try:
             with self.stream:
                 yield
         finally:
-            call.on_worker = False
+            self.thread.on_worker = False
 
     def rejoin(self) -> None:
         """Queue a wait on the current stream for all calls that worker threads made. Local."""
@@ -315,7 +298,8 @@ class GpuOrder:
 
     def note_read(self) -> None:
         """Record that the call has read the caller's arrays: the caller's stream will not wait for its later work."""
-        self.call.read = self.lane.record()
+        if self.thread.call is not None:
+            self.thread.call.read = self.lane.record()
 
     # --- Recorded work
 
@@ -373,28 +357,31 @@ class GpuOrder:
 
 
 class Issued:
-    """The :class:`~mpikv.protocols.Issue` of a :class:`GpuOrder`."""
+    """The :class:`~mpikv.protocols.Issue` of a :class:`GpuOrder`. A call is its own, if the same thread makes it."""
 
     def __init__(self, order: GpuOrder, caller: Stream) -> None:
         self._order, self.caller = order, caller
         self.begin: Event = caller.record()
+        self.made: list[Any] = []
+        """New arrays for the caller, and arguments: they must live as long as the call."""
+        self.read: Event | None = None
+        """Recorded after the last read of the caller's arrays, if the caller needs to wait for nothing else."""
         self.done: Event | None = None
         """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Make the issued call; return ``call()``; keep its arrays alive until the GPU is done. Local."""
-        order, state, made = self._order, self._order.call, list[Any]()
-        outer = state.caller, state.begin, state.made
-        state.caller, state.begin, state.made = self.caller, self.begin, made
+        order, thread = self._order, self._order.thread
+        # Calls nest: an updater may call another store on this GPU.
+        outer, thread.call = thread.call, self
         try:
             return call()
         finally:
-            state.caller, state.begin, state.made = outer
+            thread.call = outer
             # A push that only reads lets the caller go on after the last read, before the update.
-            self.done = state.read or order.stream.record()
-            state.read = None
-            # Keep the arguments even if the call was refused: it may have queued reads of them before.
-            order._keep(self.done, (call, made))
+            self.done = self.read or order.stream.record()
+            # Keep the arguments even if the call failed or was refused: queued work may still read them.
+            order._keep(self.done, (call, self.made))
 
     def rejoin(self) -> None:
         """Queue a wait on the current stream for this call, if it was made. Local."""

@@ -448,7 +448,7 @@ def again(*calls: Callable[[], Any]) -> None:
 
 MOST_CALLS = {"momentum": 60, "adam": 70}
 """Adam's numbers change at each call, and are written. Three of the calls note when this rank begins a
-call, meets the others, and ends it. Two ranks take 55 and 64; a busy machine was seen to take three more.
+call, meets the others, and ends it. Two ranks take 57 and 66; a busy machine was seen to take three more.
 """
 
 
