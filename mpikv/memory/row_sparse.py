@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.arrays import is_array, source
+from ..arrays.arrays import is_array
 from ..errors import ValueMismatch
 from ..protocols import Array, Workspace
 from .device import locate, read_to_host
@@ -128,11 +128,8 @@ class RowSparse:
         array([[0., 0.],
                [1., 1.]])
         """
-        if self.on_host:
-            dense = np.zeros(self.shape, self.dtype)
-        else:
-            dense = self._tables.empty(self.shape, self.dtype)
-            dense.fill(0)
+        dense = self._tables.empty(self.shape, self.dtype)
+        dense.fill(0)
         self._tables.put_rows(dense, self.indices, self.values)
         return dense
 
@@ -164,8 +161,7 @@ class RowSparse:
     def from_torch(cls, tensor: Any) -> RowSparse:
         """Return a sparse COO tensor's nonempty rows, uncopied if coalesced, sparse in rows only; or TypeError. Local.
 
-        Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
-        and is not copied if it is coalesced. All other tensors must be on the host.
+        Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only.
 
         Raises:
             TypeError: it is no sparse COO tensor.
@@ -174,15 +170,11 @@ class RowSparse:
             raise TypeError(f"expected a sparse COO tensor of torch's, got {type(tensor).__name__}")
         # Coalesced by torch: it sums rows of one number on the tensor's own device.
         tensor = tensor.detach().coalesce()
-        shape = tuple(tensor.shape)
-        if len(tensor.indices()) == 1:
-            return cls(tensor.indices()[0], tensor.values(), shape)
-        numbers, values = source(tensor.indices()), source(tensor.values())
-        ids, at = np.unique(numbers[0], return_inverse=True)
-        rows = np.zeros((ids.size, *shape[1:]), values.dtype)
-        elements = (at.reshape(-1), *numbers[1:])
-        rows[elements] = values  # an assignment, no sum: a coalesced tensor names each element once
-        return cls(ids, rows, shape)
+        ids, rows = tensor.indices()[0], tensor.values()
+        if len(tensor.indices()) > 1:
+            ids = ids.unique()
+            rows = tensor.index_select(0, ids).to_dense()
+        return cls(ids, rows, tuple(tensor.shape))
 
 
 def row_ids(given: Any, count: int) -> Array:
