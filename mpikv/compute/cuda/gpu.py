@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import finalize, ref
 
 import numpy as np
@@ -148,7 +148,7 @@ _own = _Own()
 
 
 def gpu_of(value: Any) -> CupyGpu:
-    """Return the GPU object of another library's array, made once per thread; the current GPU stays. Local.
+    """Return the GPU that any library's array lies on, an object per thread; Unsupported if it lies elsewhere. Local.
 
     The first call imports CuPy, and keeps the object for later calls.
 
@@ -222,9 +222,11 @@ def _translated(text: str = "CUDA failed on {0}, in '{1}'") -> Callable[[Method]
     """
 
     def decorate(method: Method) -> Method:
+        """Wrap a method of :class:`CupyGpu`, or of an object with a ``gpu``."""
+
         @wraps(method)
         def translated(self: Any, *arguments: Any) -> Any:
-            gpu: CupyGpu = self.gpu
+            gpu: CupyGpu = getattr(self, "gpu", self)  # the GPU itself, or a stream of it
             cuda = gpu.cuda
             try:
                 if gpu.present_number() == gpu.ordinal:
@@ -258,17 +260,12 @@ class CupyGpu:
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
         self._making = threading.Lock()
-        # By the id of a tensor, until the tensor is gone.
-        self._tensors: dict[int, _Tensor] = {}
+        # Of torch's tensors, by id, until the tensor is gone: a weak reference, the place, and the array.
+        self._tensors: dict[int, tuple[Any, Any, Array]] = {}
         # All events ever made: in a collected cycle, CuPy's finalizer would destroy one that is still in use.
         self._events = list[Any]()
         self.spare_events = deque[Any]()
         """CuPy's events without an owner. Threads take and return them without a lock: deque is atomic."""
-
-    @property
-    def gpu(self) -> CupyGpu:
-        """This GPU itself; a stream names its GPU the same way."""
-        return self  # as of its streams
 
     def lacking(self, error: Exception) -> MemoryError:
         """Return a MemoryError with advice for CUDA's error, to be raised. Local."""
@@ -290,7 +287,7 @@ class CupyGpu:
         self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
-        """Make this the thread's current GPU; set a mode: its event queries end no other thread's graph capture."""
+        """Make this the thread's current GPU; let the thread query events without ending other threads' captures."""
         self.use()
         mode = ctypes.c_int(_THREAD_LOCAL)
         # CuPy lacks this call. The driver's library exists wherever a GPU is.
@@ -340,7 +337,7 @@ class CupyGpu:
         return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over another library's memory, no copy, after its work, unless torch's is ``ordered``."""
+        """Return an array over another library's memory, ordered after its work; torch's not if ``ordered``. Local."""
         if type(value).__module__.partition(".")[0] == "torch":
             return self._adopt_tensor(value, ordered)
         return self._adopt(value)
@@ -369,12 +366,13 @@ class CupyGpu:
             here = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         except RuntimeError:  # a sparse tensor, or one without memory: DLPack's error says it better
             return self._adopt(tensor.detach())
-        known = self._tensors.get(id(tensor))
-        if known is not None and known.where == here and (ordered or self._shares_stream()):
-            return known.array
+        _, where, known = self._tensors.get(id(tensor), (None, None, None))
+        if where == here and (ordered or self._shares_stream()):
+            return known  # type: ignore[return-value]  # None is nowhere
         array = self._adopt(_Ordered(tensor.detach()) if ordered else tensor.detach())
-        gone = ref(tensor, partial(_forget, self._tensors, id(tensor)))
-        self._tensors[id(tensor)] = _Tensor(gone, here, array)
+        # When the tensor is gone, the entry is removed; pop's second argument is the reference, and not used.
+        gone = ref(tensor, partial(self._tensors.pop, id(tensor)))
+        self._tensors[id(tensor)] = gone, here, array
         return array
 
     def _shares_stream(self) -> bool:
@@ -387,7 +385,7 @@ class CupyGpu:
 
     @_translated()
     def upload(self, array: Array, out: Any = None) -> Array:
-        """Queue a copy of a numpy array to ``out``, or new GPU memory; return that. The source may change at once."""
+        """Queue a copy of a numpy array, which may change on return, to ``out`` or new memory; return it. May wait."""
         whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
         if out is None or out is whole:
@@ -405,7 +403,7 @@ class CupyGpu:
             out[...] = flat
 
     def _stage(self) -> Staging:
-        """Return the Staging, which copies through pinned memory, made in the first call. Local."""
+        """Return the GPU's only Staging, which copies through pinned memory; the first call makes it. Local."""
         with self._making:
             if self._staging is None:
                 pinned = [self.cuda.alloc_pinned_memory(_PIECE) for _ in range(_PIECES)]
@@ -414,7 +412,7 @@ class CupyGpu:
             return self._staging
 
     def _move(self, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy of bytes between addresses, of host or GPU, on CuPy's current stream; the GPU is current."""
+        """Queue a copy of bytes between addresses, of host or GPU, on the current stream. This GPU must be current."""
         stream = self.cuda.get_current_stream().ptr
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
 
@@ -429,7 +427,7 @@ class CupyGpu:
             return made
 
     def _now(self) -> Any:
-        """Record a new event on CuPy's current stream, and return it; the GPU is current. Local."""
+        """Record a new event on CuPy's current stream, and return CuPy's event. This GPU must be current."""
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
     @_translated()
@@ -525,7 +523,7 @@ class CupyWorkspace:
         cuda_rows.prepare(dtype, accumulator(dtype))
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return row numbers on the GPU, all by one upload. Local."""
+        """Return copies of row numbers on the GPU, all by one queued upload. Local."""
         # One upload for all: each copy from the host costs a call of its own, however short it is.
         there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
         return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
@@ -564,22 +562,6 @@ class CupyWorkspace:
         return ids if self.gpu.owns(ids) else self.gpu.upload(ids, self.empty(ids.shape, ids.dtype))
 
 
-class _Tensor(NamedTuple):
-    """A cached torch tensor."""
-
-    gone: Any
-    """A weak reference; its callback removes the cache entry."""
-    where: tuple[Any, ...]
-    """Its address, shape, strides and dtype."""
-    array: Array
-
-
-def _forget(known: dict[int, _Tensor], name: int, gone: object) -> None:
-    """Remove a tensor that is gone from the cache, unless a new tensor has taken its id. Local."""
-    if name in known and known[name].gone is gone:
-        del known[name]
-
-
 class _Ordered:
     """A torch tensor, ordered after the work of CuPy's current stream only. By default torch would order it after its
     own current stream, too.
@@ -589,6 +571,7 @@ class _Ordered:
         self._tensor = tensor
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        """Return torch's DLPack capsule; no stream waits for another, whatever ``stream`` is."""
         # -1: the DLPack protocol's "do not synchronize".
         return self._tensor.__dlpack__(stream=-1, **options)
 
@@ -641,6 +624,7 @@ class CupyStream:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Make the thread's earlier stream and GPU current again."""
         self.beneath.__exit__(*failure)
         _own.earlier.pop().__exit__(*failure)
 
@@ -675,6 +659,7 @@ class CupyEvent:
         self._gpu = gpu
 
     def __del__(self) -> None:
+        """Give CuPy's event to the GPU's ``spare_events``, to be recorded again."""
         # In a collected cycle another finalizer may still call this object; it then has no event.
         beneath, self.beneath = self.beneath, None
         self._gpu.spare_events.append(beneath)
@@ -735,7 +720,7 @@ class Staging:
                 _receive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
-        """For each part wait for a free pinned piece; yield the part's begin and it. The caller must :meth:`_send`."""
+        """For each part wait for a free pinned piece; yield the part's begin and the piece, for the caller to _send."""
         start = 0
         while start < nbytes:
             piece, busy = self._pieces[0]

@@ -29,7 +29,7 @@ def has_kernels(updater: Updater) -> TypeGuard[Layerwise]:
 
 
 def prepare(optimizer: Layerwise, dtype: np.dtype[Any]) -> None:
-    """Compile or load the kernels for values of a dtype. Local."""
+    """Compile or load the optimizer's kernels for values of a dtype, for the current GPU. Local."""
     for part in PARTS:
         kernel("layerwise.cu", *launch_of(part, rule_of(optimizer, (part,)), dtype.name))
 
@@ -60,6 +60,7 @@ def bind(optimizer: Layerwise, wholes: Sequence[Whole]) -> Callable[[Sequence[St
     ]
 
     def update(steps: Sequence[Step]) -> None:
+        """Queue the updates of all values, each by its step."""
         for batch in batches:
             batch.update(steps)
 

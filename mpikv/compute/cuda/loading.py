@@ -120,6 +120,7 @@ def _by_address(expression: str, function: Callable[..., None], parameter_at: Ca
     """
 
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any]) -> None:
+        """Queue a launch on the current stream; TransportError if this one or an earlier one failed."""
         (given,) = arguments  # it must live until the launch has copied it
         try:
             function(grid, block, (parameter_at(given.ctypes.data),))

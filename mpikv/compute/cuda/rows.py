@@ -78,7 +78,7 @@ def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts
 
 
 def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int, piece: int) -> None:
-    """Queue a kernel on the addresses ``places`` for ``count`` rows of ``size``, in pieces of ``piece``; if any."""
+    """Queue a kernel on the addresses ``places`` for ``count`` rows of ``size``, in pieces; nothing for no rows."""
     width = size // piece
     if not count or not width:
         return
@@ -89,7 +89,7 @@ def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int,
 
 
 def _address(array: Array) -> int:
-    """Return an array's address. Raise if it has gaps: a kernel would write to memory in them. Local."""
+    """Return an array's GPU address; ValueMismatch if it has gaps: a kernel would write to them. Local."""
     if not array.flags.c_contiguous:
         raise ValueMismatch(f"rows of shape {array.shape} have strides {array.strides}; they must be contiguous")
     return gpu_pointer(array)

@@ -46,6 +46,7 @@ def bind_adding(value: Array) -> Callable[[Array, Array, Any], None]:
     halves, dtype = _bits(value), value.dtype
 
     def add(first: Array, second: Array, step: Any) -> None:
+        """Overwrite the value by the rounded sum of two addends; the step is unused."""
         if first.dtype == dtype == second.dtype:
             add_halves(first.view(np.uint16), second.view(np.uint16), halves)
         else:
@@ -67,6 +68,7 @@ def _converting(given: Any, wanted: Any, build: Callable[[Any, Any], Any]) -> An
     """Return a function for loops that converts a number by LLVM's instructions."""
 
     def convert(_: Any, number: Any) -> Any:
+        """Return the conversion's signature and code generator, as numba's ``intrinsic`` asks for."""
         return wanted(given), lambda context, builder, signature, arguments: build(builder, arguments[0])
 
     return intrinsic(convert)

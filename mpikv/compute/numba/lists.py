@@ -65,7 +65,7 @@ class BoundList:
         return self._copy(others, _C_CONTIGUOUS | _WRITEABLE, taking=False)
 
     def _copy(self, others: Sequence[Any], flags: int, taking: bool) -> bool:
-        """Copy from the others, which need these flags, or to them; return whether all fit. Local."""
+        """Copy from the others, or to them; return False at the first without these flags or a fit. Local."""
         if len(others) != self._count:
             return False
         objects = _objects_of(others)

@@ -87,6 +87,7 @@ def _bind_loop(
     arrays_of = cache(lambda rule: [array.reshape(-1) for array in (value, *map(state.__getitem__, rule.states))])
 
     def update(total: Array, term: Array | None, step: Step) -> None:
+        """Update value and state by ``total``, plus ``term`` if given, with the optimizer's options of now."""
         # Options may have changed since the last call.
         rule, numbers = call_of(optimizer, step)
         loop_of(rule, dtype, term is not None)(total, term, *arrays_of(rule), *numbers)
