@@ -46,11 +46,7 @@ def read_to_host(value: Any) -> Array:
         TypeError, Unsupported: as :func:`locate`.
     """
     array, gpu = locate(value)
-    if gpu is None:
-        return array
-    out = np.empty(array.shape, array.dtype)
-    gpu.download(array, out)
-    return out
+    return array if gpu is None else gpu.download(array)
 
 
 class DeviceMemory:
@@ -132,19 +128,16 @@ class DeviceMemory:
 
     def to_host(self, array: Array) -> Array:
         """Return a host array, itself or a copy. Waits for the GPU; raises if its work has failed. Local."""
-        if not self.gpu.owns(array):
-            return array
-        out = np.empty(array.shape, array.dtype)
-        self._download(array, out)
-        return out
+        return self._download(array) if self.gpu.owns(array) else array
 
-    def _download(self, array: Array, out: Array) -> None:
-        """Fill a host array from the GPU, and wait for it; raise if work on the GPU has failed. Local."""
+    def _download(self, array: Array, out: Array | None = None) -> Array:
+        """Copy a GPU array into ``out``, or a new host array; wait; return that; raise if GPU work failed. Local."""
         # On the store's stream: the array may still be filled there.
         with self.order.stream:
-            self.gpu.download(array, out)
+            there = self.gpu.download(array, out)
         # Aborted work ends, too, and leaves undefined content behind.
         self.order.check()
+        return there
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         """Return for each array if it has NaN or a magnitude above ``bound``; wait; raise if the GPU failed. Local."""

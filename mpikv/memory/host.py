@@ -62,7 +62,8 @@ class HostMemory:
         except Unsupported:
             if arrays.lies_on_host(value):
                 raise
-            return self._download(value)
+            gpu, there = self._locate(value)
+            return gpu.download(there)
 
     def target(self, out: Any) -> Array:
         """Return the array over ``out``; for a GPU's a new one, copied there after the call (warns once). Local."""
@@ -125,14 +126,6 @@ class HostMemory:
         return [array.size > 0 and not _largest(array) <= bound for array in every]
 
     # --- Arrays of GPUs
-
-    def _download(self, value: Any) -> Array:
-        """Return a new host array with a copy of an array on a GPU; waits for it; may warn once. Local."""
-        # A new array, not one that is kept: several arrays of a call may come from GPUs.
-        gpu, there = self._locate(value)
-        array = np.empty(there.shape, there.dtype)
-        gpu.download(there, array)
-        return array
 
     def _stand_in(self, out: Any) -> Array:
         """Return a new host array to fill; note to copy it to ``out``, on a GPU, after the call. Local."""

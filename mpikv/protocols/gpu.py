@@ -138,8 +138,8 @@ class Gpu(Protocol):
         ``out`` has the same shape and dtype.
         """
 
-    def download(self, array: Array, out: Array) -> None:
-        """Copy an array of the GPU to a numpy array of the same shape and dtype, and wait until it is there."""
+    def download(self, array: Array, out: Array | None = None) -> Array:
+        """Copy an array of the GPU to ``out``, a numpy array of its shape and dtype, or to a new one; wait; return that."""
 
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
         """Return each array's (sum of squares, whether it is finite), once rounded to its dtype; wait for the GPU.

@@ -77,10 +77,7 @@ class LocalUpdate:
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu
         if gpu is None:
             return kept
-        state = {slot: np.empty(array.shape, array.dtype) for slot, array in kept.state.items()}
-        for slot, array in state.items():
-            gpu.download(kept.state[slot], array)
-        return KeptState(state, kept.count)
+        return KeptState({slot: gpu.download(array) for slot, array in kept.state.items()}, kept.count)
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
         """Return a parameter's state, or a new one, not kept; ConfigError if the optimizer needs another. Local."""

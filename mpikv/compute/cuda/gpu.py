@@ -175,7 +175,7 @@ def has_cupy() -> bool:
 
 
 def find_cupy(what: str = "sums on GPUs") -> Any:
-    """Import and return the module ``cupy``; TransportUnavailable if it is missing. Local.
+    """Import and return the module ``cupy``; TransportUnavailable, about ``what``, if it is missing. Local.
 
     Raises:
         TransportUnavailable: it is missing.
@@ -394,13 +394,15 @@ class CupyGpu:
         return out  # type: ignore[no-any-return]
 
     @_translated()
-    def download(self, array: Array, out: Array) -> None:
-        """Copy GPU memory into a numpy array, and wait for it. Local."""
+    def download(self, array: Array, out: Array | None = None) -> Array:
+        """Copy a GPU array into ``out``, a numpy array, or a new one; wait for the copy; return that. Local."""
         whole = self.cupy.ascontiguousarray(array)
-        flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        flat = out if out is not None and out.flags.c_contiguous else np.empty(array.shape, array.dtype)
         self._stage().download(whole.data.ptr, flat.reshape(-1).view(np.uint8))
-        if flat is not out:
-            out[...] = flat
+        if out is None or flat is out:
+            return flat
+        out[...] = flat
+        return out
 
     def _stage(self) -> Staging:
         """Return the GPU's only Staging, which copies through pinned memory; the first call makes it. Local."""
@@ -434,9 +436,7 @@ class CupyGpu:
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
         """Return each array's sum of squares and if it is finite, once rounded to a dtype; wait for the GPU. Local."""
         sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
-        there = np.empty(sums.shape, sums.dtype)
-        self.download(sums, there)
-        squares, bad = norms.join_pieces(there).T.tolist()
+        squares, bad = norms.join_pieces(self.download(sums)).T.tolist()
         ends = pairwise(accumulate(counts, initial=0))
         return [(float(sum(squares[first:last])), not any(bad[first:last])) for first, last in ends]
 
@@ -474,9 +474,7 @@ class CupyGpu:
         """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU. Local."""
         flags = self.zeros(len(arrays))
         copies.flag_exceeding(arrays, flags, bound)
-        found = np.empty(len(arrays), np.bool_)
-        self._stage().download(self.address(flags), found.view(np.uint8))
-        flagged: list[bool] = found.tolist()
+        flagged: list[bool] = self.download(flags).view(np.bool_).tolist()
         return flagged
 
     def workspace(self) -> Workspace:
