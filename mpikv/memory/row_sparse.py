@@ -75,6 +75,7 @@ class RowSparse:
         self.replace(*_sum_repeated(self._tables, ids, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return the class and its arguments, for pickle."""
         # The workspace holds streams and device memory of this process; pickle only rows, and look it up again.
         return RowSparse, (self.indices, self.values, self.shape)
 
@@ -159,7 +160,7 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return a sparse COO tensor's nonempty rows, uncopied if coalesced, sparse in rows only; or TypeError. Local.
+        """Return the nonempty rows of torch's COO tensor, uncopied if it is coalesced and sparse in rows only. Local.
 
         Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only.
 

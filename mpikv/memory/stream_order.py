@@ -153,6 +153,7 @@ class GpuOrder:
         log("%s; the next call on the GPU raises", error, level=logging.ERROR)
 
         def check() -> None:
+            """Raise a TransportError of the error."""
             raise TransportError(f"the GPU has failed: {error}") from error
 
         self.check = check
@@ -357,7 +358,9 @@ class GpuOrder:
 
 
 class Issued:
-    """The :class:`~mpikv.protocols.Issue` of a :class:`GpuOrder`. A call is its own, if the same thread makes it."""
+    """A call on a store's stream. If another thread makes it, the :class:`~mpikv.protocols.Issue` of a
+    :class:`GpuOrder`.
+    """
 
     def __init__(self, order: GpuOrder, caller: Stream) -> None:
         self._order, self.caller = order, caller

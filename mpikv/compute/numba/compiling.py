@@ -36,5 +36,5 @@ def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str =
 
 
 def inner(function: Function) -> Function:
-    """Compile a function so that compiled loops can call it. A decorator."""
+    """Let compiled loops call a function, which is compiled together with the first of them. A decorator."""
     return cast(Function, numba.njit(function, error_model="numpy"))

@@ -40,18 +40,15 @@ from .lists import bind_list as bind_list
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     """Compile, or load from disk, the updater's loop for its present options and this dtype, if it has one. Local."""
     nothing = np.empty(0, dtype)
-    if updater.assigns and has_loops(dtype):
-        with suppress(OSError):
-            bind_rounding(np.empty(0, np.float32), nothing)
-            bind_adding_halves(nothing)
-        return
-    if not _has_loop(updater, nothing):
-        return
-    rule = rule_of(updater)
-    arrays = nothing, nothing if adding else None, *[nothing] * (1 + len(rule.states))
     # numba writes its cache after compiling; on a full disk the loop is usable nevertheless.
     with suppress(OSError):
-        loop_of(rule, dtype, adding)(*arrays, 0, *[0.0] * len(rule.numbers))
+        if updater.assigns and has_loops(dtype):
+            bind_rounding(np.empty(0, np.float32), nothing)
+            bind_adding_halves(nothing)
+        elif _has_loop(updater, nothing):
+            rule = rule_of(updater)
+            arrays = nothing, nothing if adding else None, *[nothing] * (1 + len(rule.states))
+            loop_of(rule, dtype, adding)(*arrays, 0, *[0.0] * len(rule.numbers))
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
@@ -104,7 +101,7 @@ def loop_of(rule: Rule, dtype: np.dtype[Any], adding: bool) -> Callable[..., Non
 
 
 def print_loop(rule: Rule) -> str:
-    """Return the source of a rule's loop. Local.
+    """Return the Python source, for numba, of a function that runs a rule over arrays in one loop. Local.
 
     Its arguments are the sum, or two addends (``term`` may be None), the arrays to update, and what
     :func:`~mpikv.optimizers.recording.call_of` returns: float64, which it rounds. It does not write ``total`` and
