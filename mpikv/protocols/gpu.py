@@ -139,7 +139,7 @@ class Gpu(Protocol):
         """
 
     def download(self, array: Array, out: Array | None = None) -> Array:
-        """Copy an array of the GPU to ``out``, a numpy array of its shape and dtype, or to a new one; wait; return that."""
+        """Copy a GPU array to ``out``, a numpy array of its shape and dtype, or to a new one; wait; return that."""
 
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
         """Return each array's (sum of squares, whether it is finite), once rounded to its dtype; wait for the GPU.
