@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
 from ..errors import ConfigError
 from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
-from .options import SamePayloads, Scratch, check_codec
+from .options import SamePayloads, check_codec
+
+_Inner = TypeVar("_Inner", bound=Codec)
 
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
@@ -43,18 +46,29 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)
 
 
-class ElementwiseFeedback(SamePayloads):
-    """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
+class _Feedback(Generic[_Inner]):
+    """The common part of codecs that add error feedback to another one."""
 
     feedback: ClassVar[Literal[True]] = True
 
-    def __init__(self, codec: ElementwiseCodec) -> None:
+    def __init__(self, codec: _Inner) -> None:
         self.codec = codec
-        self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
         """Return the inner codec's settings and "with error feedback", as a text."""
         return f"{self.codec.settings()} with error feedback"
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"
+
+
+class ElementwiseFeedback(_Feedback[ElementwiseCodec], SamePayloads):
+    """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
+
+    def __init__(self, codec: ElementwiseCodec) -> None:
+        super().__init__(codec)
+        # Of each thread, so a codec can work in several stores at once.
+        self._own = threading.local()
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Write residual plus gradient, encoded, to the payload; leave the encoding error in the residual."""
@@ -69,32 +83,22 @@ class ElementwiseFeedback(SamePayloads):
         self.codec.decode_add(payload, total)
 
     def _read(self, payload: Array, count: int) -> Array:
-        """Return the values that other ranks will decode, in scratch memory; the next call overwrites them."""
+        """Return the values that other ranks will decode, in memory that this thread's next call overwrites. Local."""
         # Kept at the size of the longest range: later pushes allocate nothing.
-        if count > self._decoded.array.size:
-            self._decoded.array = np.empty(count, np.float32)
-        decoded = self._decoded.array[:count]
+        kept: Array | None = getattr(self._own, "decoded", None)
+        if kept is None or count > kept.size:
+            kept = self._own.decoded = np.empty(count, np.float32)
+        decoded = kept[:count]
         # The codec only adds; the last call's values are still here.
         decoded.fill(0)
         self.codec.decode_add(payload, decoded)
         return decoded
 
-    def __repr__(self) -> str:
-        return f"ErrorFeedback({self.codec!r})"
 
-
-class ValueFeedback:
+class ValueFeedback(_Feedback[TensorCodec]):
     """A :class:`~mpikv.protocols.TensorCodec` that adds error feedback to another one."""
 
     elementwise: ClassVar[Literal[False]] = False
-    feedback: ClassVar[Literal[True]] = True
-
-    def __init__(self, codec: TensorCodec) -> None:
-        self.codec = codec
-
-    def settings(self) -> str:
-        """Return the inner codec's settings and "with error feedback", as a text."""
-        return f"{self.codec.settings()} with error feedback"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return the arrays that the inner codec keeps for a value of this shape."""
@@ -113,6 +117,3 @@ class ValueFeedback:
         total, own = yield from self.codec.exchange(residual.copy(), shape, state, None)
         np.subtract(residual, own, out=residual)
         return total, own
-
-    def __repr__(self) -> str:
-        return f"ErrorFeedback({self.codec!r})"

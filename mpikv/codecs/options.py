@@ -1,14 +1,11 @@
-"""The common parts of codecs: scratch memory, and the check that an object is a codec."""
+"""The common parts of codecs, and the check that an object is a codec."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from ..protocols import Array, Codec, ElementwiseCodec
+from ..protocols import Codec, ElementwiseCodec
 
 # Elements per step: its temporary arrays stay in the cache. A multiple of 32: blocks are whole words of any payload.
 BLOCK = 1 << 14
@@ -17,13 +14,6 @@ _METHODS: Mapping[Any, Sequence[str]] = {
     True: ("settings", "nbytes", "encode", "decode_add"),
     False: ("settings", "state", "exchange"),
 }
-
-
-class Scratch(threading.local):
-    """Memory for a codec's temporary arrays. Each thread has its own, so a codec can work in several stores at once."""
-
-    def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
-        self.array: Array = np.empty(shape, dtype)
 
 
 class SamePayloads:
