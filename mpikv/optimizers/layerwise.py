@@ -18,6 +18,7 @@ from .adam import Moments
 from .optimizer import Block, Optimizer, Step
 from .options import rate, suffixes
 from .parts import descend, descend_with_momentum, sum_of_squares
+from .sgd import WithMomentum
 
 WIDE = np.dtype(np.float64)
 
@@ -59,7 +60,7 @@ class Layerwise(Optimizer):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LARS(Layerwise):
+class LARS(WithMomentum, Layerwise):
     """Momentum descent with a rate scaled by the ratio of a layer's norm to its gradient's norm.
 
     The rule, with ``s`` the rescaled sum before clipping and ``g`` the gradient with weight decay::
@@ -83,19 +84,12 @@ class LARS(Layerwise):
 
     learning_rate: float | None = rate(0.1)
     """In [0, inf), default 0.1."""
-    momentum: float = number(0.0, "[0, 1)")
-    """Share of the velocity that is kept, in [0, 1), default 0: no velocity."""
     eta: float = number(0.001, "(0, inf)")
     """How far a layer may move relative to its norm, in (0, inf), default 0.001."""
     epsilon: float = number(1e-8, "(0, inf)")
     """Added to the gradient's norm, in (0, inf), default 1e-8."""
     skip: tuple[str, ...] = suffixes("gamma", "beta", "bias")
     """Keys with these endings have a trust of 1: biases and the scales of normalisation, as in MXNet."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of the state arrays: the momentum, unless that option is 0."""
-        return ("momentum",) if self.momentum else ()
 
     def correction(self, count: int) -> tuple[float, ...]:
         """Return ``(0.0,)``, the mark of a key that is not skipped."""

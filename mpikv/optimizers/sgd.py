@@ -13,7 +13,20 @@ from .parts import average, descend, descend_with_momentum
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class SGD(Optimizer):
+class WithMomentum(Optimizer):
+    """The common part of rules with the state ``momentum``, kept only if the option of that name is above 0."""
+
+    momentum: float = number(0.0, "[0, 1)")
+    """Share of the velocity that is kept, in [0, 1), default 0: no velocity."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state arrays: the momentum, unless that option is 0."""
+        return ("momentum",) if self.momentum else ()
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class SGD(WithMomentum):
     """Stochastic gradient descent, with momentum if asked for.
 
     Without momentum (no state), with it, and with ``nesterov=True``::
@@ -44,15 +57,8 @@ class SGD(Optimizer):
 
     learning_rate: float | None = rate(0.1)
     """In [0, inf), default 0.1."""
-    momentum: float = number(0.0, "[0, 1)")
-    """Share of the velocity that is kept, in [0, 1), default 0: no velocity."""
     nesterov: bool = flag(False)
     """Look ahead along the velocity (MXNet: the optimizer NAG). Without momentum it changes nothing."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of the state arrays: the momentum, unless that option is 0."""
-        return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
         """Change weight and momentum of a block in place. It may overwrite the gradient. Local."""
@@ -74,7 +80,7 @@ class SGD(Optimizer):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Signum(Optimizer):
+class Signum(WithMomentum):
     """Descent by steps of one size, in the direction of the sign of the averaged gradient.
 
     The rule; without momentum, ``momentum_`` is ``g``::
@@ -102,11 +108,6 @@ class Signum(Optimizer):
     """Share of the average that is kept, in [0, 1), default 0.9; 0: no state."""
     wd_lh: float = number(0.0, "[0, inf)")
     """Weight decay apart from the gradient, in [0, inf), default 0."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """The names of the state arrays: the momentum, unless that option is 0."""
-        return ("momentum",) if self.momentum else ()
 
     def rule(self, step: Step, block: Block) -> None:
         """Change weight and momentum of a block in place. It may overwrite the gradient. Local."""
