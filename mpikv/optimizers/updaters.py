@@ -50,8 +50,8 @@ def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Arra
     wanted = updater.slots(dtype)
     if wanted.keys() != state.keys():
         raise ConfigError(
-            f"the optimizer was changed to keep {sorted(wanted)} per element and the store has {sorted(state)}; call "
-            "set_optimizer again, which starts its state anew"
+            f"the optimizer was changed to keep {sorted(wanted)} per element and there is {sorted(state)}; call "
+            "set_optimizer again, or make a new Trainer: the state then starts anew"
         )
 
 

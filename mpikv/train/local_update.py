@@ -9,8 +9,9 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, zeros
 from ..checkpoint.checkpoints import KeptState
-from ..errors import ConfigError, Unsupported
+from ..errors import Unsupported
 from ..optimizers import Optimizer
+from ..optimizers.updaters import check_state
 from ..protocols import Array, Key
 from .parameter import Parameter
 
@@ -81,18 +82,14 @@ class LocalUpdate:
 
     def _state(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
         """Return a parameter's state, or a new one, not kept; ConfigError if the optimizer needs another. Local."""
-        slots = optimizer.slots(parameter.data.dtype)
-        kept = self.states.get(name)
-        if kept is None:
-            size, zeros_of = parameter.data.size, parameter.memory.zeros
-            rows = {slot: zeros_of(size * dtype.itemsize).view(dtype) for slot, dtype in slots.items()}
-            kept = KeptState({slot: row.reshape(parameter.data.shape) for slot, row in rows.items()})
-            restart_master(kept, parameter)
-        elif slots.keys() != kept.state.keys():
-            raise ConfigError(
-                f"the optimizer was changed to keep {sorted(slots)} per element and there is "
-                f"{sorted(kept.state)}; make a new Trainer, whose state starts anew"
-            )
+        kept, weight = self.states.get(name), parameter.data
+        if kept is not None:
+            check_state(optimizer, weight.dtype, kept.state)
+            return kept
+        slots, zeros_of = optimizer.slots(weight.dtype), parameter.memory.zeros
+        rows = {slot: zeros_of(weight.size * dtype.itemsize).view(dtype) for slot, dtype in slots.items()}
+        kept = KeptState({slot: row.reshape(weight.shape) for slot, row in rows.items()})
+        restart_master(kept, parameter)
         return kept
 
     def _memory_of_sum(self, parameter: Parameter) -> Array:
