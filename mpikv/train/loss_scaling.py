@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..optimizers import BLOCK
+from ..optimizers.parts import sum_of_squares
 from ..options import check_number, check_whole
 from ..protocols import Array, Gpu
 from .array_location import locate_target
@@ -15,8 +17,6 @@ from .parameter import Parameter
 
 Item = TypeVar("Item")
 
-# Elements cast to float64 at once: 512 KiB in place of a copy of the whole array.
-_PIECE = 1 << 16
 _MOST = 2.0**64
 
 
@@ -84,9 +84,8 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
 def _sum_squares(array: Array) -> float:
     """Return the sum of an array's squares, by numpy: BLAS's result depends on the number of threads. Local."""
     # In float64: the square of a large half is infinite in its own dtype.
-    flat = array.reshape(-1)
-    pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
-    return sum(float(np.sum(np.square(piece))) for piece in pieces)
+    flat, wide = array.reshape(-1), np.empty(BLOCK)
+    return sum(sum_of_squares(flat[start : start + BLOCK], wide) for start in range(0, flat.size, BLOCK))
 
 
 class LossScaler:

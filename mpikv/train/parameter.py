@@ -236,8 +236,8 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
 def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return each parameter once, by the first of its names. Local."""
     # Reversed, so that the first of several names stays.
-    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
-    return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
+    names = {parameter: name for name, parameter in reversed(list(named.items()))}
+    return {name: parameter for name, parameter in named.items() if names[parameter] == name}
 
 
 def _check_overlap(parameters: Mapping[str, Parameter]) -> None:

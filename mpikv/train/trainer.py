@@ -194,11 +194,10 @@ class Trainer:
             ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict are set.
         """
         names, arrays = flatten(gradients)
-        given: dict[int, tuple[Parameter, list[Any]]] = {}
+        given: dict[Parameter, list[Any]] = {}
         for name, array in zip(names, arrays, strict=True):
-            parameter = self._parameter(name)
-            given.setdefault(id(parameter), (parameter, []))[1].append(array)
-        for parameter, several in given.values():
+            given.setdefault(self._parameter(name), []).append(array)
+        for parameter, several in given.items():
             if len(several) == 1:
                 parameter.grad = several[0]
             else:
@@ -659,10 +658,10 @@ class Trainer:
 
     def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values by the first names of their parameters; Unsupported if the store does not keep one. Local."""
-        first = {id(parameter): name for name, parameter in self._own.items()}
+        first = {parameter: name for name, parameter in self._own.items()}
         # In one order on all ranks, whatever the order of their dicts.
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
-        given = {first[id(self._parameter(name))]: array for name, array in pairs}
+        given = {first[self._parameter(name)]: array for name, array in pairs}
         if apart := sorted(given.keys() - self._stored().keys()):
             raise Unsupported(f"the store does not keep {apart[0]!r}; write into parameter.data, on every rank")
         return given
