@@ -203,7 +203,7 @@ class AsyncKVStore(KVStore):
         self._lacks("view")
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
-        """Enter keys into the table, with the root's arrays as their values, and no rows. Collective."""
+        """Store new keys with the root's whole arrays as their values; Unsupported for a RowSparse. Collective."""
         self._collective("init", self._prepare_init, key, value, overwrite)
 
     def _prepare_init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
@@ -310,6 +310,7 @@ class AsyncKVStore(KVStore):
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
         def checked() -> Result:
+            """Receive answers, then run the call in stream order; at the end send what is collected."""
             with self._asking():
                 self._client.receive()
                 result: Result = self._memory.order.run(run, *arguments)
@@ -366,6 +367,7 @@ class AsyncKVStore(KVStore):
         """End others' waits for this rank's pushes, await its own answers; return an error to tell all, or None."""
 
         def run() -> None:
+            """Leave the clocks, await all answers, and raise the first failed push. May wait."""
             with self._asking():
                 if self._bound is not None:
                     self._client.ask(Kind.LEAVE, _KEEPER, number=self._clock)
@@ -500,6 +502,7 @@ class AsyncKVStore(KVStore):
         begin = cache(super()._begin_handshake)
 
         def absent() -> list[int]:
+            """Return ranks with messages in flight; without any announce the shutdown once, return missing ranks."""
             if endpoint.answering:
                 return [self.rank]
             # Until nothing is in flight in either direction; only then may the communicator be freed.
@@ -539,6 +542,7 @@ def _make_fill(outs: Any) -> Callable[[Array], None]:
     """Return a function that copies a value to all of these arrays, cast to their dtypes. Local."""
 
     def fill(value: Array) -> None:
+        """Copy a value to each array, cast to its dtype."""
         for out in (outs,) if type(outs) is np.ndarray else outs:
             np.copyto(out, value, casting="unsafe")
 

@@ -102,7 +102,7 @@ class AsyncClient:
         number: int = 0,
         tick: Tick | None = None,
     ) -> int:
-        """Send a request without waiting, or run one to this rank now; return the ticket of its answer. Local."""
+        """Send a request without waiting, or run one to this rank, which may wait for its lock; return the ticket."""
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
@@ -123,7 +123,7 @@ class AsyncClient:
         return ticket
 
     def wait(self, tickets: Sequence[int]) -> None:
-        """Wait for answers and take them; raise Stalled after the deadline, with the ranks waited for.
+        """Wait for these tickets' answers and take them; Stalled after the deadline, with the ranks waited for.
 
         Raises:
             Stalled: they do not come before the deadline; it names the silent owners, or the ranks that hold others up.

@@ -46,7 +46,7 @@ class KeyOwner:
         self._bindings: dict[int, tuple[Array, Callable[[Any], None]]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array, pulls: bool = False) -> None:
-        """Update a value by a rank's push, and answer: with the value if the rank ``pulls``, or the error. Local.
+        """Update a value by a rank's push; answer with the value if it ``pulls``, or the error; raise HalfUpdated, too.
 
         ``payload`` holds the elements or their bytes. It stays as it is, and the caller may reuse it on return.
         """

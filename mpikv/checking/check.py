@@ -195,6 +195,7 @@ class Check(Standing):
         last, is_main, failure = record.note_of(record.calls), self._thread == get_ident(), None
 
         def is_done_now() -> bool:
+            """Compare calls that all ranks have posted; return whether the wait is over, perhaps by an error."""
             nonlocal done, failure
             self.look()  # a rank that finds a difference needs the others' part
             try:

@@ -165,6 +165,7 @@ def _rooted(gathers: bool, counted: bool) -> Callable[..., Facts]:
     """
 
     def facts(comm: Any, sendbuf: Any, recvbuf: Any, root: int = 0) -> Facts:
+        """Return the root, and the dtype with or without a count; Unknown if this rank has nothing to tell it by."""
         own, whole = (sendbuf, recvbuf) if gathers else (recvbuf, sendbuf)
         one = _block(own) if counted else _kind(own)
         every = None

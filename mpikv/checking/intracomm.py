@@ -43,6 +43,7 @@ class _Alike(type):
     """
 
     def __eq__(cls, other: object) -> bool:
+        """Return whether the other is this class, or MPI's class that it checks."""
         return other is cls or other is cls.__bases__[-1]
 
     def __hash__(cls) -> int:
@@ -64,6 +65,7 @@ class CheckedRequest(_Request, metaclass=_Alike):  # type: ignore[misc]  # MPI i
     number: int
 
     def __del__(self) -> None:
+        """Have the check remember, for the log at the end, that nobody waited for this request."""
         if bool(self) and self.check is not None:  # nobody has waited for it
             self.check.drop(self)
 
@@ -105,6 +107,7 @@ def _precede(names: str, first: Callable[[Any], None], many: bool) -> None:
 
         # With many, the class comes before the requests.
         def method(it: Any, *given: Any, raw: Any = raw, **named: Any) -> Any:
+            """Call ``first`` with the request or requests, then MPI's method, and return its result."""
             first((given[0] if given else named["requests"]) if many else (it,))
             return raw(*given, **named) if many else raw(it, *given, **named)
 
@@ -142,6 +145,8 @@ def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
     """Return a function that makes a method: ``run`` with checks, NCCL for arrays of GPUs, else MPI's own. Local."""
 
     def make(name: str, plain: Any) -> _Run:
+        """Return the method of this name; ``plain`` is MPI's own."""
+
         def method(self: Any, *given: Any, **named: Any) -> Any:
             if self.check is None:
                 return plain(self, *given, **named)
@@ -180,6 +185,7 @@ def _collective(verb: str, plain: Any, facts: Callable[..., Facts] = nothing, po
 
     # The communicator is the first argument: to put it before the others again takes time.
     def run(*given: Any, **named: Any) -> Any:
+        """Compare a call and return MPI's result; or start it, to be compared later, and return its request."""
         if (check := given[0].check) is None:
             return plain(*given, **named)
         key = None
@@ -345,6 +351,7 @@ class CheckedComm(CheckedMethods, _Comm, metaclass=_Alike):  # type: ignore[misc
     __module__ = "mpi4py.MPI"  # where pickle looks for the name
 
     def __reduce__(self) -> Any:
+        """Return the name of COMM_WORLD, so that pickle finds it; other communicators are pickled as MPI's."""
         return "COMM_WORLD" if self is MPI.COMM_WORLD else super().__reduce__()
 
 

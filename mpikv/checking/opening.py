@@ -45,6 +45,7 @@ def check_world() -> None:
 
         @classmethod
         def find_spec(cls, name: str, path: Any, target: Any = None) -> Any:
+            """Return None, or once, for MPI, its spec with a loader that rebinds names; remove the finder then."""
             if name != "mpi4py.MPI":
                 return None
             sys.meta_path.remove(cls)
@@ -64,10 +65,13 @@ def _rebind(mpi: Any) -> Any:
     mpi.Request, end = CheckedRequest, mpi.Finalize
 
     def begin() -> None:
+        """Replace COMM_WORLD by a checked one. Collective."""
         mpi.COMM_WORLD = open_checks(CheckedComm(mpi.COMM_WORLD), "Init")
 
     # A program may start and end MPI itself.
     def starting(start: Any) -> Any:
+        """Return a function that starts MPI by ``start``, and begins the checks."""
+
         @wraps(start)
         def call(*given: Any, **named: Any) -> Any:
             result = start(*given, **named)
@@ -77,6 +81,7 @@ def _rebind(mpi: Any) -> Any:
         return call
 
     def ending() -> None:
+        """End the checks, then MPI. Collective."""
         end_checks()
         end()
 

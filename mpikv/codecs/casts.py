@@ -52,7 +52,7 @@ class Float16(_Cast):
             halves[low : low + BLOCK] = np.clip(part, -LARGEST_FLOAT16, LARGEST_FLOAT16)
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add the payload to ``total``, in float32."""
+        """Add the payload's numbers to ``total`` in place, in float32."""
         np.add(total, payload.view(np.float16), out=total)
 
 
@@ -87,7 +87,7 @@ class Bfloat16(_Cast):
             halves[low : low + BLOCK] = rounded
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add the payload to ``total``, in float32."""
+        """Add the payload's numbers to ``total`` in place, in float32."""
         halves = payload.view(np.uint16)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]

@@ -17,7 +17,7 @@ _Inner = TypeVar("_Inner", bound=Codec)
 
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
 def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
-    """Return the codec with error feedback: ``residual += gradient``, encode the residual, ``residual -= decoded``.
+    """Return a new codec around this one: ``residual += gradient``, encode the residual, ``residual -= decoded``.
 
     Nothing is lost, only late. Proofs of convergence for biased codecs need it (Karimireddy et al., "Error Feedback
     Fixes SignSGD and other Gradient Compression Schemes", 2019). It wraps any codec without feedback and uses only its

@@ -117,6 +117,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> Any:
+    """Import an optimizer class at its first use, keep it here, and return it; AttributeError for other names."""
     if name not in _PLACES:
         raise no_attribute("name in mpikv.optimizers", name, __all__)
     found = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
@@ -124,7 +125,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register an optimizer class for :func:`create` by its lower-case name; return it; ConfigError if it is taken.
+    """Register a class for :func:`create` by its lower-case name; return the class; ConfigError if the name is taken.
 
     Raises:
         ConfigError: the name is taken, or the class has options and is no dataclass: their defaults would not count.

@@ -110,7 +110,7 @@ class AdamW(Moments):
     """False leaves out both divisions by 1 - beta^t, as the first BERT did."""
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return the corrections of :class:`Moments`; ones without ``correct_bias``."""
+        """Return the two corrections of :class:`Moments`; (1.0, 1.0) without ``correct_bias``."""
         return super().correction(count) if self.correct_bias else (1.0, 1.0)
 
     def rule(self, step: Step, block: Block) -> None:
@@ -167,7 +167,7 @@ class Nadam(Moments):
         return of_gradient, of_mean, math.sqrt(1.0 - self.beta2**count)
 
     def _momentum(self, count: int) -> float:
-        """Return the factor of the mean in an update: a half of ``beta1`` at first, it rises to all of it."""
+        """Return the momentum of an update: about half of ``beta1`` at first, it rises with the count to all of it."""
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
 
     def rule(self, step: Step, block: Block) -> None:

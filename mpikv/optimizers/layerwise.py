@@ -105,7 +105,7 @@ class LARS(WithMomentum, Layerwise):
         return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
 
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
-        """Return the rate times the layer's trust; the rate alone for a skipped key, or if a norm is 0."""
+        """Return the rate times the trust ratio of both norms; the rate alone for a skipped key, or if a norm is 0."""
         # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
         gradient_norm = gradient_norm * abs(self.rescale)
         if step.correction[0] or not weight_norm or not gradient_norm:
@@ -156,7 +156,7 @@ class LAMB(Moments, Layerwise):  # in this order: the default rate is that of Mo
     """False leaves out both divisions by 1 - beta^t."""
 
     def correction(self, count: int) -> tuple[float, ...]:
-        """Return the corrections of :class:`Moments`; ones without ``bias_correction``."""
+        """Return the two corrections of :class:`Moments`; (1.0, 1.0) without ``bias_correction``."""
         return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def direct(self, step: Step, block: Block) -> None:

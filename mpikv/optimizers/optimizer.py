@@ -40,7 +40,7 @@ class Step:
     """The result of :meth:`Optimizer.correction`."""
 
     def __str__(self) -> str:
-        # Ranks compare it, bit by bit.
+        """Return the numbers as a text with all of their bits, for ranks to compare."""
         correction = f", correction {self.correction}" if self.correction else ""
         return f"learning rate {self.rate!r}, weight decay {self.wd!r}{correction}"
 
@@ -61,6 +61,7 @@ class Block:
     """Whether ``weight`` is a float32 copy kept from update to update."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Accept the first object of a name, and that same object again; ConfigError for another one."""
         # ``block.weight -= term`` assigns, too, but the same array. Another one would be lost without a word.
         if getattr(self, name, value) is not value:
             raise ConfigError(
@@ -152,6 +153,7 @@ class Optimizer:
     ``count`` alone, because the state starts from zero."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Check and set an option, and take a new revision; ConfigError for an unknown option or a bad value."""
         if name.startswith("_") or name == "revision":  # bookkeeping, no option
             object.__setattr__(self, name, value)
             return
@@ -174,7 +176,7 @@ class Optimizer:
         self._change()
 
     def _give_to_scheduler(self, value: float) -> None:
-        """Replace the scheduler by a copy with the constructor's rate as ``base_lr``; ConfigError if none can be."""
+        """Replace the scheduler by a copy with the constructor's rate as ``base_lr``, or raise ConfigError; may log."""
         from ..schedules import Schedule, beginning_with
 
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
@@ -202,7 +204,7 @@ class Optimizer:
         self._derive()
 
     def _derive(self) -> None:
-        """Compute again the attributes that follow from the options."""
+        """Compute ``rescale``, ``by_key`` and ``opaque`` again from the options and the number of ranks."""
         ranks = self._ranks or 1 if self.average else 1
         # The factors are missing while the first options are set.
         factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
@@ -275,7 +277,7 @@ class Optimizer:
         self._steps.clear()
 
     def take_options(self, other: Optimizer) -> None:
-        """Take all options of an optimizer of the same kind, and a new revision, which ranks compare."""
+        """Overwrite all options by those of another optimizer of the same kind, unchecked; take a new revision."""
         self._restore(other.chosen())
         self._change()
 
@@ -285,15 +287,15 @@ class Optimizer:
         return tuple(sorted(name for name, option in cls.__dataclass_fields__.items() if option.init))
 
     def set_lr_mult(self, factors: Multipliers) -> None:
-        """Set the factor of the learning rate by key. Keys left out have 1; 0 freezes a key."""
+        """Replace all factors of the learning rate by key. Keys left out have 1; 0 freezes a key."""
         self.lr_mult = factors
 
     def set_wd_mult(self, factors: Multipliers) -> None:
-        """Set the factor of the weight decay by key. Keys left out have 1."""
+        """Replace all factors of the weight decay by key. Keys left out have 1."""
         self.wd_mult = factors
 
     def rate(self, count: int) -> float:
-        """Return the rate of update ``begin_num_update + count``, without the key's factor; ConfigError if bad."""
+        """Return the learning rate of update ``begin_num_update + count``, without the key's factor; or ConfigError."""
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
@@ -396,6 +398,7 @@ class Optimizer:
         blocks, prepare, rule = self.blocks(total, value, state), self.prepare, self.rule
 
         def run(step: Step) -> None:
+            """Update all blocks in place, one after the other."""
             for block in blocks:
                 block.load()
                 prepare(step, block)
@@ -403,6 +406,7 @@ class Optimizer:
                 block.store()
 
         def run_one(step: Step) -> None:
+            """Update the only block in place; its weight is the stored value itself."""
             prepare(step, only)
             rule(step, only)
 
@@ -418,7 +422,7 @@ class Optimizer:
         return f"{type(self).__name__}({options})"
 
     def chosen(self) -> dict[str, Any]:
-        """Return all options by their sorted names."""
+        """Return a new dict of all options and their present values, sorted by name."""
         return {name: getattr(self, name) for name in self.options()}
 
     def prepare(self, step: Step, block: Block) -> None:
@@ -466,13 +470,13 @@ class Optimizer:
         return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
-        """Return at least ``number`` arrays of a block's elements, allocated at first, then the same in each lane."""
+        """Return at least ``number`` scratch arrays, a block long: the same ones for the same lane and dtype."""
         arrays = self._scratch.setdefault((dtype, self._lane), [])
         arrays += (np.empty(self._lane[1], dtype) for _ in range(number - len(arrays)))
         return arrays
 
     def _precision(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the dtype of computation for values of this dtype; Unsupported if it is no float."""
+        """Return the dtype to compute values in: float32 for halves, else their own; Unsupported for a non-float."""
         if dtype.name in _FLOATS:
             return accumulator(dtype)
         raise Unsupported(
@@ -481,13 +485,15 @@ class Optimizer:
         )
 
     def __repr__(self) -> str:
+        """Return the class and the options that differ from their defaults."""
         # By their texts: to compare arrays gives arrays.
         options = ((one, describe(getattr(self, one.name))) for one in fields(self) if one.init)
         changed = (f"{one.name}={now}" for one, now in options if now not in ("None", _describe_default(one)))
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies take the options alone: read-only mappings cannot be pickled and scratch must not be shared.
+        """Return the parts of a copy or pickle: the class and its options, no revision and no scratch memory."""
+        # Read-only mappings cannot be pickled, and scratch must not be shared.
         options = self.chosen() | {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return partial(type(self), **options), ()
 

@@ -88,7 +88,7 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Run methods on stand-ins; return the record, and a function (optimizer, step) -> numbers; or Unsupported."""
+    """Run methods on stand-ins; return the Rule, and a function (optimizer, step) -> numbers or None; may raise."""
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
@@ -128,9 +128,9 @@ class _Recorder:
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
     def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
-        """Record the parts on all branches; return C++ statements from number ``begin`` on, and the call's expression.
+        """Run the parts along all branches; return C++ statements from the ``begin``-th, and numbers as Python text.
 
-        Begin with no answers. The expression must not compute numbers of other ways: zeros stand for these.
+        Begin with no answers. The text must not compute numbers of other ways: zeros stand for these.
         """
         self._lines, self._used = list[str](), set[str]()
         try:
@@ -152,7 +152,7 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Record ``adapt`` on all branches; return (C++ code,) and the call's expression. Begin with no answers."""
+        """Run ``adapt`` along all branches; return (C++ code,), and numbers as Python text. Begin without answers."""
         trial, step, _ = self._make_stand_ins(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
@@ -167,16 +167,18 @@ class _Recorder:
         return (code,), f"(0, {', '.join(self.numbers)})"
 
     def _make_stand_ins(self, answers: Mapping[str, bool]) -> tuple[Any, Step, Block]:
-        """Return new stand-ins for optimizer, step and block, which report here all that is done to them. Local."""
+        """Return new stand-ins for optimizer, step and block that report to this object; _Refusal past 4 questions."""
         if len(answers) > _QUESTIONS:
             raise _Refusal(f"it asks more than {_QUESTIONS} questions about its step, the last about {[*answers][-1]}")
         self._answers, options = answers, vars(self._optimizer)
 
         def get(trial: Any, name: str) -> Any:
+            """Return an attribute of the stand-in; of an option, the value or its own stand-in."""
             value = object.__getattribute__(trial, name)
             return self._option(name, value) if name in options or name == "__dict__" else value
 
         def refuse(trial: Any, name: str, value: Any) -> None:
+            """Raise _Refusal: a recorded rule sets no attribute."""
             raise _Refusal(f"it sets {name}")
 
         kind: Any = type(self._optimizer)
@@ -193,7 +195,7 @@ class _Recorder:
         return trial, step, Block(array("gradient"), array("weight"), states, spares, None, False)
 
     def _option(self, name: str, value: Any) -> Any:
-        """Return an option, or a stand-in for a number, and record the guard that it implies; refuse other types."""
+        """Return a number's stand-in, or a flag, text or tuple itself; record a guard; _Refusal for other types."""
         if type(value) in (int, float):
             self.guards[f"o.{name} is not None"] = None
             return _Number(self, f"o.{name}" if type(value) is float else f"float(o.{name})")
@@ -203,10 +205,7 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true, and record that as a guard; raise _Question if it depends on the step.
-
-        If the question has an answer already, it returns that.
-        """
+        """Return whether a number is true, and record a guard; _Question for one of the step without an answer yet."""
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
         if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
             if text not in self._answers:
@@ -226,7 +225,7 @@ class _Recorder:
         return self.assign(out, OPERATIONS[operation].format(*map(self.operand, inputs)))
 
     def assign(self, target: Any, text: str) -> _Array:
-        """Add a statement to the record that writes to an array of the block, or to a new one; return that array."""
+        """Record that C++ text is written to an array, or (None) to a new one; return that array; or _Refusal."""
         target = _Array(self, f"new{len(self._lines)}") if target is None else target
         if not isinstance(target, _Array):
             raise _Refusal("it writes to an array that is not of its block")
@@ -235,7 +234,7 @@ class _Recorder:
         return target
 
     def operand(self, operand: Any) -> str:
-        """Return an operand as C++, and note a number of the call; refuse an array read before it is written."""
+        """Return an operand as C++ text, and note a number as one of the call; _Refusal for an unwritten array."""
         if isinstance(operand, _Array):
             if operand.text not in self._written:
                 raise _Refusal(f"it reads {operand.text} before it writes it")
@@ -256,11 +255,13 @@ class _Symbol:
         self.recorder, self.text = recorder, text
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (None,), **options: Any) -> Any:
+        """Record a ufunc of numpy that was called with this object; return the stand-in of its result; or _Refusal."""
         if method != "__call__":
             raise _Refusal(f"it uses {ufunc.__name__}.{method}")
         return self.recorder.operate(ufunc, inputs, out[0], **options)
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        """Record copyto or clip that was called with this object; return the stand-in of its result; or _Refusal."""
         if function is np.copyto and len(arguments) == 2 and not options:
             return self.recorder.assign(arguments[0], self.recorder.operand(arguments[1]))
         return self.recorder.operate(function, arguments, **options)
@@ -270,18 +271,22 @@ class _Array(_Symbol, NDArrayOperatorsMixin):
     """An array of a block."""
 
     def __pow__(self, exponent: Any) -> Any:
+        """Record a square, and return its stand-in; _Refusal for another exponent."""
         operation, *more = (np.square,) if exponent == 2 else (np.power, exponent)
         return self.recorder.operate(operation, (self, *more))
 
     def __getitem__(self, place: Any) -> Any:
+        """Return this stand-in itself for the whole array; _Refusal for a part."""
         if isinstance(place, _Array) or place not in (..., slice(None)):
             raise _Refusal(f"it takes a part of {self.text}")
         return self
 
     def __setitem__(self, place: Any, value: Any) -> None:
+        """Record a copy of a value to the whole array; _Refusal for a part."""
         self.recorder.assign(self[place], self.recorder.operand(value))
 
     def __bool__(self) -> bool:
+        """Raise _Refusal: a kernel cannot branch by elements."""
         raise _Refusal(f"it asks about elements of {self.text}")
 
 
@@ -289,16 +294,19 @@ class _Number(_Symbol):
     """A number of the optimizer, of the step, or computed of those."""
 
     def __bool__(self) -> bool:
+        """Return the recorder's answer to whether the number is true; it may raise _Question."""
         return self.recorder.answer(self.text)
 
     def __neg__(self) -> Any:
+        """Return the stand-in of the opposite number."""
         return _Number(self.recorder, f"-{self.text}")
 
     def __abs__(self) -> Any:
+        """Return the stand-in of the number's magnitude."""
         return _Number(self.recorder, f"magnitude_of({self.text})")
 
     def compute(self, symbol: str, other: Any, turned: bool = False) -> Any:
-        """Return the stand-in of an operation on two numbers, in the text of both; NotImplemented for other types."""
+        """Return a stand-in for ``self symbol other``, if ``turned`` reversed; NotImplemented for a non-number."""
         if type(other) not in (int, float, _Number):
             return NotImplemented
         left, right = self.text, other.text if isinstance(other, _Number) else repr(float(other))

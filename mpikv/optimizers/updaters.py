@@ -34,7 +34,7 @@ def _updating() -> Iterator[None]:
 
 
 def check_outside(what: str) -> None:
-    """Raise Unsupported inside an updater's function: it runs on the owner only, and the other ranks would not come.
+    """Raise Unsupported if this thread is in an updater's function: only the owner runs it, and others would not come.
 
     >>> check_outside("push")
     """
@@ -98,6 +98,7 @@ class CallableUpdater:
     revision = 0
 
     def __init__(self, function: Callable[[Any, Any, Array], Any]) -> None:
+        """Keep the function, and numpy's present rules for floating-point errors, to run it under these."""
         self._function = function
         # Until the function has changed a value, each call is compared with a copy: one that never does is a mistake.
         self._unproven = True

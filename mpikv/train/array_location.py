@@ -82,7 +82,7 @@ def add_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
 
 
 def _on_gpu(value: Any) -> Located:
-    """Return a GPU's array, of any library, as the GPU object's own over the same memory, with that object. Local."""
+    """Return a Located of an array on a GPU: CuPy's over the same memory; raise if CuPy cannot use it. Local."""
     gpu = gpu_of(value)
     # Adopted by DLPack, an array of another library stays where it is.
     return Located(value if gpu.owns(value) else gpu.adopt(value), gpu)

@@ -17,7 +17,7 @@ from .parameter import Parameter
 
 
 def can_update(optimizer: Optimizer, parameter: Parameter) -> bool:
-    """Return whether an optimizer can update values of a parameter's dtype. Local."""
+    """Return whether an optimizer can update values of a parameter's dtype; it may log a warning once. Local."""
     try:
         optimizer.slots(parameter.data.dtype)
     except Unsupported:

@@ -21,7 +21,7 @@ _MOST = 2.0**64
 
 
 def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
-    """Scale arrays in place to a common 2-norm of ``max_norm``, if theirs is finite and above; return theirs. Local.
+    """Scale arrays in place if their common 2-norm is finite and above ``max_norm``; return the norm before. Local.
 
     Call it between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update`. There the gradients are sums
     over ranks and equal on every rank; so are the norm and the result. They are not divided by the batch size yet, nor
@@ -82,8 +82,8 @@ def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
 
 
 def _sum_squares(array: Array) -> float:
-    """Return the sum of an array's squares, by numpy: BLAS's result depends on the number of threads. Local."""
-    # In float64: the square of a large half is infinite in its own dtype.
+    """Return the sum of an array's squares in float64, block by block. Local."""
+    # BLAS's result depends on the number of threads. The square of a large half is infinite in its own dtype.
     flat, wide = array.reshape(-1), np.empty(BLOCK)
     return sum(sum_of_squares(flat[start : start + BLOCK], wide) for start in range(0, flat.size, BLOCK))
 
@@ -119,7 +119,7 @@ class LossScaler:
         self._window, self._without = check_whole("window", window, 1), 0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the factor, and the number of updates since an overflow. Local."""
+        """Return a dict of the factor, and the number of updates since an overflow. Local."""
         return {"loss_scale": self.loss_scale, "without": self._without}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

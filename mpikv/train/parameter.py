@@ -122,11 +122,11 @@ class Parameter:
         self.fresh = True
 
     def zero_grad(self) -> None:
-        """Discard the gradient; the next one starts anew."""
+        """Set :attr:`grad` to None, without writing zeros into the array; the next gradient starts anew. Local."""
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Give :attr:`grad` the sum of several gradients, e.g. those given under several names of it. Local.
+        """Set :attr:`grad` to the sum of several gradients, in new memory, as of several names of one parameter. Local.
 
         Raises:
             ValueMismatch: the shape, dtype or device of one does not fit.
@@ -142,7 +142,7 @@ class Parameter:
         self.grad = local_sum(arrays, dtype) if self.gpu is None else add_up(self.gpu, arrays, accumulator(dtype))
 
     def poison(self) -> None:
-        """Fill the gradient with NaN. Local."""
+        """Overwrite the gradient's array, which is the caller's, by NaN. Local."""
         assert self._grad is not None
         if self.gpu is None:
             self._grad.fill(np.nan)

@@ -432,7 +432,7 @@ class Trainer:
         self._restore_average()
 
     def steps(self, total: int, *, path: Any = None, save_every: float = 600.0, **kept: Any) -> Iterator[int]:
-        """Start, keep the Trainer in its store for restarts and ``path``; return the store's ``steps``. Collective.
+        """Start; have the store keep the Trainer for restarts and ``path``; return its iterator over steps. Collective.
 
         It keeps the weights, the optimizer and its state, and the ``loss_scaler``; ``kept`` names other objects that a
         step changes, as :meth:`mpikv.KVStore.keep`. For several Trainers on a store, call their
@@ -511,9 +511,11 @@ class Trainer:
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
+        """Return this Trainer; it need not have started."""
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Close the store if the Trainer has made it. Collective; after an error local, and it ends the store here."""
         if self._makes and self._kvstore is not None:
             self._kvstore.__exit__(*failure)
 
