@@ -65,7 +65,7 @@ def is_read_only(array: Any) -> bool:
 
 
 def check_mutable(out: Any) -> None:
-    """Raise TypeError if a GPU array belongs to a library with immutable arrays. Local."""
+    """Raise TypeError if an array, as a JAX array on a GPU, is of a library with immutable arrays. Local."""
     if is_immutable(out):
         text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
         raise mark(TypeError(text), "unwritable")
@@ -92,7 +92,7 @@ def check_apart(out: Array) -> None:
 
 
 def source(value: Any) -> Array:
-    """Return a numpy array to read ``value`` from, copied only for the byte order; raise for one on a GPU.
+    """Return a numpy array to read ``value`` from, copied only for the byte order; raise for a GPU's, or no array.
 
     Raises:
         TypeError: not an array, or a masked one: its hidden elements would silently take part in sums.
@@ -115,7 +115,7 @@ def source(value: Any) -> Array:
 
 
 def target(out: Any) -> Array:
-    """Return a numpy array over the memory of ``out`` to write to; raise TypeError if it cannot be written.
+    """Return a numpy array over the memory of ``out`` to write to; raise if it is read-only, on a GPU, or no array.
 
     Raises:
         TypeError: not an array, or one that cannot be written, as JAX's.
@@ -245,9 +245,8 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array, own: int | None = None) -> None:
-    """Write a binary tree's sum of the terms' ``[low, high)`` to ``out``; with ``own``, it may overwrite all others.
-
-    With ``own``, all terms but that number are overwritten, and have the dtype of ``out``.
+    """Write the sum of the terms' elements ``[low, high)``, added as a binary tree, to ``out``.
+    With ``own``, these elements of all terms but ``terms[own]`` are overwritten; they must have the dtype of ``out``.
     """
     # Terms shared out among ranks form the same halves of halves, so the order, and the bits, stay the same.
     parts = [(term[low:high], own is not None and number != own) for number, term in enumerate(terms)]
@@ -255,9 +254,8 @@ def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array, own: i
 
 
 def _sum_tree(terms: Sequence[tuple[Array, bool]], dtype: np.dtype[Any]) -> tuple[Array, bool]:
-    """Add up (term, may be overwritten) pairs as a binary tree, in memory that may be; return such a pair of the sum.
-
-    A single term of this dtype is returned itself.
+    """Add up (term, may be overwritten) pairs as a binary tree; return such a pair of the sum.
+    Terms that may be overwritten serve as memory for sums. A single term of this dtype is returned itself.
     """
     if len(terms) == 1:
         if terms[0][0].dtype == dtype:
@@ -305,10 +303,9 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def quiet() -> Callable[..., Any]:
-    """Return ``run(function, *arguments)``, which runs a function without numpy's floating-point warnings.
+    """Return ``run(function, *arguments)``: it calls without numpy's floating-point warnings. Never nest its calls.
 
-    The caller's own rules do not matter. The function sees the context variables of this moment, and calls must not be
-    nested.
+    The caller's own rules do not matter. The function sees the context variables of this moment.
     """
     # numpy 2 keeps the rules in a context. To enter it takes a tenth of the time of errstate, in every call of a store.
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
