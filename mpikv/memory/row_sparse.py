@@ -52,7 +52,9 @@ class RowSparse:
     __slots__ = ("_indices", "_shape", "_tables", "_values")
 
     def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
-        """Check numbers and shapes; add up rows with the same number. Local; waits for numbers on a GPU."""
+        """Check numbers and shapes; sort rows by number, and add up those of one number. Rows in order are not
+        copied. Local; waits for numbers on a GPU.
+        """
         self._shape = tuple(map(index, shape))
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
@@ -179,7 +181,8 @@ class RowSparse:
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return row numbers, a GPU's after a wait, as flat int64; raise for fractions, or outside of [0, count). Local.
+    """Return row numbers as flat int64, uncopied if they are that; raise for fractions, or outside of [0, count).
+    Waits for a GPU's. Local.
 
     >>> row_ids([[2, 0]], 3)
     array([2, 0])

@@ -55,11 +55,11 @@ class HostOrder:
 
     @property
     def failed(self) -> bool:
-        """Whether calls on GPU arrays, which this store may make beside, are known to have failed."""
+        """Whether calls of this host store on GPU arrays, if it makes any, are known to have failed. Local."""
         return self.beside is not None and self.beside.failed
 
     def add(self, fill: Callable[[], object]) -> None:
-        """Have ``fill()`` called after the call under preparation, to fill an array of a GPU. Local."""
+        """Note ``fill``: the next :meth:`run` calls it after its function, to fill an array of a GPU. Local."""
         self._fills.append(fill)
         self.needed = True
 
@@ -88,7 +88,7 @@ class HostOrder:
     begin = check_new = issue = rejoin = close = wait
 
     def abandon(self, why: str) -> None:
-        """Abort the store's calls on GPU arrays, if it makes any, and with ``why`` tell other ranks. Local."""
+        """Abort the store's calls on GPU arrays, if it makes any, and tell other ranks why. Local."""
         if self.beside is not None:
             self.beside.abandon(why)
 
@@ -181,7 +181,7 @@ class GpuOrder:
         return array
 
     def check_new(self) -> None:
-        """Raise Unsupported if the call's caller, on another thread's default stream, cannot get new arrays. Local."""
+        """Raise Unsupported if this call, on a worker thread, cannot make new arrays for its caller's stream. Local."""
         # Freed memory goes back in the order of the stream it was taken on, and the worker's default stream is another.
         call = self.thread.call
         if self.thread.on_worker and call is not None and call.caller.handle == _PER_THREAD:
@@ -211,7 +211,7 @@ class GpuOrder:
         """Do nothing: a call that is not made leaves nothing behind."""
 
     def issue(self) -> Issued:
-        """Record an event on the caller's stream; return an Issued, for a call on another thread; or raise. Local."""
+        """Record an event on the current stream; return a call for another thread. Raise in a capture. Local."""
         if self._gpu.capturing():
             raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())
@@ -257,9 +257,8 @@ class GpuOrder:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block: queue transfers on a second stream; at its end the first stream waits for all. Collective.
-
-        All ranks enter it alike, in :meth:`run`.
+        """In a with block inside :meth:`run`: queue transfers on a second stream; at its end the first stream waits for
+        all. Collective: all ranks enter it alike.
         """
         self.lane = self._transfers
         try:
@@ -291,23 +290,24 @@ class GpuOrder:
         return event
 
     def wait_for(self, sent: Event | None) -> None:
-        """Make the store's stream wait for a transfer, and for all before it; the host does not wait. Local."""
+        """Make the store's stream, not the host, wait for a transfer and all before it; for None do nothing. Local."""
         if sent is not None:
             self.stream.wait(sent)
             # One stream runs all transfers in order: after the last one nothing is left to wait for.
             self._lags = self._lags and sent is not self._last_sent
 
     def note_read(self) -> None:
-        """Record that the call has read the caller's arrays: the caller's stream will not wait for its later work."""
+        """Note that this call reads the caller's arrays no more: the caller's stream will wait for the work queued so
+        far, and not for later work. Outside of a call it does nothing. Local.
+        """
         if self.thread.call is not None:
             self.thread.call.read = self.lane.record()
 
     # --- Recorded work
 
     def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
-        """Call ``run(*arguments)``; return as a graph the work that it would queue, or raise TransportError. Local.
-
-        In :meth:`run`.
+        """Call ``run(*arguments)``; return as a graph the work that it would queue, or raise TransportError. Only
+        inside :meth:`run`. Local.
 
         Raises:
             TransportError: it cannot be recorded.
@@ -332,7 +332,9 @@ class GpuOrder:
         raise TransportError("the recorded graph was discarded with the store")
 
     def drop_graphs(self) -> None:
-        """Discard all recorded graphs, and later ones, before resources that they use are freed. Any thread. Local."""
+        """Discard all recorded graphs, before resources that they use are freed; :meth:`record` raises from now on. Any
+        thread may call it. Local.
+        """
         # None from now on: a graph that is being recorded closes itself when it finds that.
         with self._recording:
             graphs, self._graphs = self._graphs, None
@@ -363,6 +365,7 @@ class Issued:
     """
 
     def __init__(self, order: GpuOrder, caller: Stream) -> None:
+        """Record an event on the caller's stream, for the call's work to wait for; make no call yet. Local."""
         self._order, self.caller = order, caller
         self.begin: Event = caller.record()
         self.made: list[Any] = []
@@ -373,7 +376,7 @@ class Issued:
         """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Make the issued call; return ``call()``; keep its arrays alive until the GPU is done. Local."""
+        """Run ``call()`` as this call; return its result; keep its arrays alive until the GPU is done. Local."""
         order, thread = self._order, self._order.thread
         # Calls nest: an updater may call another store on this GPU.
         outer, thread.call = thread.call, self
