@@ -52,7 +52,9 @@ class Check(Standing):
     """The checks of one communicator on this rank."""
 
     def __init__(self, group: ProcessGroup, config: Config, made_by: str) -> None:
-        """Have ranks compare ``made_by``, the call that made the communicator. Collective."""
+        """Open a status board and tickets, compare ``made_by`` over ranks, the name of the call that made the
+        communicator, and register the check for :func:`end_checks`. Collective.
+        """
         self.group, self.config = group, config
         # Of one that the program has made: several may be in use.
         self._about = "" if made_by in ("Init", "checked") else _describe_origin(group, made_by)
@@ -82,7 +84,8 @@ class Check(Standing):
     def begin(self, call: Call, problem: Exception | None = None) -> None:
         """Compare a call, after earlier nonblocking ones; raise on all if they differ or one has a problem. Collective.
 
-        Ranks with a ``problem`` raise it.
+        Ranks with a ``problem`` raise it. The caller ends the call by :attr:`leave`. A repetition of a call that mpi4py
+        has refused here is not compared again: the other ranks are in it.
 
         Raises:
             PeerFailed: another rank has a problem.
@@ -108,7 +111,9 @@ class Check(Standing):
             raise
 
     def _resume(self, call: Call) -> None:
-        """If mpi4py refused the last call, forget that; if this is another, end the checks, tell ranks and raise."""
+        """Forget that mpi4py refused the last call. If it did, and ``call`` is another one, end the checks, tell the
+        other ranks, and raise RankMismatch. Local.
+        """
         refused, self.refused = self.refused, None
         if refused and (call.verb != refused.verb or len({call.token, refused.token} - {ANY}) > 1):
             text = f"mpi4py refused {refused} on this rank; others may be in it, and cannot meet {call}"
@@ -116,9 +121,8 @@ class Check(Standing):
             raise error
 
     def post(self, call: Call, start: Callable[[], Any], frame: FrameType) -> Any:
-        """Start a nonblocking call, post it to be compared later, and return its request. Local; may wait.
-
-        But with 512 not compared it waits for all.
+        """Start a nonblocking call, post it to be compared later, and return its request. Local; but with 512 calls not
+        compared yet, it first waits for all ranks, to compare one.
         """
         self.check_usable()
         self._thread = get_ident()
@@ -139,7 +143,7 @@ class Check(Standing):
             self._compare_first()
 
     def _compare_first(self) -> None:
-        """Wait until all ranks have posted their oldest uncompared call; compare it, raise if unlike. Collective."""
+        """Wait for all ranks' posts of the oldest uncompared call; if unlike, end the checks and raise. Collective."""
         number, call, place = self._pending[0]
         try:
             equal = self._tickets.meet(number)
@@ -180,9 +184,10 @@ class Check(Standing):
         self.wait(is_done, request.describe, request)
 
     def wait(self, is_done: Callable[[], Any], describe: Describe, keep: Any = None) -> Any:
-        """Wait, as the status board shows, until ``is_done()`` is true, and return its value; Stalled ends the checks.
+        """Wait until ``is_done()`` is true, and return its value; meanwhile compare calls that all ranks have posted.
+        Stalled, at the deadline, ends the checks; ``keep`` then lives on, as MPI may use its buffer.
 
-        ``keep`` is kept alive after a failure: MPI may still read and write its buffer.
+        The status board shows the wait. An error of ``is_done`` is raised, and ends nothing.
 
         Raises:
             Stalled: the deadline passed.
@@ -220,7 +225,7 @@ class Check(Standing):
         return done
 
     def _fail(self, verb: str, error: BaseException) -> None:
-        """Name the communicator in a RankMismatch; end checks, tell ranks if not all know; the caller raises."""
+        """Add the communicator to a RankMismatch's text; end checks and tell ranks, unless all know. Does not raise."""
         if isinstance(error, RankMismatch) and self._about not in str(error):
             error.args = (f"{error}{self._about}",)
         if isinstance(error, (MPIKVError, KeyboardInterrupt)):
@@ -248,7 +253,9 @@ class Check(Standing):
             log("rank %d never waited for %s", self.group.rank, text)
 
     def announce_end(self) -> None:
-        """Post the end of the program as the next call, and log requests never waited for; may end the job. Local."""
+        """Post the end of the program as the next call, and log requests never waited for. End the job if the other
+        ranks are in a call that mpi4py refused here. Local; does not wait.
+        """
         if self._about and self.group.rank == 0:
             log("%s was never freed", self._about.removeprefix(" on "))
         self._tell_left()
@@ -283,9 +290,10 @@ def _make_waits(group: ProcessGroup, waiting: Waiting) -> Requests:
 
 
 def end_checks() -> None:
-    """Compare the end of the program with other ranks' calls; log or print a failure, and what was left. Collective.
+    """End all checks: wait for all ranks' ends, without a deadline; log what was left. Raise nothing: a mismatch is
+    printed, and makes the exit status 1. Collective.
 
-    It is called at the end of the program, or before the program ends MPI. A mismatch makes the status 1.
+    It is called at the end of the program, or before the program ends MPI.
     """
     checks = [check for check in owned("checks") if check.is_open and not check.group.mpi.Is_finalized()]
     owned("checks").clear()

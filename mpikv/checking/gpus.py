@@ -34,7 +34,9 @@ class Gpus:
     """This rank's GPU, and the way to those of the other ranks."""
 
     def __init__(self, check: Check, value: Any) -> None:
-        """``value`` lies on the GPU. Imports NCCL for several ranks; may set variables to share GPUs. Local."""
+        """Find the GPU of ``value``, import NCCL if there are several ranks, connect nothing yet; may set environment
+        variables to share GPUs. Local.
+        """
         self._check, self._rank, self._size = check, check.group.rank, check.group.size
         if check.config.gpu_sharing:
             share_gpus(self._rank)
@@ -44,9 +46,8 @@ class Gpus:
         self._read, self._fill = partial(self._parts, self._memory.source), partial(self._parts, self._memory.target)
 
     def _parts(self, take: Callable[[Any], Any], message: Any, blocks: int = 1, vector: bool = False) -> Any:
-        """Return ``blocks`` flat parts, of own counts if ``vector``, of the array that ``take`` makes; or raise. Local.
-
-        A mistake raises TypeError or ValueError.
+        """Return a list of ``blocks`` flat views of a message's array, as ``take`` returns that; with ``vector`` each
+        has its own count. A mistake raises TypeError or ValueError. Local.
         """
         buffer = message[0] if isinstance(message, (list, tuple)) else message
         if not on_gpus((buffer,)):
@@ -125,9 +126,10 @@ class Gpus:
         mover.exchange(sends, receives)
 
     def run(self, verb: str, step: Step) -> None:
-        """Run an agreed step by the GPU transport, and wait; a failure on this rank alone ends the checks. Collective.
+        """Run an agreed step by the GPU transport, and wait until the GPU has ended it; the first run connects the
+        GPUs. A failure on this rank alone ends the checks. Collective.
 
-        It runs after the work on the current stream. The first one connects the GPUs.
+        It runs after the work on the current stream.
         """
         try:
             self.mover = self.mover or self._check.join_gpus(self._memory, self._nccl)

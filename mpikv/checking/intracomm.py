@@ -47,12 +47,15 @@ class _Alike(type):
         return other is cls or other is cls.__bases__[-1]
 
     def __hash__(cls) -> int:
+        """Return the hash of MPI's class, since the two are equal."""
         return hash(cls.__bases__[-1])
 
     def __instancecheck__(cls, instance: object) -> bool:
+        """Return whether an object is of MPI's class, with checks or without."""
         return isinstance(instance, cls.__bases__[-1])
 
     def __subclasscheck__(cls, subclass: type) -> bool:
+        """Return whether a class is MPI's class, or made from that."""
         return issubclass(subclass, cls.__bases__[-1])
 
 
@@ -76,7 +79,7 @@ def _with_checks(requests: Iterable[Any]) -> list[Any]:
 
 
 def _wait_for_all(requests: Iterable[Any]) -> None:
-    """Wait until the checked requests are done, and compare nonblocking calls up to them; MPI's call frees them."""
+    """Wait until the checked requests are done; first compare nonblocking calls up to them. Frees no request."""
     for request in _with_checks(requests):
         request.check.await_request(request, partial(_Request.Get_status, request))
 
@@ -86,6 +89,7 @@ def _wait_for_any(requests: Sequence[Any]) -> None:
     checked = _with_checks(requests)
 
     def describe() -> tuple[str, Sequence[int]]:
+        """Return the wait in words, and all ranks that it may wait for."""
         those = [request.describe() for request in checked]
         return f"any of {len(those)} requests, the first {those[0][0]}", sorted({p for _, each in those for p in each})
 
@@ -148,6 +152,7 @@ def _unless_free(run: _Run) -> Callable[[str, Any], _Run]:
         """Return the method of this name; ``plain`` is MPI's own."""
 
         def method(self: Any, *given: Any, **named: Any) -> Any:
+            """Without checks call MPI's own method, with an array of a GPU NCCL's, else ``run``; return its result."""
             if self.check is None:
                 return plain(self, *given, **named)
             if name[0].isupper() and on_gpus((*given, *named.values())):
@@ -234,6 +239,7 @@ def _describing(comm: Any, name: str, *given: Any, **named: Any) -> Describe:
     """Return a function that describes a message: its call, peers and tag, and the ranks that it waits for. Local."""
 
     def describe() -> tuple[str, Sequence[int]]:
+        """Return the message in words, and the other ranks that it may wait for."""
         arguments, words, peers = _bind(name, given, named), list[str](), set[int]()
         for key, way in (("dest", "to"), ("source", "from")):
             if (rank := arguments.get(key)) is not None:

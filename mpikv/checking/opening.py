@@ -38,14 +38,14 @@ def checked(comm: Any, *, timeout: float | None = None, warn_after: float | None
 
 
 def check_world() -> None:
-    """Insert an import hook: when ``mpi4py.MPI`` is imported, it puts checked objects there, COMM_WORLD too. Local."""
+    """Have a later import of ``mpi4py.MPI`` put checked objects there, COMM_WORLD too, and begin the checks. Local."""
 
     class Finder:
         """Finds ``mpi4py.MPI`` as Python does, and has it changed once it is loaded."""
 
         @classmethod
         def find_spec(cls, name: str, path: Any, target: Any = None) -> Any:
-            """Return None, or once, for MPI, its spec with a loader that rebinds names; remove the finder then."""
+            """Return None; but for ``mpi4py.MPI`` remove this finder, and return a spec that rebinds after the load."""
             if name != "mpi4py.MPI":
                 return None
             sys.meta_path.remove(cls)
@@ -58,7 +58,9 @@ def check_world() -> None:
 
 
 def _rebind(mpi: Any) -> Any:
-    """Replace COMM_WORLD, Request, Init and Finalize of mpi4py by checked ones. Collective, if MPI has started."""
+    """Replace Request, Init and Finalize of mpi4py by checked ones; COMM_WORLD too, now or once MPI starts. Collective,
+    if MPI has started.
+    """
     from .check import end_checks
     from .intracomm import CheckedComm, CheckedRequest, open_checks
 
@@ -74,6 +76,7 @@ def _rebind(mpi: Any) -> Any:
 
         @wraps(start)
         def call(*given: Any, **named: Any) -> Any:
+            """Start MPI, begin the checks, and return the start's result. Collective."""
             result = start(*given, **named)
             begin()
             return result

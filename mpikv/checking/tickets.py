@@ -25,12 +25,15 @@ class SharedTickets(Tickets, Arrivals):
     """Tokens in memory that the ranks of a host share."""
 
     def __init__(self, group: ProcessGroup, waiting: Requests) -> None:
+        """Allocate places for the tokens in memory that the ranks of one host share. Collective."""
         Tickets.__init__(self, group, waiting)
         Arrivals.__init__(self, group, waiting, _HEAD + _ROOM)
         self._place = self._stamp = 0
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Post a token unless posted early, wait for all ranks, return whether all but ANY are equal. Collective."""
+        """Post a token, wait for all ranks' tokens, and return whether all but ANY are equal. If this rank has posted
+        its token early, ``token`` is ignored. Collective.
+        """
         number, self.early = self.early or self.post(token), 0
         words, place, stamp = self._flags, self._place, self._stamp
         for peer in self._peers:
@@ -59,7 +62,12 @@ class SharedTickets(Tickets, Arrivals):
         return min(self._flags[:: self._stride].tolist()) >= number
 
     def meet(self, number: int) -> bool:
-        """Wait for all ranks' tokens of a number; return whether all of them but ANY are equal. Collective."""
+        """Wait for all ranks' tokens of a posted number; return whether all but ANY are equal. At the deadline withdraw
+        this rank's token, and raise Stalled. Collective.
+
+        Raises:
+            Stalled: a rank did not come, or has given up.
+        """
         words, place = self._flags, _HEAD + number % _ROOM
         try:
             for peer in self._peers:
