@@ -44,7 +44,7 @@ _outlines: Any = WeakKeyDictionary()
 
 
 def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") -> Tree:
-    """Return the sum, or the mean, over ranks of each leaf of a tree. The tree itself stays as it is. Collective.
+    """Return a new tree: the sum, or the mean, over ranks of each leaf. The store must have no updater. Collective.
 
     Collective: every rank calls it in the same order, with trees of the same structure, shapes and dtypes. Ranks
     compare all of these, and the name. **They cannot tell apart two calls with the same trees and name**: if one rank
@@ -95,9 +95,10 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
 
 def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
-    """Return the root's tree, on every rank; begin a training with it, for the same weights. Collective.
+    """Return a new tree with the root's values on every rank. Any store can make it, and keeps no keys. Collective.
 
-    Collective, with the rules and errors of :func:`pushpull`. The leaves of other ranks give shapes and dtypes.
+    Begin a training with it, for the same weights. It has the rules and errors of :func:`pushpull`, but the store may
+    have an updater. The leaves of other ranks give shapes and dtypes.
 
     Example:
         >>> import mpikv.jax, jax.numpy as jnp
@@ -124,7 +125,9 @@ class _Outline:
 
 
 def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
-    """Return the sum, mean, or root's of all ranks' trees; in jit a callback makes the call later. Collective."""
+    """Return a new tree: of ``result`` "sum", "mean" or "root" over ranks; an error of one rank is raised on all. In
+    jit return traced values at once: a callback exchanges when the compiled function runs. Collective.
+    """
     _check_store(kv, verb)
     try:
         if verb == "pushpull" and not (kv._in_rounds and kv._assigns):

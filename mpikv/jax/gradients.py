@@ -64,7 +64,7 @@ def value_and_grad(
 
 
 def all_reduce(kv: KVStore, *, name: str = "") -> Any:
-    """Return a transformation of optax, without state, whose update, collective, takes means over ranks.
+    """Return a stateless transformation of optax; each of its updates, collective, returns means over ranks. Local.
 
     Local; each ``update`` is collective, as :func:`pushpull`, and may be called in ``jax.jit``. Chain it before an
     optimizer, and every rank makes the same step.
