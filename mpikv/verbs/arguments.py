@@ -20,7 +20,7 @@ _SEVERAL = "it is in a list, which holds several arrays of this rank, each of th
 
 
 def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return a tuple of arrays to push per key: flat, in the store's memory, not cast; raise if one is unfit. Local."""
+    """Return for each key a tuple of its arrays to push: flat, in the store's memory, uncast; raise if unfit. Local."""
     return [
         tuple(_fitting(array, entry, len(group)).reshape(-1) for array in _check_some(group, entry.key))
         for entry, group in zip(entries, groups, strict=True)
@@ -28,7 +28,7 @@ def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
 
 
 def checked_singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
-    """Return each key's one array, in this memory, uncast; raise for several, or one unfit for its ``table``. Local."""
+    """Return each key's one array, in this memory, uncast; raise for several, or one unfit for ``table``. Local."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_check_some(group, key)) > 1:
@@ -101,7 +101,8 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
 
 
 def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
-    """Return a new host array to fill in place of one that cannot be written; None if none is needed or allowed. Local.
+    """Return a new host array that a call fills and returns instead of an immutable one, or, if ``implied``, a
+    read-only one; else None. Local.
 
     A read-only array of numpy is replaced only if it was given to be pushed (``implied``): as ``out`` it is a mistake.
     """
@@ -132,7 +133,7 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return a new optimizer of this name, or the given one, its ``average`` set if given; raise if unfit. Local."""
+    """Return a new optimizer of this name, or the given object, with its ``average`` set if given; or raise. Local."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):
@@ -164,7 +165,9 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _fitting(value: Any, entry: Entry, group_size: int = 1) -> Array:
-    """Return the value, or its copy in the store's memory, uncast; raise if unfit. Errors use ``group_size``. Local."""
+    """Return the value as an array in the store's memory, without a copy if it is there; neither cast nor reshaped.
+    Raise if unfit; ``group_size`` is for the error's text. Local.
+    """
     memory = entry.place.block.memory
     # By identity: dtypes of one kind are one object, and comparing them takes longer than the rest.
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host

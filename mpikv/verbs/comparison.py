@@ -44,7 +44,9 @@ class Comparison:
         self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return the cached :class:`Call` of a verb without updates, or a copy with priorities; may allocate. Local."""
+        """Return the cached :class:`Call` of a verb without updates, or a copy with priorities. The first time it
+        prepares the plan, and may allocate, unless the verb needs no buckets. Local.
+        """
         call = plan.calls.get(verb)
         if call is None:
             # Now, as memory may be short on this rank, and the others must learn it before they begin.
@@ -57,7 +59,9 @@ class Comparison:
     def update_call(
         self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> tuple[Call, Steps, Confirm | None]:
-        """Return a push's Call, the keys' Steps, and a function to share errors, or None; may allocate. Local."""
+        """Return the Call of a push or pushpull, the next update's Steps, and a collective function to share updaters'
+        errors, or None if no updater raises. May allocate. Local.
+        """
         updater = self._exchange.updater
         known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:

@@ -62,7 +62,8 @@ class ControlVerbs:
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int]) -> PreparedCall:
-        """Return (call, run); run(), collective, makes a communicator of some ranks, and returns (ranks, it). Local.
+        """Return (call, run); run(), collective, makes a communicator of some ranks. It returns (ranks, communicator),
+        a null one on other ranks. Local.
 
         Raises:
             ConfigError: something is no rank, is there twice, or nothing is there.
@@ -74,7 +75,9 @@ class ControlVerbs:
         return text_call("group", text), lambda: (members, self._group.part(members))
 
     def command(self, head: Any, body: Any) -> PreparedCall:
-        """Return (call, run) to run the root's controller of a number, with a JSON body. Local; run() is collective."""
+        """Return (call, run) to call the root's controller of number ``head`` with a JSON body; its error is every
+        rank's. Local; run() is collective.
+        """
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         whole = f"{check_head(head)}, {text}"
         call = text_call("command", whole, brief(whole, _MOST_SHOWN))

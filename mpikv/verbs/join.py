@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def prepare_empty_part(verbs: Verbs, report: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
-    """Return a function for an empty part in others' call, None for a barrier; may zero buffers, or raise. Local.
+    """Return a collective function that takes part in the others' call, adding and filling nothing; None for a barrier.
+    Raise if this rank cannot, or its settings differ; may zero buffers. Local.
 
     ``until_done`` keeps this rank's buffers zeroed while the others may read them.
     """
@@ -32,7 +33,7 @@ def prepare_empty_part(verbs: Verbs, report: CallReport, until_done: ExitStack) 
 
 
 def _prepare(verbs: Verbs, report: CallReport, until_done: ExitStack) -> PreparedCall:
-    """Return (call, run) of an empty part; zero buffers ``until_done`` if pushed. Local; run() is collective."""
+    """Return (call, run) of an empty part; zero pushed buffers in ``until_done``. Local; run() is collective."""
     plan = verbs.exchange.values.plan(tuple(report.keys))
     # An empty list of arrays for each key adds nothing, and fills nothing.
     nothing: Sequence[Any] = [()] * len(plan.keys)

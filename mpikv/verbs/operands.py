@@ -61,7 +61,8 @@ class Operands:
     # --- What is pushed
 
     def find_sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
-        """Return the plan and a push's checked arrays, rows, or None for buffers; raise if some do not fit. Local.
+        """Return a push's plan and its checked arrays, its rows as :class:`Brought`, or None to push the buffers. Raise
+        if some do not fit or have no buffer; may prepare the plan. Local.
 
         ``filled``: the call also writes to the arrays.
         """
@@ -105,7 +106,7 @@ class Operands:
         return plan, arrays
 
     def _plain_arrays(self, plan: Plan, key: Any, given: Any, filled: bool) -> Sequence[Any] | None:
-        """Return the caller's sequence, or (array,), if each array fits as it is; else None; may prepare the plan.
+        """Return the caller's sequence, or (array,), if each array fits as it is; else None; may allocate. Local.
 
         Those that are ``filled`` are also writable, and lie apart from the memory of values. Training calls the store
         in this form thousands of times; the slower path of the caller handles all other forms. A new plan is prepared.
@@ -171,7 +172,7 @@ class Operands:
     # --- What is filled
 
     def find_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
-        """Return a pull's plan, its checked arrays to fill (``out``, the dict's or new ones), and its result. Local."""
+        """Return a pull's plan, checked arrays to fill, and result: ``out``, dict, new arrays or a Renewed. Local."""
         plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
@@ -192,7 +193,9 @@ class Operands:
         return plan, arrays, filled
 
     def find_targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return checked arrays to fill, maybe new ones, and the result; ``implied``: not given as ``out``. Local."""
+        """Return the checked arrays to fill for ``given``, and its result: ``given``, or a :class:`Renewed` if some
+        cannot be written. ``implied``: it was given to be pushed, not as ``out``. Local.
+        """
         names, outs = key, given
         if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
             names, outs = tuple(given), list(given.values())
@@ -206,7 +209,8 @@ class Operands:
         )
 
     def with_stand_ins(self, check: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return ``check(given)``, arrays to fill, and ``given``; of a :class:`Renewed` if one is read-only. Local.
+        """Return ``check(given)``, the arrays to fill, and ``given``. If some cannot be written, return those of a
+        :class:`Renewed` and that. Local.
 
         If it has arrays that cannot be written, the structure is that of a :class:`Renewed`, with new arrays in their
         places; the caller's stay as they were.
@@ -221,14 +225,18 @@ class Operands:
         return check(renewed.arrays), renewed
 
     def check_targets(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> Arrays:
-        """Return a tuple of arrays to fill for each key; raise if one is unfit, or lies in another value. Local."""
+        """Return for each key a tuple of arrays: each out's own, or a new one noted to be copied there after the call.
+        Raise if an out is unfit, or lies in another value. Local.
+        """
         fillable, pairs = self._exchange.values.fillable, zip(plan.entries, groups, strict=True)
         return [tuple(fillable(checked_out(entry, out), entry) for out in group) for entry, group in pairs]
 
     def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any
     ) -> Arrays:
-        """Return a tuple of arrays to fill for each key, maybe a new key; raise if unfit, or in a value. Local."""
+        """Return for each key, known or not, a tuple of arrays to fill of a ``stored`` (shape, dtype); raise if one is
+        unfit, or lies in a value. Local.
+        """
         outs = [
             tuple(checked_target(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)

@@ -66,7 +66,9 @@ class PushPull:
         return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to pushpull into ``out`` or ``value``; may pack a message. Local; run() is collective."""
+        """Return (call, run) to push, then pull into ``out`` or the pushed arrays; buffers without ``out`` give views.
+        Pack the first message now if the plan prefetches. Local; run() is collective.
+        """
         plan, arrays = self._operands.find_sources(key, value, out is None)
         if self.check_finite:
             self._check_finite_values(plan, arrays)
@@ -88,7 +90,7 @@ class PushPull:
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
-        """Return (call, run); run() allocates missing buffers, and returns this rank's. Local; run() is collective."""
+        """Return (call, run); run(), collective, makes missing buffers, of zeros, and returns this rank's. Local."""
         plan = self._operands.plan(key)
 
         def run() -> Any:
@@ -99,7 +101,9 @@ class PushPull:
         return self._comparison.plan_call("buffer", plan), run
 
     def all_gather(self, key: Any, owned: Sequence[Sequence[Array]]) -> PreparedCall:
-        """Return (call, run) to fill each ``owned[r]`` with rank r's, by a flat value's memory. run() is collective."""
+        """Return (call, run) to fill each ``owned[r]`` on all ranks with rank r's, through the memory of a key's value.
+        Local; run() is collective.
+        """
         plan = self._operands.plan(key)
         run = partial(self._exchange.pipeline.all_gather, plan.values[0], owned)
         return self._comparison.plan_call("all_gather", plan), run

@@ -19,13 +19,17 @@ class Renewed:
     """A caller's structure with arrays of numpy in place of those that cannot be written, until they are filled."""
 
     def __init__(self, given: Any, stand_in: Callable[[Any], Array | None]) -> None:
-        """Copy a structure, with ``stand_in(array)`` for each array where that is no None; it may raise. Local."""
+        """Set ``arrays`` to a copy of a structure, each leaf replaced by ``stand_in(leaf)`` unless that is None; it may
+        raise. Local.
+        """
         self._stand_in = stand_in
         self._originals: dict[int, Any] = {}
         self.arrays = map_leaves(given, self._take_stand_in)
 
     def finish(self) -> Any:
-        """Return the caller's structure, with the filled arrays as arrays of the caller's library. Local."""
+        """Return a structure like the caller's, with its arrays, and new ones of its library in place of the
+        unwritable. Call it once they are filled. Local.
+        """
         try:
             of = self._originals
             return map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
@@ -43,7 +47,7 @@ class Renewed:
 
 
 def answer(result: Any) -> Any:
-    """Return a call's result; if new arrays stand in for the caller's, first convert these. Local."""
+    """Return the result, or the finished structure of a :class:`Renewed`, once its arrays are filled. Local."""
     return result.finish() if type(result) is Renewed else result
 
 
@@ -68,7 +72,7 @@ def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _make_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the type of ``like`` with these items: a mutable one is copied and updated. Local."""
+    """Return a new mapping of the type of ``like`` with these items; if mutable, a copy of ``like``, updated. Local."""
     if not isinstance(like, MutableMapping):
         return type(like)(items)  # type: ignore[call-arg]
     new = copy(like)

@@ -66,7 +66,9 @@ def rows_to_store(form: Form, exchange: Exchange) -> list[RowSparse]:
 
 
 def requests_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
-    """Return a row_sparse_pull's checked requests, a list per value, and its result; make missing outs. Local."""
+    """Return a row_sparse_pull's checked requests, a list per value, and its result: ``out``, or new RowSparse in the
+    form of ``wanted``. Local.
+    """
     if wanted is None:
         raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
     if isinstance(wanted, Integral):
@@ -216,7 +218,9 @@ def _in_memory(rows: RowSparse, exchange: Exchange) -> RowSparse:
 
 
 def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
-    """Return rows in an out's dtype and memory, themselves if they fit; a copy to the host waits for the GPU. Local."""
+    """Return rows in an out's dtype and memory: themselves if they fit, else a copy, on a GPU in ``made`` if given. A
+    copy to the host waits for the GPU. Local.
+    """
     if out.on_host:
         return memory.to_host(rows).astype(out.dtype, copy=False)
     if rows.dtype == out.dtype:
@@ -227,7 +231,7 @@ def _cast_like(out: RowSparse, rows: Array, memory: Memory, made: Array | None =
 
 
 def _checked_out(entry: Entry, out: Any) -> Any:
-    """Return the RowSparse itself, or the array to fill for ``out``, maybe copied later; raise if unfit. Local."""
+    """Return a RowSparse ``out`` itself, or the :func:`checked_target` of an array; raise if unfit. Local."""
     if not isinstance(out, RowSparse):
         return checked_target(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
     check_fit(entry, "out", out)

@@ -37,7 +37,9 @@ class RowVerbs:
     # --- Check
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to pull, into RowSparse unless ``ignore_sparse``; may log. Local; run() is collective."""
+        """Return (call, run) to pull into arrays and into each RowSparse. ``ignore_sparse`` leaves each RowSparse as it
+        is, and logs so. Local; run() is collective.
+        """
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
         plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
@@ -70,7 +72,9 @@ class RowVerbs:
         return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to push rows, pull a RowSparse's own rows or whole arrays. Local; run() is collective."""
+        """Return (call, run) to push rows; then each RowSparse of ``result`` gets the new values of its own rows, and
+        each array the whole value. Take memory now. Local; run() is collective.
+        """
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
         if any(rows):
             self._memory.order.check_new()
@@ -84,7 +88,9 @@ class RowVerbs:
         return self.pushpull_rows(plan, given, whole, asked, result, priority)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
-        """Return (call, run) for a pull of some rows; take memory for them now. Local; run() is collective."""
+        """Return (call, run) to pull the rows ``row_ids`` into ``out`` or new RowSparse; take memory for them now.
+        Local; run() is collective.
+        """
         plan = self._operands.plan(key)
         self._rows.load(plan.dtypes)
         asked, result = requests_of(plan.entries, key, out, row_ids)

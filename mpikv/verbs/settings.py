@@ -30,7 +30,9 @@ class SettingVerbs:
         return self._change_updater("set_updater", new)
 
     def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
-        """Return (call, run) to set an optimizer; rank 0 logs unknown keys' multipliers. Local; run() is collective."""
+        """Return (call, run) to set an optimizer; compile its kernels now, or raise. Rank 0 logs multipliers of unknown
+        keys. Local; run() is collective.
+        """
         new, table = optimizer_of(optimizer, arguments), self._exchange.values.table
         unknown = [key for key in {**new.lr_mult, **new.wd_mult} if key not in table]
         if unknown and len(table) and self._exchange.transport.rank == 0:
@@ -68,7 +70,7 @@ class SettingVerbs:
         return codec
 
     def _compress(self, meant: Codec | None, working: Codec | None) -> None:
-        """Compress pushes by ``working`` from now on, or stop; show ``meant`` as the codec. Collective."""
+        """Compress pushes by ``working`` or stop (None); drop residuals; show ``meant`` as the codec. Collective."""
         # First what may fail: the codec is shown from then on.
         self._exchange.compress(working)
         self.codec = meant

@@ -25,7 +25,9 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
-        """Return (call, run) to add keys with the root's arrays; raise if impossible. Local; run() is collective."""
+        """Return (call, run) to add keys with the root's arrays or rows; raise if one is unfit, or known without
+        ``overwrite``. Local; run() is collective.
+        """
         exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)
@@ -66,7 +68,9 @@ class ValueVerbs:
         return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        """Return (call, run) to store or add the root's arrays, and fill ``out`` or ``value``. run() is collective."""
+        """Return (call, run) to add new keys and overwrite known ones with the root's arrays, then fill ``out`` or
+        ``value``; raise if unfit. Local; run() is collective.
+        """
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
@@ -81,7 +85,7 @@ class ValueVerbs:
         apart = exchange.values.set_apart(arrays)
 
         def run() -> Any:
-            """Allocate new keys, store the root's arrays, fill the targets; return the result. Collective."""
+            """Allocate new keys, store the root's arrays under all, fill the targets; return the result. Collective."""
             new = [(key, array) for key, array in zip(keys, apart, strict=True) if key not in table]
             exchange.values.add_keys([key for key, _ in new], [array for _, array in new])
             exchange.values.write(keys, apart)
