@@ -212,7 +212,8 @@ class AllReduce(RankedStore):
     def _prepare(
         self, key: Any, verb: str, form: Form, on_gpus: bool, filled: Any, implied: bool, priority: Any
     ) -> PreparedCall:
-        """Return (call, run); copy unfit host arrays and pack a small message now; may cache. run() is collective.
+        """Return (call, run) of a pushpull or broadcast of ``form`` into ``filled``. Check all; on the host copy unfit
+        arrays and pack a small sum now; keep a simple call for :meth:`_recall`. Local; run() is collective.
 
         Raises:
             ValueMismatch: the arrays of a list, or the arrays to fill, do not fit, or cannot be summed.
@@ -225,7 +226,7 @@ class AllReduce(RankedStore):
         sources = [self._add_up(name, group, here.memory) for name, group in zip(form.keys, form.groups, strict=True)]
 
         def check_outs(arrays: Any) -> Arrays:
-            """Return a tuple of arrays to fill for each key; raise if one does not fit its source. Local."""
+            """Return for each key a tuple of arrays to fill; raise if one does not fit the key's source. Local."""
             groups = form.groups if implied and arrays is filled else outs_of(key, arrays, form.keys).groups
             return [
                 tuple(checked_target(each, name, source.shape, source.dtype, here.memory) for each in group)
@@ -279,12 +280,12 @@ class AllReduce(RankedStore):
         return call, [pair for pair in zip(sends, into, strict=True) if pair[0].size]
 
     def _repeat(self, key: Any, verb: str, call: Call, pairs: list[Pair], filled: Any) -> PreparedCall:
-        """Return (call, run) for a cached call; pack its message now if it is small. Local; run() is collective."""
+        """Prepare a call that _recall has found; pack its message now if a small sum. Local; run() is collective."""
         self._stage(self._host, verb, pairs)
         return call, partial(self._run, self._host, verb, _Work(pairs, [], []), filled)
 
     def _stage(self, here: Collectives, verb: str, pairs: Sequence[Pair]) -> None:
-        """Put a sum's message, if small, into the send buffer, and note it as the pipeline's ``prefetched``. Local."""
+        """Pack a small sum's message, if that saves a barrier, and note it as the pipeline's ``prefetched``. Local."""
         sends = [send for send, _ in pairs]
         if verb == "pushpull" and here.stage(*sends):
             self._store._exchange.pipeline.prefetched = sends[0]
@@ -389,7 +390,9 @@ class TestStore(KVStoreBase):
 
 
 def _fill(keys: Sequence[Key], groups: Sequence[Sequence[Any]], arrays: Sequence[Array]) -> None:
-    """Copy each array to its key's group; before, raise ValueMismatch if one does not fit, TypeError if read-only."""
+    """Copy each array to all of its key's group; first, ValueMismatch if one is unfit, TypeError if read-only.
+    Local.
+    """
     pairs = [
         (checked_target(out, key, array.shape, array.dtype, HOST), array)
         for key, outs, array in zip(keys, groups, arrays, strict=True)

@@ -102,7 +102,7 @@ class CapturedStep:
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
-        """Drop the plan, the arrays and the graph: values move, or are updated in another way, from now on. Local."""
+        """Drop plan, arrays and graph, as values move or are updated in another way; a call finds them anew. Local."""
         self._known = None
 
     def __call__(self, *, wait: bool = True) -> Any:
@@ -168,7 +168,9 @@ class CapturedStep:
         return self._describe(call, how), run
 
     def _bind_anew(self, memory: DeviceMemory) -> _Known:
-        """Return a new state: plan, checked arrays and a new GPU table, or why it cannot record; may raise. Local."""
+        """Return a new state, not kept yet: plan, checked arrays and a new GPU table, or why it cannot record. Note the
+        next update's steps; may raise. Local.
+        """
         plan, sources, targets, result = _bind(self._verbs, self._given)
         if isinstance(sources, Brought):
             return _Known(plan, None, (), None, "rows are pushed")
@@ -184,20 +186,21 @@ class CapturedStep:
     # --- What is run once all ranks agree
 
     def _run_first(self, known: _Known, run: Callable[[], Any]) -> Any:
-        """Keep ``known``; if all ranks can record, queue the work, else call ``run``; return the result. Collective."""
+        """Keep ``known`` for the next call. Queue this one as it will be recorded if all ranks can, else call ``run``;
+        return the result. Collective.
+        """
         known = self._known = replace(known, lack=self._agree_on_lack(known.lack))
         return run() if known.lack else self._run(known)
 
     def _agree_on_lack(self, lack: str) -> str:
-        """Return why this rank, or another one, cannot record the call; "" if all can. Collective."""
+        """Return ``lack``; if it is "", a text that names a rank with a lack, without its reason, or "". Collective."""
         rank, size = self._exchange.transport.rank, self._exchange.transport.size
         least = self._agreement.least(rank if lack else size)
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _record(self, memory: DeviceMemory, known: _Known) -> Any:
-        """Record the call in a graph and launch it, if all ranks can; else queue it, and make later calls plain.
-
-        Returns the result. Collective.
+        """Record the call in a graph and launch it, if all ranks can; else queue it, and make later calls plain. Return
+        the result. Collective.
         """
         graph, lack = None, ""
         # Nothing runs while it is recorded, so nothing may be counted; the launch counts.
@@ -213,7 +216,9 @@ class CapturedStep:
         return run() if lack else memory.order.queue(f"pushpull({known.plan.label})", run)
 
     def _run(self, known: _Known, _: object = None) -> Any:
-        """Write the updates' rates; launch the graph or queue the work; return the result, filled later. Collective."""
+        """Write the rates of the prepared steps; launch the graph or, without one, queue the work; count the push.
+        Return the result, filled later. Collective.
+        """
         steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
@@ -234,7 +239,9 @@ class CapturedStep:
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
-    """Return (call, run): check a pushpull's arguments now; run() returns them, lists and dicts copied. Local."""
+    """Return (call, run): check a pushpull's arguments now; run() pushes nothing, and returns them, lists and dicts
+    copied, as a :class:`Fixed`. Local.
+    """
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
@@ -251,7 +258,9 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
 
 
 def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:
-    """Return a pushpull's plan, its checked sources or None for the buffers, its targets, and its result. Local."""
+    """Return a pushpull's plan, its checked sources (rows as Brought, None for buffers), its targets (none for rows),
+    and its result, maybe a :class:`Renewed`. Local.
+    """
     key, value, out, result = given
     plan, sources = verbs.operands.find_sources(key, value)
     fills = given_to_fill(key, value, out)

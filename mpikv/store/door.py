@@ -43,7 +43,7 @@ class Door:
     def __init__(
         self, agreement: Agreement, memory: Memory, alone: bool, pending: Pending, abandon: Callable[[str, bool], None]
     ) -> None:
-        """``abandon`` makes the store unusable: it is told why, and whether to tell the others."""
+        """Let in all calls. ``abandon(why, tell)`` makes the store unusable; ``tell``: tell the other ranks. Local."""
         self._agreement, self._memory, self._is_alone = agreement, memory, alone
         self._pending, self._abandon = pending, abandon
         self.state = State.OPEN
@@ -79,9 +79,8 @@ class Door:
 
     @hiding_frames
     def enter(self, verb: str) -> BaseException | None:
-        """Raise unless a call may begin; wait for pending ones, mark the store busy after these. Local.
-
-        It returns the pending calls' first error that nobody has seen, or None.
+        """Raise unless a call may begin. If calls are pending, wait for them, mark the store busy, and return their
+        first unseen error; else return None and mark nothing. Local.
         """
         if self.state is not State.ENDED:
             self.check_free(verb)
@@ -145,7 +144,7 @@ class Door:
 
     @contextmanager
     def joining(self) -> Iterator[None]:
-        """In a with block: set the state to JOINING, back at its end; raise Closed if the store has ended. Local."""
+        """In a with block: set the state to JOINING, reset it at the end; Closed if the store has ended. Local."""
         self.check_open("join")
         before, self.state = self.state, State.JOINING
         try:
@@ -159,7 +158,8 @@ class Door:
         self.state, self.why = State.ENDED, why
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Count an error that all ranks know; after another, or failed GPU work, end the store on this rank.
+        """Count a call's error if all ranks know of it, and keep the store open; otherwise, or after failed GPU work,
+        end the store on this rank.
 
         It completes the other error's message by where missing ranks are, for which it may wait.
         """

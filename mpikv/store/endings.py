@@ -30,7 +30,9 @@ def _register() -> None:
 
 
 def tell_unseen() -> None:
-    """Print each store's first unseen error of calls with ``wait=False``; wait while one ends each second. Local."""
+    """Print the first unseen error of each open or lost store's calls with ``wait=False``. First wait for pending
+    calls, as long as one completes each second. Local.
+    """
     for store in (*open_stores(), *lost_stores()):
         if (unseen := store.unseen()) is not None:
             _tell(unseen)

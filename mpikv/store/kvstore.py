@@ -205,7 +205,7 @@ class KVStore(RankedStore):
         return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
-        """Mark keys as mere sums of a step, which checkpoints leave out; ``owner`` names the part with the weights."""
+        """Note keys that hold a step's sums: no checkpoint has them. ``owner`` names the part with weights. Local."""
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def _all_gather(self, key: Key, owned: Sequence[Sequence[Array]]) -> None:
@@ -1002,7 +1002,7 @@ class KVStore(RankedStore):
     # --- Restarts
 
     def keep(self, /, **objects: Any) -> None:
-        """Register objects of the program that :meth:`steps` copies with the store, and restores after a death. Local.
+        """Register, before :meth:`steps`, objects that it copies with the store and restores after a death. Local.
 
         Each rank keeps its own. Objects are restored in place, so that the program's names for them stay valid.
 
@@ -1027,7 +1027,8 @@ class KVStore(RankedStore):
         self._kept |= {name: find_state(name, kept) for name, kept in objects.items()}
 
     def steps(self, total: int, *, fill: Any = None, path: Any = None, save_every: float = 600.0) -> Iterator[int]:
-        """Return an iterator over the steps still to make; with copies, restore the newest one before. Collective then.
+        """Return an iterator over the steps still to make; a store has one. With ``path``, or under ``mpikv run
+        --restarts`` or ``--keep``, restore the newest copy before; collective then.
 
         Under ``mpikv run --restarts N`` or ``--keep DIR``, each rank copies its part of the store, and what
         :meth:`keep` names, to a file after some of the steps: as often as 2 % of the time allows, and after the last.
@@ -1213,7 +1214,8 @@ class KVStore(RankedStore):
         return self._door.failed_calls
 
     def unseen(self) -> BaseException | None:
-        """Wait for pending calls while one ends each second; return the first unseen error or None, mark all as seen.
+        """Wait for pending calls as long as one completes each second; then return the first unseen error or None, and
+        mark all as seen.
 
         Local. None stands for an error Closed, too.
         """
@@ -1231,7 +1233,7 @@ class KVStore(RankedStore):
             self._order.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
-        """End the store on this rank, with its queue, checkpoints and commits; return whether it was open. Local."""
+        """End store, queue, checkpoints and commits on this rank; free nothing; return whether it was open. Local."""
         try:
             self._stores.remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
@@ -1331,7 +1333,10 @@ class KVStore(RankedStore):
         return self._issue("pushpull", self._verbs.push_pull.pushpull, keys, None, arrays, 0, awaited=True)
 
     def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any, awaited: bool = False) -> Work:
-        """Queue a call for the worker thread; return its Work. Local; some mistakes are raised on all ranks."""
+        """Queue a call for the worker thread, to prepare and make; return its Work. Its key is the first argument, its
+        priority the last. On a GPU, first wait for other stores' pending calls. Local, but some mistakes raise on all
+        ranks.
+        """
         self._door.check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")

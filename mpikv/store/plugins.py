@@ -94,7 +94,7 @@ class KVStoreBase:
         return 0
 
     def _only_sums(self, keys: Sequence[Key], owner: object) -> None:
-        """Do nothing; an override marks keys as mere sums of a step, of a part with the weights. Local."""
+        """Do nothing; an override notes that the keys hold a step's sums, and that ``owner`` has the weights. Local."""
 
     @property
     def optimizer(self) -> Any:
@@ -210,7 +210,9 @@ class RankedStore(KVStoreBase):
 
 
 def plugin(name: str) -> type[KVStoreBase] | None:
-    """Return a lower-case name's store class or None; may import, register a package's; ConfigError if bad. Local."""
+    """Return the store's class of a lower-case name: a registered one, or an installed package's, imported and
+    registered now; else None. ConfigError if that fails. Local.
+    """
     # Registered classes first: a program may replace the store of an installed package.
     if name not in KVStoreBase.kv_registry:
         from importlib.metadata import entry_points  # takes longer to import than all of this package

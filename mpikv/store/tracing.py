@@ -118,7 +118,9 @@ def traced(kind: type[KVStore], tracer: Tracer) -> type[KVStore]:
             with tracer.event(verb, {"store": self._traced_as}) as known, ExitStack() as waiting:
 
                 def timed(*given: Any) -> PreparedCall:
-                    """Prepare the call; write the begin of the wait for other ranks, which its run ends. Local."""
+                    """Prepare the call; write the begin of the wait for ranks. The returned run writes its end.
+                    Local.
+                    """
                     call, run = prepare(*given)
                     known.update(self._facts_of(call))
                     # The wait for the other ranks lies between the preparation of a call and its run.
