@@ -85,6 +85,7 @@ class Stalled(TransportError, TimeoutError):
     """A rank did not arrive before the deadline. The store cannot be used any more."""
 
     def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
+        """Store ``missing``, the ranks that did not come, as a tuple; empty if they are not known."""
         super().__init__(message)
         self.missing = tuple(missing)
 
@@ -97,6 +98,7 @@ class PeerFailed(MPIKVError):
     """Another rank raised in this call; stored values are as before and the store can be used again."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
+        """Store the number of the other rank; None if it is not known."""
         super().__init__(message)
         self.rank = rank
 
@@ -119,7 +121,9 @@ def is_marked(error: BaseException, name: Mark) -> bool:
 
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
-    """Mark and return a Stalled: only the lowest rank that came, as far as known, prints it in full."""
+    """Mark a Stalled as ``repeated``, not to be printed in full, unless this rank is the lowest known to have come;
+    return it.
+    """
     # First if all lower ranks are missing. With none known to be missing each rank prints: better twice than never.
     return mark(error, "repeated", bool(error.missing) and not set(range(rank)) <= set(error.missing))
 

@@ -45,9 +45,8 @@ class Alltoallv:
         message to all serves several ranks."""
 
     def send(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Send rank r its part, or all ranks one, and notes; return received parts, and all ranks' notes. Collective.
-
-        The results are valid until the next call.
+        """Send rank r its part, or all ranks one, and notes. Return received parts, valid until the next exchange (of
+        several, this rank's own is undefined), and all ranks' notes. Collective.
 
         Args:
             parts: one part per rank, or a single one.
@@ -90,7 +89,8 @@ class Alltoallv:
         return received, table[:, len(parts) :]
 
     def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
-        """Send parts as :meth:`send`, of sizes that all ranks know; return all received, in new arrays. Collective.
+        """Send parts as :meth:`send`, of sizes that all ranks know. Return received parts in new arrays; of several,
+        this rank's own is undefined. Collective.
 
         It sends no lengths, and uses no memory of the host.
 
@@ -106,7 +106,8 @@ class Alltoallv:
     def _send_rest(
         self, parts: Sequence[Part], first: Sequence[Array], coming: Sequence[int], longest: Array, done: Array
     ) -> list[Array]:
-        """Send the bytes that ``first`` lacks; return new arrays by sender, this rank's own undefined. Collective.
+        """Send the bytes of parts that ``first``, their received beginnings, lack. Return whole received parts in new
+        arrays; of several, this rank's own is undefined. Collective.
 
         ``coming`` has the bytes that come from each rank. ``done`` and ``longest`` count the bytes of the
         longest part to each rank, sent so far and in all.
@@ -125,7 +126,8 @@ class Alltoallv:
         return received
 
     def _exchange(self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int]) -> Sequence[Array]:
-        """Send ``counts[r]`` bytes from ``begins[r]`` of part r to rank r; return views of those received. Collective.
+        """Send ``counts[r]`` bytes from ``begins[r]`` of part r to rank r. Return views of those received, valid until
+        the next exchange. Collective.
 
         A single part goes to all ranks. The message is undefined where it is longer than the part.
         """

@@ -157,7 +157,7 @@ class _Holes:
         self._starts[memory, start + size] = start
 
     def remove(self, kind: str, memory: int, start: int) -> int:
-        """Remove the hole that begins at ``start`` from the notes; return its size. Local."""
+        """Remove the hole that begins at ``start``, and must be there, from the notes; return its size. Local."""
         size = self._sizes.pop((memory, start))
         del self._starts[memory, start + size]
         del self._by_size[bisect_left(self._by_size, (kind, size, memory, start))]
@@ -169,7 +169,8 @@ class _Holes:
             self.remove(kind, memory, start)
 
     def take(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
-        """Take up to ``most`` ranges of ``size`` from the smallest fitting hole; (memory, start, taken) or None. Local.
+        """Take up to ``most`` ranges of ``size``, side by side, from the smallest hole that fits one. Return (memory,
+        start, taken), or None if none fits. Local.
 
         Returns:
             The memory, the start of the first, and how many were taken; None where no hole fits.
@@ -193,7 +194,7 @@ class Arena:
     """Hands out places for values. Every rank makes the same requests in the same order, so all arenas are alike."""
 
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
-        """Allocate nothing yet; without ``pooling`` each value will get a block, so an owner, of its own. Local."""
+        """Allocate nothing. Without ``pooling`` each value of a host will have its own block, and one owner. Local."""
         self._transport = transport
         self._on_host = transport.memory.is_host
         pool = _POOL_BYTES if self._on_host else _POOL_BYTES_OF_GPUS
@@ -252,9 +253,8 @@ class Arena:
             raise
 
     def release(self, places: Sequence[Place]) -> None:
-        """Give places and emptied blocks back to the arena, contents unchanged; only shrink() frees memory. Local.
-
-        The caller zeroes the state and residuals of places in blocks that values share: these live on for other values.
+        """Give places and emptied blocks back to the arena, contents unchanged; only shrink() frees memory. The caller
+        zeroes the state and residuals of places in blocks that values share: these live on for other values. Local.
         """
         # Before the new places are taken: a value that starts anew may get its old one.
         for block, start, size in ((place.block, place.start, place.size) for place in places):
@@ -388,7 +388,9 @@ class Arena:
         return rounded(self._padded(dtype, size) * dtype.itemsize, LINE_BYTES)
 
     def _add_segment(self, nbytes: int, bytes_to_come: int) -> tuple[int, int]:
-        """Allocate a segment of both sizes at least, free beyond ``nbytes``; return (its number, 0). Collective."""
+        """Allocate a segment for ``nbytes``, or ``bytes_to_come`` if more. Return (its number, 0: where ``nbytes`` of
+        it are taken); the rest is noted as free. Collective.
+        """
         # Segments grow with the memory there is, as MPI libraries offer only a few thousand windows. Where values come
         # and go, a sixteenth more leaves room for one slightly larger than its predecessor.
         total = sum(segment.size for segment in self._segments.values())

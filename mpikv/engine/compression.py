@@ -68,7 +68,8 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
 
 
 def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
-    """Raise Unsupported, ValueMismatch or NotFinite for arrays to compress; else allocate residuals and sums. Local.
+    """Raise Unsupported, ValueMismatch or NotFinite for arrays that cannot be compressed; else allocate missing
+    residuals and sums. Wait for a GPU. Local.
 
     Raises:
         MemoryError: there is no room.
@@ -102,7 +103,7 @@ def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], me
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Allocate a block's missing residuals for lists of ``positions`` arrays; none without error feedback. Local."""
+    """Allocate zeroed residuals that a block lacks for ``positions`` in lists; none without error feedback. Local."""
     # A codec of tensors works on the host, on the sum of a list.
     memory, needed = (block.memory, positions) if codec.elementwise else (HOST, 1)
     while codec.feedback and len(block.residuals) < needed:
@@ -111,7 +112,7 @@ def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
 
 
 def _raise_not_finite(entry: Entry, array: Array) -> NoReturn:
-    """Raise NotFinite with the numbers of NaN, infinite and too large elements of a host array. Local."""
+    """Raise NotFinite about a host array, always: it says how many elements are NaN, infinite or too large. Local."""
     # Half precision cannot hold the bound: compared there, it would be infinite.
     values = array.astype(np.float32) if array.dtype.itemsize == 2 else array
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
@@ -184,12 +185,13 @@ class RangeCompression:
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        """Return a collective function that sums one bucket over ranks; on GPUs first exchange list lengths.
+        """Return a collective function: it sums one bucket over ranks, and its result is valid until the next call. On
+        GPUs first exchange list lengths.
 
         On GPUs collective, else local.
 
         The caller calls it for each bucket in order. It returns this rank's elements of the bucket; those of keys that
-        are not in the plan are undefined. They are valid until the next call.
+        are not in the plan are undefined.
         """
         # To read flags in a message the host would wait for the GPU, so there ranks exchange list lengths beforehand.
         list_lengths = None
@@ -198,7 +200,8 @@ class RangeCompression:
         return lambda bucket: self._sum(bucket, layers, list_lengths)
 
     def _sum(self, bucket: Bucket, layers: Layers, list_lengths: Sequence[int] | None) -> Array:
-        """Return this rank's sum of a bucket, in scratch memory; exchange packed arrays; change residuals. Collective.
+        """Exchange a bucket, packed; return this rank's part of its sum, valid until the next call. Change residuals.
+        Collective.
 
         ``list_lengths`` has how many arrays each rank's lists have, where messages do not state it.
         """
@@ -229,7 +232,7 @@ class RangeCompression:
         return total
 
     def _pack(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return a bucket in float32: a caller's array, or a copy in scratch; gaps are undefined, on GPUs 0. Local."""
+        """Return a bucket in float32: a view of a caller's array, or a copy with gaps undefined, on GPUs 0. Local."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -257,7 +260,7 @@ class RangeCompression:
             self.codec.encode(gradient[elements], send[payload], None if residual is None else residual[elements])
 
     def _cut_messages(self, bucket: Bucket) -> list[_Message]:
-        """Return the layouts of a bucket's messages: ranges packed by themselves, as many as fit each. Local."""
+        """Return the layouts of a bucket's messages, one at least: as many ranges as fit, packed separately. Local."""
         counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))

@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool, threads: int
     ) -> None:
-        """Allocate scratch memory for two messages; begin without values and with ASSIGN. On GPUs collective."""
+        """Allocate scratch memory, twice a message; begin with no values, ASSIGN and no threads. On GPUs collective."""
         self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
         self.in_pairs = deterministic
         """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
@@ -64,7 +64,7 @@ class Exchange:
         self.pipeline = (kind if self.transport.memory.is_host else GpuPipeline)(self.values, self.compression)
 
     def close(self) -> None:
-        """Drop the values, plans and codec, and end the threads; the transport frees the memory. Local."""
+        """Drop values, plans and codec, and tell threads to end; the transport frees the memory later. Local."""
         self.values.close()
         # A codec has memory of its own. The pipeline and the plans refer to that of the transport, as scratch does.
         self.compression = None
@@ -75,7 +75,9 @@ class Exchange:
     # --- Updaters
 
     def steps(self, plan: Plan) -> Steps:
-        """Return the next update's Steps, e.g. the keys' learning rates; recheck a changed updater or raise. Local."""
+        """Return the steps of the keys' next updates, e.g. learning rates; count none. If the updater's settings
+        changed, check them first, and maybe raise. Local.
+        """
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
             self.check_slots()
@@ -101,7 +103,9 @@ class Exchange:
         self._prepare_kernels(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def place_updater(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
-        """Return a placement for an updater, to use later; set its rank count, compile its kernels, or raise. Local."""
+        """Return the placement that an updater would get; use neither yet. Set the updater's rank count, and compile
+        its kernels for ``dtypes`` and those of values; raise if one is impossible. Local.
+        """
         placement = place(self._wanted, self.transport, updater, self._root, self.compression is not None)
         self._prepare_kernels(updater, self.values.dtypes | dtypes)
         return placement
@@ -119,12 +123,15 @@ class Exchange:
                 raise
 
     def set_rank_count(self, updater: Updater) -> None:
-        """Tell an optimizer how many ranks its sums have; raise if it cannot average them. Others ignore it. Local."""
+        """Tell an optimizer how many ranks its sums have, 0 if there are no sums; it raises if it cannot average these.
+        Do nothing for other updaters. Local.
+        """
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater, state_follows: bool = False) -> None:
-        """Set the updater: publish stale values, zero counts and (unless it follows) state, drop plans. Collective.
+        """Set the updater, and maybe another placement: publish stale values, zero update counts and state, drop plans.
+        With ``state_follows`` fitting state stays, as the caller writes it next. Collective.
 
         ``state_follows``: the caller is about to write all state, so memory of the present state may be reused
         as it is.
@@ -173,7 +180,8 @@ class Exchange:
         return "deterministic sums allocate memory in each call" if self.in_pairs and self.transport.size > 1 else ""
 
     def make_step_table(self, plan: Plan) -> StepTable | None:
-        """Allocate GPU memory for the numbers of each key's updates, and return it; None if updates have none. Local.
+        """Return a table in new GPU memory for the steps of a plan's updates; None if the updater, ASSIGN, has no
+        steps. Local.
 
         The caller has checked that there is no :meth:`capture_blocker`.
 
@@ -188,7 +196,8 @@ class Exchange:
     # --- Compression
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
-        """Return arrays to push, None for buffers; check any to compress, allocate residuals; sum GPUs' lists. Local.
+        """Return the arrays to push: the sources, on a GPU with lists summed; None for the buffers. With compression
+        check the arrays, return buffers as arrays, too, and allocate residuals. Local.
 
         Raises:
             NotFinite: an element cannot be compressed.
@@ -199,7 +208,9 @@ class Exchange:
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None) -> None:
-        """Compress pushes from now on, or stop (None); drop residuals; may change the placement. Collective."""
+        """Compress pushes from now on, or stop (None); drop plans, residuals and codec state. Without an updater, the
+        placement may change. Collective.
+        """
         # Before anything changes, as there may be too little memory.
         self.compression = None if codec is None else make_compression(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()

@@ -24,6 +24,7 @@ class GpuPipeline(TransferPipeline):
     """The :class:`~.pipeline.Pipeline` of values that lie on GPUs."""
 
     def __init__(self, values: Values, compression: Compression | None) -> None:
+        """Do as the base class does; the values must lie on a GPU. Local."""
         super().__init__(values, compression)
         assert isinstance(self._memory, DeviceMemory)
         self._gpu, self._order, self._copy = self._memory.gpu, self._memory.order, self._memory.copy
@@ -34,7 +35,9 @@ class GpuPipeline(TransferPipeline):
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Allocate memory for a push of whole arrays, bind its updates; MemoryError if this rank lacks it. Local."""
+        """Prepare a plan as the base class does; bind an updater of whole values to them. MemoryError if this rank
+        lacks memory. Local.
+        """
         super().prepare(plan)
         # Bound now, as it uploads addresses: memory may be short, and the ranks have not agreed yet.
         self._order.run(lambda: plan.update_whole)
@@ -54,7 +57,9 @@ class GpuPipeline(TransferPipeline):
         return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Copy residuals on the store's stream; return a ``confirm`` that puts them back if it raises. Local."""
+        """Copy residuals and codec state now, on the store's stream; return ``confirm`` wrapped to put them back if it
+        raises. Uncompressed, return the given one. Local.
+        """
         kept: Confirm | None = self._order.run(super().restoring, plan, confirm)
         return kept
 

@@ -203,7 +203,8 @@ class Form(NamedTuple):
 
 
 def parse(key: Any, value: Any, what: str = "value") -> Form:
-    """Return a :class:`Form`: each key of a call once, a tuple of all its arrays; raise if they do not match. Local.
+    """Return a :class:`Form`: each key of a call once, with a tuple of its arrays; those of a repeated key are merged.
+    ``key`` may be a dict of arrays. Raise if keys and arrays do not match. Local.
 
     ``value`` may be None where arrays are optional; then every group is empty.
 
@@ -237,7 +238,8 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
-    """Return a dict's keys and values, nested keys joined by ``/``; raise for equal keys, or ``value`` given. Local.
+    """Return a dict's keys and values, nested keys joined by ``/``; raise for equal keys, or with ``value`` given.
+    Local.
 
     >>> flatten({"w": 1, "layer": {"b": 2}})
     (['w', 'layer/b'], [1, 2])

@@ -59,6 +59,9 @@ class Pipeline:
     """
 
     def __init__(self, values: Values, compression: Compression | None) -> None:
+        """Take the settings of ``values.planner`` as they are now: other settings need a new pipeline. Allocate
+        nothing. Local.
+        """
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
         self._updater, self._whole = planner.updater, planner.whole
@@ -81,7 +84,9 @@ class Pipeline:
         plan.prepare()
 
     def pack_first(self, plan: Plan, sources: Arrays) -> None:
-        """If the plan prefetches, pack a push's first message into the send buffer, and keep it for the push. Local."""
+        """If the plan prefetches, pack a push's first message into the send buffer. The next push sends it: a call that
+        is given up before has to clear :attr:`prefetched`. Local.
+        """
         if (first := plan.prefetches) is not None:
             self.prefetched = self._pack(first, sources)
 
@@ -90,7 +95,9 @@ class Pipeline:
         return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
-        """Copy residuals; return a ``confirm`` that restores them if it raises; uncompressed, the given one. Local."""
+        """Copy residuals and codec state now; return ``confirm`` wrapped to put them back if it raises. Uncompressed,
+        return the given one. Local.
+        """
         return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
@@ -146,7 +153,8 @@ class Pipeline:
         return result
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
-        """Return the arrays to fill while later messages are sent; () if unsafe or none; None to push buffers. Local.
+        """Return the arrays to fill while later messages are sent: the targets, or () if that is unsafe. Return None if
+        the push is of the buffers: then none is filled early. Local.
 
         It is None on all ranks alike; a rank decides for itself about ().
         """
@@ -157,7 +165,9 @@ class Pipeline:
         return targets if are_plain(targets) else _flat_views(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
-        """Return whether all ranks fill their buffers; False for small calls, or without shared memory. Collective."""
+        """Return whether the targets of every rank are its push buffers. False, without asking, for small calls, and
+        unless all ranks share memory. Collective.
+        """
         if not (plan.streams and self._transport.shared):
             return False
         # Asked of all ranks: the owners fill the buffers of every rank, and one rank's wish alone must not decide.
@@ -175,11 +185,11 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Pack, sum and update each message of a push, count the push; with ``outs``, fill these, too. Collective.
+        """Pack, sum and update each message of a push, and count it. With ``outs``, even (), also give all ranks the
+        new values, and fill these. Fence afterwards: until then other ranks may read the sources. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
-        update. Other ranks may read the pushed arrays until the next fence. Without sources it pushes the buffers;
-        ``in_place`` fills them with the new values.
+        update. Without sources it pushes the buffers; ``in_place`` fills them with the new values.
         """
         delivery = None if outs is None else self._delivery(plan, outs)
         streams = self.streams
@@ -223,7 +233,7 @@ class Pipeline:
     # --- Pack and reduce
 
     def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
-        """Pack and exchange a message of a push; return addends, or the sum, of this rank's elements. Collective."""
+        """Send a push's message, packed here or before; return addends, or the sum, of own elements. Collective."""
         if sources is None:
             assert bucket.buffer is not None
             if bucket.buffers:
@@ -295,10 +305,10 @@ class Pipeline:
         outs: Sequence[Array] = (),
         lane: Sequence[Update] | None = None,
     ) -> None:
-        """Sum the addends of own elements; run the updater, unless it takes whole values; copy results to outs. Local.
+        """Add up this rank's elements of a message; run the updater, unless it takes whole values; copy new values to
+        outs. Make all updates, in threads where it pays, or only those of a ``lane``. Local.
 
-        It copies each new piece to ``outs``; these may be the addends. Kernels that can, add and update in one loop.
-        Threads make the updates of a ``lane`` each.
+        The ``outs`` may be the addends. Kernels that can, add and update in one loop.
         """
         updates = lane or (bucket.joint_updates if steps.uniform else bucket.updates)
         if self._team is not None and lane is None and updates and updates[-1].lane:
@@ -344,7 +354,8 @@ class Pipeline:
                 self._updater.update(step, total, entry.value, entry.state)
 
     def update_copies(self, owned: Iterable[tuple[Entry, Any, Any]], confirm: Confirm) -> None:
-        """Run the updater on copies of values and state, which replace these if no rank failed, else raise. Collective.
+        """Run the updater on copies of values and state. If no rank failed, write them back; else raise and change
+        nothing. Collective.
 
         ``owned`` yields a value, its sum, whole or of rows, and its step. It may raise; so may the updater.
         """
@@ -378,7 +389,9 @@ class Pipeline:
         self._transport.fence()
 
     def publish(self, plan: Plan, outs: Arrays = ()) -> None:
-        """Give every rank the owners' values, not stale any more; copy them to ``outs``, plain arrays. Collective."""
+        """Give every rank the owners' values of a plan's keys, not stale any more; copy them to any ``outs``, plain
+        arrays. Collective.
+        """
         delivery = self._delivery(plan, outs)
         with self._apart(plan.overlaps):
             for bucket in plan.buckets:
@@ -391,7 +404,7 @@ class Pipeline:
         return self.streams.apart() if overlaps and self.streams is not None else nullcontext()
 
     def _delivery(self, plan: Plan, outs: Arrays) -> _Delivery:
-        """Return a new relay of a plan's messages to ``outs``: add() is collective, the rest is local."""
+        """Return a new relay of messages to ``outs``. Its add() is collective, end() between hosts, the rest local."""
         streams = self.streams if plan.overlaps else None
         # One behind, at least: the owners of the last message may still be updating it.
         return _Delivery(streams, self.deliver, partial(self.unpack, outs=outs), behind=1)
@@ -415,7 +428,8 @@ class Pipeline:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.low : piece.high], casting="unsafe")
 
     def all_gather(self, memory: Array, owned: Sequence[Sequence[Array]]) -> None:
-        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill the others' with theirs. Collective.
+        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill each ``owned[r]`` with rank r's. Overwrite
+        ``memory`` on the way. Collective.
 
         All are flat bytes, of the same sizes on every rank. They pass through ``memory``, a value's bytes, at least as
         many.
@@ -425,7 +439,7 @@ class Pipeline:
         size = memory.size if transport.shared else max(transport.limit // transport.size, _SHORTEST_PART)
 
         def send(message: tuple[Array, _Pairs]) -> None:
-            """Copy this rank's arrays into a message of all ranks, and send its part. Collective."""
+            """Copy this rank's arrays to its part of a message, and exchange it: then it has all parts. Collective."""
             whole, pairs = message
             self._copy(*pairs[rank])
             if transport.shared:
@@ -488,12 +502,12 @@ class _Delivery:
             self._unpack_oldest()
 
     def end(self) -> None:
-        """Unpack all messages still on their way, oldest first; wait for each. Local."""
+        """Unpack all messages still on their way, oldest first; wait for each. Between hosts collective, else local."""
         while self._coming:
             self._unpack_oldest()
 
     def _unpack_oldest(self) -> None:
-        """Wait for the oldest message on its way, and unpack it. Local."""
+        """Wait for the oldest message on its way, and unpack it. Between hosts collective, else local."""
         message, sent = self._coming.popleft()
         if self._streams is not None:
             self._streams.wait_for(sent)

@@ -238,7 +238,9 @@ class Plan:
 
     @lazy
     def totals(self) -> tuple[Array | None, ...]:
-        """For updaters of whole values: memory for each key's sum, allocated at first use; None for others' keys."""
+        """Memory for each key's sum, if the updater takes whole values, allocated at first use; None for other ranks'
+        keys. Else None for every key.
+        """
         if not self.planner.whole:
             return (None,) * len(self.entries)
         return tuple(self.planner.memory_for_total(entry) for entry in self.entries)
@@ -308,7 +310,7 @@ def digest(text: str) -> int:
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    """Return a list of texts for ranks to compare: of each key with its dtype and shape. Local."""
+    """Return a text for each key, for ranks to compare: the key, its dtype and its shape. Local."""
     # A text for each kind: thousands of keys have few shapes, and formatting takes longer than all else here.
     texts = {
         (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
@@ -362,7 +364,9 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
 
 
 def join_ranges(ranges: Sequence[Range], line: int = 1) -> list[Range]:
-    """Return ranges joined where they touch, but for padding to ``line``; each has its first one's item. Local."""
+    """Return ranges joined where at most padding to ``line`` lies between them. A joined one has the ``item``,
+    ``begin`` and ``end`` of its first. Local.
+    """
     runs: list[Range] = []
     for each in ranges:
         if runs and rounded(runs[-1].high, line) == each.low:
@@ -410,7 +414,7 @@ class Planner:
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     def may_overlap(self, bucket: Bucket) -> bool:
-        """Return whether the next message may be summed while this one is updated. Local.
+        """Return whether the message after this bucket may be summed while this bucket is updated. Local.
 
         On the host both are in memory of the transport, between GPUs each in a half of the scratch.
         """
@@ -470,7 +474,9 @@ class Planner:
                 yield Bucket(self, entries, block, start, pieces, next(numbers) % 2)
 
     def find_total(self, bucket: Bucket, half: int) -> Array:
-        """Return memory for a bucket's sum: kept sums, maybe allocated now, the value itself, or scratch. Local."""
+        """Return memory for this rank's part of a bucket's sum: of the block's sums (may allocate them), the value
+        itself, or scratch. Local.
+        """
         block, shard = bucket.block, bucket.shard
         own = slice(bucket.start + shard.low, bucket.start + shard.high)
         dtype = accumulator(block.values.dtype)

@@ -73,7 +73,9 @@ class Team:
 
 
 def _work(jobs: SimpleQueue[Any], news: SimpleQueue[None]) -> None:
-    """Run jobs until None comes, and leave that to the next thread; add the error, or None, to a job's list. Local."""
+    """Run jobs, a thread's whole work: add each one's error, or None, to its list, then tell ``news``. At None put it
+    back for the next thread, and end. Local.
+    """
     np.seterr(all="ignore")  # a thread begins with rules of its own
     while (given := jobs.get()) is not None:
         job, ended = given
@@ -89,7 +91,8 @@ def _work(jobs: SimpleQueue[Any], news: SimpleQueue[None]) -> None:
 
 
 def deal(targets: Sequence[Array], sources: Sequence[Array], count: int) -> list[tuple[list[Array], list[Array]]]:
-    """Divide pairs of arrays to copy into ``count`` lists of about as many bytes; cut long ones. Copy nothing. Local.
+    """Return ``count`` lanes of (targets, sources) to copy, of about as many bytes; some may be empty. Long arrays are
+    cut into views for all lanes. Copy nothing. Local.
 
     >>> deal([np.zeros((2, 65536))], [np.ones((2, 65536))], 2)[1][0][0].shape
     (2, 32768)

@@ -31,7 +31,7 @@ class Values:
     """Gives keys their memory, and lists of keys their plans. Methods are collective unless marked *Local*."""
 
     def __init__(self, transport: Transport, planner: Planner, root: int, pooling: bool) -> None:
-        """Allocate nothing; without ``pooling`` each value will have a block, so an owner, of its own. Local."""
+        """Allocate nothing. Without ``pooling`` each value of a host will have its own block, and one owner. Local."""
         self.transport, self._memory, self._root = transport, transport.memory, root
         self.at_root = transport.rank == root
         """Whether this rank is the root: its arrays are stored by ``init``, ``set`` and ``broadcast``."""
@@ -76,7 +76,8 @@ class Values:
         return {block.values.dtype for block in self.blocks}
 
     def add_keys(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
-        """Add keys, known ones anew, with memory like the arrays, which may hold old data: write it next. Collective.
+        """Give keys memory for values of the shapes and dtypes of the arrays, of undefined content: :meth:`write` it
+        next. Known keys start anew. Collective.
 
         Only shapes and dtypes of the arrays count; the keys in ``sparse`` are row-sparse.
 
@@ -129,12 +130,14 @@ class Values:
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Remove keys, give back their places and idle segments; zero their state in shared blocks. Collective."""
+        """Remove keys and drop all plans; give large segments without values back to the system. Collective."""
         self._arena.release(self._remove(keys))
         self._arena.shrink()
 
     def _remove(self, keys: Sequence[Key]) -> list[Place]:
-        """Remove keys, drop plans, zero state and residuals in blocks that values share; return the places. Local."""
+        """Remove keys, drop all plans; zero state and residuals of these keys in blocks that values share. Return their
+        places, still allocated. Local.
+        """
         if not keys:
             return []
         self._zero_state([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
@@ -154,7 +157,7 @@ class Values:
                     residual[low:high].fill(0)
 
     def drop_residuals(self, keeps_memory: bool = False) -> None:
-        """Drop all plans, sums, codec state and residuals; ``keeps_memory``: zero the residuals instead. Local."""
+        """Drop all plans, sums and codec state; drop residuals, too, or zero them if ``keeps_memory``. Local."""
         self.invalidate()
         for block in self.blocks:
             if not keeps_memory:
@@ -188,7 +191,8 @@ class Values:
     # --- Buffers
 
     def add_buffers(self, plan: Plan) -> None:
-        """Give keys zeroed buffers where they have none; drop all plans if a block gets memory for them. Collective.
+        """Give keys zeroed buffers where they have none. If a block gets memory for them, drop all plans: this one is
+        outdated, too. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little.
@@ -215,7 +219,7 @@ class Values:
         return [entry.buffer(self.transport.sharing_rank) for entry in plan.entries]
 
     def are_buffers(self, plan: Plan, arrays: Sequence[Array]) -> bool:
-        """Return whether each array is the very memory of this rank's push buffer of its key. Local."""
+        """Return whether each array is the memory of this rank's push buffer of its key; all must have one. Local."""
         return all(map(_is_same, arrays, self.buffers(plan)))
 
     @contextmanager
@@ -235,11 +239,11 @@ class Values:
     # --- Callers' arrays in the memory of values
 
     def lie_apart(self, gpu: Gpu, arrays: Sequence[Array]) -> bool:
-        """Return whether none of a GPU's arrays begins in the memory of values. Local."""
+        """Return whether none of a GPU's arrays begins in the memory of values, free parts, too. Local."""
         return not self._arena.holds_any(np.array(gpu.addresses(arrays), np.uint64), gpu.address)
 
     def is_view(self, array: Array) -> bool:
-        """Return whether an array lies in the memory of values, at least in part. Local."""
+        """Return whether an array overlaps the memory of values, free parts, too; a GPU's: begins in it. Local."""
         if isinstance(self._memory, DeviceMemory):
             # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
             return array.size > 0 and not self.lie_apart(self._memory.gpu, [array])
@@ -265,7 +269,9 @@ class Values:
         return kept
 
     def fillable(self, out: Array, entry: Entry) -> Array:
-        """Return ``out``, or the read-only view if it is the value's memory; TypeError if in other values. Local."""
+        """Return the array to fill: ``out``, or the entry's read-only view if ``out`` is the value itself; raise
+        TypeError if it lies in other values. On a GPU always ``out``. Local.
+        """
         if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
         self.check_apart(out)
