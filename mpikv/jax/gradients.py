@@ -50,6 +50,7 @@ def value_and_grad(
 
     @wraps(f)
     def averaged(*args: Any, **kwargs: Any) -> Any:
+        """Return value and gradient of ``f`` as means over ranks; an error of ``f`` is raised on all. Collective."""
         try:
             value, gradient = local(*args, **kwargs)
         except Exception as error:

@@ -261,7 +261,8 @@ class Attached:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """In a with block: let ranks have unequal numbers of batches; then copy the state of one with most. Collective.
+        """In a with block: let ranks have unequal numbers of batches; then copy the state of one with most. Unsupported
+        with ``update="store"``, or with compression. Collective.
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros; the mean is still
         over all ranks. After all have left, every rank has the weights, buffers and optimizer state of a rank with the
@@ -338,7 +339,7 @@ class Attached:
         return ObjectState(self._state, self._take_state, self._remains.prefix)
 
     def _state(self) -> dict[str, Any]:
-        """Return the state dicts of the model and of its optimizers; of sharded ones this rank's part. Local."""
+        """Return the state dicts of model and optimizers, of sharded ones this rank's part; not copied. Local."""
         # A whole state of shards would be a collective call.
         of_optimizers = [one.part_state() for one in self._sharded] or [one.state_dict() for one in self._optimizers]
         return {"model": self._model.state_dict(), "optimizers": of_optimizers}
@@ -351,9 +352,10 @@ class Attached:
             take(each)
 
     def detach(self) -> None:
-        """End the averaging: compare ranks, remove hooks, copy gradients out of the store, free its keys. Collective.
+        """Compare ranks, and raise if they differ; else end the averaging: remove hooks, copy gradients out of the
+        store, free its keys, or close a store made by :func:`attach`. Collective.
 
-        Idempotent. It closes a store made by :func:`attach`. The ranks compare their numbers of passes and
+        Idempotent. The ranks compare their numbers of passes and
         steps, and their weights unless a rank has changed its own since the last step. The end of the program, or of
         the store, makes the same comparison.
 
@@ -381,7 +383,7 @@ class Attached:
 
     def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
         """In a hook before a step: count it, and raise on all ranks unless gradients were exchanged; return None.
-        With a closure only count, and return new (arguments, options) with one that checks. Collective without.
+        With a closure only count, and return new (arguments, options) with one that checks. Collective without closure.
         """
         sync = self._sync
         self._refuse_in_backward()
@@ -505,6 +507,8 @@ def _unwrap(optimizer: Any) -> Any:
 
 
 def _has_spare_core(kv: KVStore) -> bool:
-    """Return whether the store's thread has a spare core beside backward, or waits for other hosts. Local."""
+    """Return whether a rank has more cores than backward uses, one for the store's thread; or ranks are on several
+    hosts. Local.
+    """
     group = kv._group
     return not group.one_host or group.host_cores // len(group.host_ranks) > torch.get_num_threads()

@@ -71,8 +71,9 @@ class BackwardSync:
         model_buffers: ModelBuffers | None,
         weights: Weights,
     ) -> None:
-        """Have ``sums`` sum gradients, and ``kv`` make all other calls; they differ only with compression. Without
-        ``bucket_bytes`` one call at the end of a pass sends all gradients. Local.
+        """Keep ``sums``, the store that sums gradients, and ``kv`` for all other calls; they differ only with
+        compression. Without ``bucket_bytes`` one call at the end of a pass sends all gradients. No hook is registered
+        before :meth:`watch`. Local, but waits for pending calls of both stores.
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
@@ -210,9 +211,8 @@ class BackwardSync:
         self.refuse(Unsupported(text))
 
     def _send(self, complete: bool) -> None:
-        """Begin to sum buckets, in order: all, or with ``complete`` those before the first incomplete one. Collective.
-
-        Waits for sums if ``blocking``.
+        """Begin to sum buckets, in order: all, or with ``complete`` those before the first incomplete one. Wait for
+        each sum if ``blocking``, or if sums do not overlap with backward. Collective.
         """
         while self._sent < len(self.buckets):
             bucket = self.buckets[self._sent]
@@ -265,7 +265,9 @@ class BackwardSync:
                 )
 
     def _send_rest(self) -> list[bool]:
-        """Make missing buckets, send the rest, zeros for absent gradients; return each one's presence. Collective."""
+        """Begin to sum all buckets not sent yet, with zeros for absent gradients; make buckets for gradients without
+        one. Return for each gradient whether this rank had it. Collective.
+        """
         settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
         brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
         self._send(complete=False)
@@ -296,7 +298,9 @@ class BackwardSync:
         return sum(store.count_failed() for store in {self._sums, self._kv})
 
     def complete(self) -> None:
-        """Only after a broken pass or failed call: fail others' pass, meet all ranks, count anew. Collective then."""
+        """Wait for pending calls. Only after a broken pass or a failed call also make other ranks' pass fail, meet all
+        ranks, and count passes and steps from 0. Collective then.
+        """
         if self._task is None and self._count_failed() == self._failed_then:
             return
         if self._task == torch._C._current_graph_task_id():
@@ -325,7 +329,8 @@ class BackwardSync:
             self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{handled}"))
 
     def _meet(self, store: KVStore) -> None:
-        """Wait for all ranks, whose queued buckets fail meanwhile; RankMismatch if one makes other calls. Collective.
+        """Wait until all ranks meet here; other ranks' queued buckets fail meanwhile. RankMismatch if a rank makes
+        other calls. Collective.
 
         Each queued bucket of another rank, perhaps of another model, fails one call here; each bucket has a key.
         """
@@ -340,7 +345,9 @@ class BackwardSync:
     # --- What ranks agree about
 
     def make_buckets(self, own_order: Sequence[Gradient]) -> None:
-        """Give gradients buffers and buckets, in the root's ``own_order``; other ranks' do not count. Collective."""
+        """Init keys for gradients, and give them buffers there and buckets, in the order that the root passes; the
+        others' does not count. Size the census anew. Collective.
+        """
         kv, key = self._kv, f"{self._prefix}*order"
         places = {gradient: place for place, gradient in enumerate(self.gradients)}
         root_order = kv.broadcast(key, np.array([places[gradient] for gradient in own_order], np.int64))
@@ -359,7 +366,9 @@ class BackwardSync:
         self._census = kv.buffer(self._census_key)
 
     def _take_census(self, brought: Sequence[bool]) -> None:
-        """Compare ranks' passes; set gradients that this rank lacks to the mean, or None if all lack it. Collective."""
+        """Compare ranks' passes, and copy the root's model buffers; set each gradient that this rank lacks to the mean,
+        or to None if all ranks lack it. Collective.
+        """
         self._compare(brought)
         if all(brought):
             return
@@ -397,7 +406,9 @@ class BackwardSync:
         return "\n".join([place, *settings, stamp])
 
     def check_end(self, verb: str) -> None:
-        """Raise RankMismatch if passes, steps, or weights that no rank touched since a step, differ. Collective."""
+        """Raise RankMismatch if ranks' passes, steps or weights differ. Weights are not compared if a rank has touched
+        its own since the last step. Collective.
+        """
         check_equal(self._kv, self._describe(), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)

@@ -28,9 +28,10 @@ class Gradient:
         self.bucket: Bucket
 
     def stage(self, scale: float) -> bool:
-        """Scale ``parameter.grad`` into the buffer, its replacement; if None, zero the buffer and return False. Local.
+        """Scale ``parameter.grad`` into the buffer, and set it to the buffer; if it is None, zero the buffer and return
+        False. Before there is a buffer, only check the gradient. Local.
 
-        ``parameter.grad`` becomes the buffer, and the sum arrives there. Before there is a buffer, it is only checked.
+        The sum arrives in the buffer.
 
         Raises:
             Unsupported: the gradient cannot be summed.

@@ -15,7 +15,9 @@ class ModelBuffers:
     """Copies the root's buffers by a sum with zeros from all other ranks: one row for each dtype."""
 
     def __init__(self, kv: KVStore, prefix: str, model: Any) -> None:
-        """Find the model's buffers, and init a key for each dtype; Unsupported if elements share memory. Collective."""
+        """Find the model's buffers, and init a key of zeros for each dtype's sum; Unsupported if elements of one buffer
+        share memory. The root's buffers travel later: by :meth:`add_to`, a ``pushpull``, :meth:`take`. Collective.
+        """
         self._is_root = kv.is_root
         self._places: dict[Any, list[tuple[Any, str, str]]] = {}
         """For each dtype the buffers as (module's dict, name, full name): a module may replace a tensor later."""
@@ -34,7 +36,8 @@ class ModelBuffers:
             init_sums(kv, prefix, self._keys, self._rows)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
-        """Copy the root's buffers to addends; append keys, addends, results to a ``pushpull``'s lists; or raise. Local.
+        """Append keys, addends and results to the lists of a ``pushpull``, on the root after copying its buffers to the
+        addends; after that call comes :meth:`take`. Unsupported if a buffer's length has changed. Local.
 
         Raises:
             Unsupported: a buffer has another length than before.
@@ -80,7 +83,7 @@ def _length(buffer: Any) -> int:
 
 
 def _check_apart(name: str, buffer: Any) -> None:
-    """Raise Unsupported if elements of a buffer share memory: torch cannot copy to such tensors. Local."""
+    """Raise Unsupported if several elements of this one buffer lie in one place: torch cannot fill it. Local."""
     if any(length > 1 and not stride for length, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise Unsupported(
             f"the buffer {name!r} has strides {buffer.stride()} for shape {tuple(buffer.shape)}, so that elements "

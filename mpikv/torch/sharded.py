@@ -70,7 +70,9 @@ class _Part:
     """The optimizer's parameter during a step; None if the part is empty."""
 
     def of(self, tensor: Any) -> Any:
-        """Return this rank's part of a tensor like the parameter: the whole, or a flat view, maybe of a copy. Local."""
+        """Return this rank's part of a tensor like the parameter: all of it, or a flat view of it, or of a copy if its
+        strides are others. Local.
+        """
         if self.whole:
             return tensor.detach()
         if tensor.stride() != self.parameter.stride():
@@ -85,7 +87,9 @@ class ShardedStep:
     def __init__(
         self, kv: KVStore, prefix: str, optimizer: Any, sync: BackwardSync, check: Callable[..., None]
     ) -> None:
-        """Replace ``optimizer.step``, hook its state dicts; ``check(optimizer)`` raises before a bad step. Local."""
+        """Replace ``optimizer.step``, and hook its state dicts: from now on ``state_dict`` is collective, and gathers
+        all parts. ``check(optimizer)`` raises before a bad step. Local; the parameters come by :meth:`divide`.
+        """
         self._kv, self._prefix, self.optimizer, self._sync, self._check = kv, prefix, optimizer, sync, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
@@ -96,6 +100,7 @@ class ShardedStep:
 
         @wraps(self._wrapped)
         def step(_: Any, closure: Any = None) -> Any:
+            """Make the sharded step, and return the mean loss over ranks. Collective."""
             return self._step(closure)
 
         # A method, not a function: torch's schedulers unbind it (``step.__func__``) to count its calls.
@@ -141,7 +146,7 @@ class ShardedStep:
         self._cut_state()
 
     def _divide(self, sizes: Sequence[int]) -> Iterator[dict[int, tuple[int, int]]]:
-        """Yield for each parameter (low, high), a range of its elements, by the rank that owns them. Local."""
+        """Yield a dict for each parameter, from each rank that owns some of its elements to their range. Local."""
         ranks, begin = self._kv.size, 0
         if self._is_whole:
             yield from ({owner: (0, size)} for size, owner in zip(sizes, _balance(sizes, ranks), strict=True))
@@ -234,7 +239,7 @@ class ShardedStep:
         return {"groups": groups, "parts": {part.key: self.optimizer.state.get(part.shard, {}) for part in owned}}
 
     def take_part_state(self, state: Mapping[str, Any]) -> None:
-        """Replace the optimizer's options and this rank's state by a result of :meth:`part_state`. Local."""
+        """Replace the optimizer's options and this rank's state by a :meth:`part_state`, not copied. Local."""
         for group, options in zip(self.optimizer.param_groups, state["groups"], strict=True):
             group.update(options)
         for part in self._parts.values():
@@ -282,7 +287,9 @@ def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _cut(part: _Part, name: str, value: Any) -> Any:
-    """Return a copy of the part's elements of a state of the parameter's shape, else the state itself. Local."""
+    """Return a flat copy of the part's elements of a state of the parameter's shape. Return the state itself if it has
+    another shape, or is named "step", or ranks own whole parameters. Local.
+    """
     if part.whole or name == "step" or not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
         return value
     in_order = torch.empty_strided(value.shape, part.parameter.stride(), dtype=value.dtype).copy_(value)

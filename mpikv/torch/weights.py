@@ -45,10 +45,10 @@ def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
 def copy_from(
     kv: KVStore, leader: int, buffers: Iterable[Any], parameters: Iterable[Any], optimizers: Iterable[Any]
 ) -> None:
-    """Overwrite tensors and optimizer states by the leader's, in place; errors stay on their rank. Collective.
+    """Overwrite tensors and optimizer states by the leader's, in place. The caller must report an error of one rank to
+    the others, e.g. by ``raising_on_all``. Collective.
 
-    The caller must report an error of one rank to the others, e.g. by ``raising_on_all``: user code runs here, and no
-    rank waits outside of a call of the store.
+    User code runs here, and no rank waits outside of a call of the store.
     """
     # By .data, past autograd's version counter: a live graph has saved the buffers, and would refuse to run backward.
     tensors, optimizers = [*(one.data for one in buffers), *parameters], list(optimizers)
@@ -71,7 +71,10 @@ class Weights:
     """The parameters of a model, trained or frozen, and the loaded states of its optimizers."""
 
     def __init__(self, kv: KVStore, prefix: str, optimizers: Iterable[Any]) -> None:
-        """Hook loads of optimizer states; the tensors come by :meth:`watch`. Local."""
+        """Note, by hooks, every load of a state by these optimizers, until :meth:`release`; send nothing. Local.
+
+        The tensors to compare come by :meth:`watch`.
+        """
         self._kv, self._key = kv, f"{prefix}*weights"
         self._tensors: dict[str, Any] = {}
         self.optimizers = list(optimizers)
@@ -90,7 +93,7 @@ class Weights:
             self.accept()
 
     def release(self) -> None:
-        """Remove the hooks of optimizers. Local."""
+        """Remove the hooks on loads of optimizer states. Local."""
         for handle in self._handles:
             handle.remove()
 

@@ -64,6 +64,7 @@ def _issued(verb: str, operands: int) -> Callable[[Callable[..., _Plan]], Callab
 
         @wraps(plan)
         def issue(group: MpikvProcessGroup, *given: Any, **named: Any) -> Work:
+            """Plan the call, queue or make it, and return its Work. Collective."""
             _keep_dynamo_out()
             options = given[operands] if len(given) > operands else next(iter(named.values()), None)
             return group._issue(verb, plan, given[:operands], options)
@@ -120,9 +121,8 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
     # --- The way of every call
 
     def _issue(self, verb: str, plan: Callable[..., _Plan], operands: Sequence[Any], options: Any) -> Work:
-        """Plan a call; queue it, or make it now if the caller waits; return its Work. Collective.
-
-        A mistake of one rank becomes the error of the Work on every rank.
+        """Plan a call; queue it, or make it now if the caller waits; return its Work. A mistake of one rank is not
+        raised here: it becomes the error of the Work on every rank. Collective.
         """
         self._check_open(verb)
         mistake: Exception | None = None
@@ -158,7 +158,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_reduce", 1)
     def allreduce(self, tensors: Any, options: Any) -> _Plan:
-        """Plan a reduction of each tensor, in place on every rank; the decorator issues it. Collective."""
+        """Plan a reduction of each tensor, in place on every rank; the decorator issues it as a Work. Collective."""
         tensors, (op, factor) = _as_list(tensors), reduction_of(options)
         if tensors[0].layout == torch.sparse_coo:
             return self._plan_sparse(tensors[0], op, factor)
@@ -198,7 +198,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("reduce", 1)
     def reduce(self, tensors: Any, options: Any) -> _Plan:
-        """Plan a reduction of a tensor, in place at the root; the decorator issues it. Collective."""
+        """Plan a reduction of a tensor, in place at the root; the decorator issues it as a Work. Collective."""
         tensors, (op, factor), root = _as_list(tensors), reduction_of(options), self._root(options)
         check_kinds(op, tensors)
         (array,), put_back = as_flat(tensors, factor)
@@ -208,7 +208,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("reduce_scatter", 2)
     def reduce_scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Plan a reduction of every rank's r-th part into the output of rank r; the decorator issues it. Collective.
+        """Plan a reduction of all ranks' r-th parts to rank r's output; the decorator issues it as a Work. Collective.
 
         For one output or each of a list. The input of an output is a list of tensors, or one in equal parts.
         """
@@ -234,7 +234,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("broadcast", 1)
     def broadcast(self, tensors: Any, options: Any) -> _Plan:
-        """Plan a copy of the root's tensor to every rank's; the decorator issues it. Collective."""
+        """Plan a copy of the root's tensor to every rank's; the decorator issues it as a Work. Collective."""
         tensors, root = _as_list(tensors), self._root(options)
         (array,), put_back = as_flat(tensors)
         run = partial(self._collectives.broadcast, array, root)
@@ -242,7 +242,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_gather", 2)
     def allgather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Plan a copy of every rank's input to all ranks' ``outs``; the decorator issues it. Collective.
+        """Plan a copy of every rank's input to all ranks' ``outs``; the decorator issues it as a Work. Collective.
 
         For one input or each of a list. The output of an input is a list of tensors, or one in equal parts.
         """
@@ -273,7 +273,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("gather", 2)
     def gather(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Plan a copy of every rank's tensor to the root; the decorator issues it. Collective."""
+        """Plan a copy of every rank's tensor to the root; the decorator issues it as a Work. Collective."""
         root, send = self._root(options), read(ins[0])
         arrays, put_back = as_flat(self._one_each(outs[0]) if self._rank == root else [])
         run = partial(self._collectives.gather, send, arrays or None, root)
@@ -281,7 +281,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("scatter", 2)
     def scatter(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Plan a copy of the root's r-th tensor to rank r; the decorator issues it. Collective."""
+        """Plan a copy of the root's r-th tensor to rank r; the decorator issues it as a Work. Collective."""
         root, ((array,), put_back) = self._root(options), as_flat(outs)
         sends = [read(one) for one in self._one_each(ins[0])] if self._rank == root else None
         run = partial(self._collectives.scatter, sends, array, root)
@@ -289,12 +289,12 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("all_to_all", 2)
     def alltoall(self, outs: Any, ins: Any, options: Any) -> _Plan:
-        """Plan a copy of this rank's r-th tensor to rank r, for every r; the decorator issues it. Collective."""
+        """Plan a copy of this rank's tensor r to rank r, for each r; the decorator issues it as a Work. Collective."""
         return self._plan_all_to_all(outs, ins, outs)
 
     @_issued("all_to_all", 4)
     def all_to_all_single(self, out: Any, tensor: Any, out_rows: Any, in_rows: Any, options: Any) -> _Plan:
-        """Plan a copy of this rank's r-th rows to rank r, for every r; the decorator issues it. Collective.
+        """Plan a copy of this rank's r-th rows to rank r, for each r; the decorator issues it as a Work. Collective.
 
         Ranks get equally many rows by default.
         """
@@ -318,7 +318,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
 
     @_issued("barrier", 0)
     def barrier(self, options: Any) -> _Plan:
-        """Plan a call that completes when every rank has made it; the decorator issues it. Collective."""
+        """Plan a call that completes when every rank has made it; the decorator issues it as a Work. Collective."""
         return _Plan((), lambda staged: None, [])
 
     # --- Messages between two ranks, not in the order of the calls above
@@ -351,6 +351,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         self._communicator.check_usable()
 
         def text() -> str:
+            """Return the message in words."""
             return f"{verb}({', '.join([*self._label, describe(tensors[0])])} {way}, tag {tag})"
 
         return Work(text, tensors, self._queue)

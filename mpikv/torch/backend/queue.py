@@ -35,7 +35,9 @@ class Work(dist.Work):  # type: ignore[misc]  # types are checked without torch,
     """A call, and its result. All methods are local."""
 
     def __init__(self, text: Callable[[], str], result: Any, queue: Queue) -> None:
-        """Describe a pending call: ``text()`` returns it with its operands; ``result``: the tensors that it fills."""
+        """Describe a pending call, and start nothing: ``text()`` returns it with its operands; ``result``: the tensors
+        that it fills.
+        """
         super().__init__()
         self.text, self.place = text, ""
         self.source = -1
@@ -147,6 +149,7 @@ class Queue:
     """The pending calls of a process group. All methods are local."""
 
     def __init__(self, name: str) -> None:
+        """Make an empty queue; its thread, of this name, starts with the first call that is queued."""
         self._name = name
         self.changed = threading.Condition()
         """Held while calls, and what is known of their ends, change."""
@@ -156,9 +159,8 @@ class Queue:
         self._unseen: tuple[Exception, str] | None = None
 
     def add(self, work: Work, run: Callable[[], object], waits: bool) -> Work:
-        """Make a call here in the queue's thread, or if it ``waits`` while none is pending; else queue it. Return work.
-
-        ``waits``: the caller waits at once.
+        """Queue a call for the queue's thread, and return ``work``. But make the call here and now if this is that
+        thread, or if the caller ``waits`` and no call is pending.
 
         Raises:
             Closed: the queue has ended.

@@ -108,7 +108,8 @@ def _dense(tensor: Any, factor: Any) -> Any:
 
 
 def flat(tensor: Any) -> Array:
-    """Return the memory of a dense tensor as a flat array, never a copy. Local.
+    """Return a flat array over a dense tensor's memory: of real pairs if complex, of bytes if numpy lacks its dtype.
+    Local.
 
     >>> flat(torch.tensor([1j])).tolist()
     [0.0, 1.0]
@@ -128,9 +129,8 @@ def read(tensor: Any, factor: Any = None) -> Array:
 
 
 def as_flat(tensors: Sequence[Any], factor: Any = None) -> tuple[list[Array], Callable[[], None]]:
-    """Return flat arrays over tensors to fill, copies of some, and a function that copies these back; or raise. Local.
-
-    A tensor that is not dense, or has a factor, is copied.
+    """Return a flat array for each tensor, and a function to call once they are filled. An array is over the tensor's
+    memory; if that is not dense, or with a factor, it is a copy, and the function copies it back. Local.
 
     Raises:
         Unsupported: a tensor is not on the host, not strided, or expanded.
@@ -166,9 +166,10 @@ def read_parts(operand: Any, size: int, factor: Any = None) -> list[Array]:
 
 
 def join_parts(operand: Any, size: int) -> tuple[Array, list[int], Callable[[], None]]:
-    """Return an array to receive ``size`` parts, their sizes, and a function that copies it to ``operand``. Local.
+    """Return an array to receive ``size`` parts, the lengths of the parts, and a function to call then: it copies the
+    array to ``operand``. For one dense tensor the array is over its memory. Local.
 
-    The operand is a list of tensors, or one in equal parts; if that is dense, the array is its memory.
+    The operand is a list of tensors, or one in equal parts.
     """
     if isinstance(operand, torch.Tensor):
         (array,), put_back = as_flat([operand])
