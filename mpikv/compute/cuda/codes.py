@@ -75,7 +75,7 @@ class CudaCodec(SamePayloads):
             kernel("codes.cu", self._decode_add)((self._blocks(payload),), (THREADS,), (given,))
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
-        """Return a launch's argument, one numpy record of addresses and sizes; ``numbers``: residual or total."""
+        """Return a launch's argument, a numpy record; ``numbers``: residual or total. The gradient's address is 0."""
         given = np.zeros(1, argument_dtype("codes.cu", "Codes"))
         numbers_at = 0 if numbers is None else gpu_pointer(numbers)
         given[0] = (0, numbers_at, gpu_pointer(payload), size, payload.size, self._threshold)

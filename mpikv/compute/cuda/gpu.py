@@ -337,7 +337,9 @@ class CupyGpu:
         return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over another library's memory, ordered after its work; torch's not if ``ordered``. Local."""
+        """Return an array over another library's memory, or raise Unsupported. It is ordered after that library's work,
+        but not torch's if ``ordered``. Local.
+        """
         if type(value).__module__.partition(".")[0] == "torch":
             return self._adopt_tensor(value, ordered)
         return self._adopt(value)
@@ -358,7 +360,8 @@ class CupyGpu:
                 raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
 
     def _adopt_tensor(self, tensor: Any, ordered: bool) -> Array:
-        """Return an array over a torch tensor's memory, cached as long as the tensor lives and keeps its memory. Local.
+        """Return an array over a torch tensor's memory, or raise Unsupported; without ``ordered``, work on it follows
+        torch's. The array is cached as long as the tensor lives and keeps its memory. Local.
 
         Asking torch takes as long as a launch.
         """
@@ -434,7 +437,9 @@ class CupyGpu:
 
     @_translated()
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return each array's sum of squares and if it is finite, once rounded to a dtype; wait for the GPU. Local."""
+        """Return for each array, as if its numbers were rounded to its dtype of ``dtypes``, the sum of squares and
+        whether all are finite; wait for the GPU. Unsupported: no float. Local.
+        """
         sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         squares, bad = norms.join_pieces(self.download(sums)).T.tolist()
         ends = pairwise(accumulate(counts, initial=0))
@@ -490,13 +495,16 @@ class CupyWorkspace:
     """
 
     def __init__(self, gpu: CupyGpu) -> None:
+        """Reserve no memory: :meth:`over` lends some for a block. Local."""
         self.gpu, self.copy = gpu, gpu.copy
         self._memory: Array | None = None
         self._used = 0
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
-        """In a with block: take new arrays and numbers from ``memory`` where they fit, not those of sum_runs. Local."""
+        """In a with block: take new arrays and numbers, not those of sum_runs, from ``memory`` until it is full. Local.
+        After the block others overwrite them.
+        """
         outer = self._memory, self._used
         self._memory, self._used = memory, 0
         try:
@@ -506,7 +514,9 @@ class CupyWorkspace:
             self._memory, self._used = outer
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, in the reserved memory, or beyond it if that is full. Local."""
+        """Return a new array of any content: inside a block of :meth:`over` a part of its memory, valid until the block
+        ends; without a block, or beyond its memory, the allocator's. Local.
+        """
         begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
         if self._memory is None or begin + nbytes > self._memory.size:
             # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._bound).
@@ -521,21 +531,25 @@ class CupyWorkspace:
         cuda_rows.prepare(dtype, accumulator(dtype))
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return copies of row numbers on the GPU, all by one queued upload. Local."""
+        """Return copies of row numbers on the GPU, in memory of :meth:`empty`. One upload brings all, and may wait for
+        earlier uploads. Local.
+        """
         # One upload for all: each copy from the host costs a call of its own, however short it is.
         there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
         return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
 
     @_translated()
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        """Return the rows of these numbers, copied to ``out`` or to new memory. Queued. Local."""
+        """Queue a copy of the rows of these numbers into ``out``, or an array of :meth:`empty`; return that. Local."""
         rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
         cuda_rows.take(table, self._there(ids), rows)
         return rows
 
     @_translated()
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        """Queue a copy of rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Local."""
+        """Queue a copy of rows, or zeros, to the rows of these numbers; each number must occur once. Rows of another
+        dtype are cast in memory of :meth:`empty`. Local.
+        """
         # The kernel copies bits: a cast is a pass of its own, in reserved memory.
         if rows is not None and rows.dtype != table.dtype:
             given, rows = rows, self.empty(rows.shape, table.dtype)
@@ -556,7 +570,7 @@ class CupyWorkspace:
         return total
 
     def _there(self, ids: Array) -> Array:
-        """Return row numbers on the GPU: as they are if they lie there, else by a queued upload. Local."""
+        """Return row numbers on the GPU: themselves if they lie there, or a copy in memory of :meth:`empty`. Local."""
         return ids if self.gpu.owns(ids) else self.gpu.upload(ids, self.empty(ids.shape, ids.dtype))
 
 
@@ -581,6 +595,7 @@ class CupyStream:
     """The :class:`~mpikv.protocols.Stream` of CuPy."""
 
     def __init__(self, gpu: CupyGpu, stream: Any) -> None:
+        """Wrap ``stream``, an existing stream of CuPy on this GPU. Local."""
         self.gpu = gpu
         self.handle = int(stream.ptr)
         self.beneath = stream
@@ -599,7 +614,7 @@ class CupyStream:
 
     @_translated("what was queued on {0} failed")
     def synchronize(self) -> None:
-        """Block until all queued work is done. Local."""
+        """Block until all queued work is done, or raise TransportError if CUDA failed. Local."""
         self.beneath.synchronize()
 
     @_translated("work of {0} cannot be recorded")
@@ -610,7 +625,7 @@ class CupyStream:
 
     @_translated("work of {0} could not be recorded")
     def end_capture(self) -> Graph:
-        """Stop recording; return the recorded work as a graph. Local."""
+        """Stop recording; return the recorded work as a graph, or raise TransportError. Local."""
         return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
@@ -653,6 +668,7 @@ class CupyEvent:
     """
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
+        """Take over ``beneath``, an event of CuPy that is recorded already. Local."""
         self.beneath = beneath
         self._gpu = gpu
 
@@ -684,7 +700,9 @@ class Staging:
     """
 
     def __init__(self, pieces: Sequence[Array], move: Callable[[int, int, int], None], now: Callable[[], Any]) -> None:
-        """``move(target, source, nbytes)`` queues a copy; ``now()`` records an event after queued work."""
+        """Take over pinned pieces; drop those of ended objects that no copy uses. ``move(target, source,
+        nbytes)`` must queue a copy, and ``now()`` record an event after queued work. Local.
+        """
         self._pieces: deque[tuple[Array, Any]] = deque((piece, None) for piece in pieces)
         self._move = move
         self._now = now
@@ -737,7 +755,7 @@ class Staging:
 
 
 def _keep_busy(pieces: deque[tuple[Array, Any]]) -> None:
-    """Keep the pieces with a copy that may be in flight in ``_left``, for the next staging. Local."""
+    """Keep pieces alive in ``_left``, as their copies may be in flight; a later Staging drops them. Local."""
     # CuPy gives freed pinned memory to the next caller, even if a copy is in flight, e.g. when a thread has ended.
     _left.extend(pair for pair in pieces if pair[1] is not None)
 

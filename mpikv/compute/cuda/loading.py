@@ -64,7 +64,7 @@ def argument_dtype(name: str, struct: str, **sizes: int) -> np.dtype[Any]:
 
 
 def print_rule(rule: Rule) -> str:
-    """Return the C++ text of a type for a rule. Its ``directs`` says whether the code changes the gradient. Local."""
+    """Return the C++ text of a type for a rule. The type's ``directs`` says if its code changes the gradient. Local."""
     words = set(re.findall("[a-z]+", rule.code))
     kinds = {"weight": "T&", "gradient": "T&", "state": "T*", "bits": "int", "n": "const T*"}
     parameters = ", ".join(kind + f" {name}" * (name in words) for name, kind in kinds.items())
@@ -102,7 +102,7 @@ def kernel(name: str, expression: str, rule: Rule | None = None) -> Kernel:
 
 @cache
 def load_kernel(name: str, expression: str, rule: Rule | None, ordinal: int) -> Kernel:
-    """Return a kernel, compiled or loaded on the current GPU, number ``ordinal``, once per process; imports CuPy."""
+    """Return a kernel of the current GPU, whose number is ``ordinal``; compile or load it once per process. Local."""
     import cupy
 
     code, inner = compiled_image(cupy, source_of(name, rule), OPTIONS, expression)
@@ -164,9 +164,8 @@ def gpu_pointer(array: Array) -> int:
 
 
 def addresses_of(optimizer: Optimizer, whole: Whole, states: int) -> dict[str, Any]:
-    """Return the addresses of sum, value, master (or 0) and ``states`` state arrays, by names in a launch's argument.
-
-    Raises: as :func:`address_of`.
+    """Return the addresses of sum, value, master (or 0) and ``states`` state arrays, by names in a launch's argument;
+    ValueMismatch for an array that does not fit. Local.
     """
     (total, value, state), size = whole, whole.value.size
     kept = {name: address_of(name, state[name], dtype, size) for name, dtype in optimizer.slots(value.dtype).items()}

@@ -39,9 +39,8 @@ def sharing(rank: int) -> dict[str, str]:
 
 
 def share_gpus(rank: int) -> None:
-    """Set the environment variables of :func:`sharing` that are unset; none if the user shares GPUs otherwise. Local.
-
-    The user does so if NCCL_HOSTID or NCCL_MULTI_RANK_GPU_ENABLE is set.
+    """Set the variables of :func:`sharing` that are unset, or none if the user has set NCCL_HOSTID or
+    NCCL_MULTI_RANK_GPU_ENABLE. Local.
     """
     if not any(name in os.environ for name in _CHOSEN):
         for name, value in sharing(rank).items():

@@ -23,7 +23,7 @@ _WIDTH = NUMBERS * np.dtype(np.float64).itemsize
 
 
 def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
-    """Return for each step its place among the distinct steps, and these; stop before a step beyond ``most`` distinct.
+    """Return for each step its place among the distinct step objects, and these; stop before more than ``most`` of these.
 
     >>> one, other = "one", "other"
     >>> rows_of([one, other, one, "third", one], 2)
@@ -65,7 +65,7 @@ class Table:
         self._launch = kernel("steps.cu", "write_numbers")
 
     def fits(self, step: Step) -> bool:
-        """Return whether updates that read this table serve a step: the same rule, with other numbers at most."""
+        """Return whether updates that read this table can run a step: by the same rule, with any numbers."""
         return call_of(self._optimizer, step)[0] is self.rule
 
     def write(self, steps: Sequence[Step]) -> None:
