@@ -62,7 +62,9 @@ class CudaCodec(SamePayloads):
             kernel("codes.cu", expression)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
-        """Queue the codec's encoding on the current stream: write the payload, with feedback the residual. Local."""
+        """Queue an encoding into the payload: of the gradient, or with feedback of residual plus gradient; the error
+        then replaces the residual. Local.
+        """
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = gpu_pointer(gradient)

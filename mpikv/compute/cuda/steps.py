@@ -23,7 +23,7 @@ _WIDTH = NUMBERS * np.dtype(np.float64).itemsize
 
 
 def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
-    """Return for each step its place among the distinct step objects, and these; stop before more than ``most`` of these.
+    """Return for each step its place among the distinct step objects, and these; stop before more than ``most``.
 
     >>> one, other = "one", "other"
     >>> rows_of([one, other, one, "third", one], 2)

@@ -59,7 +59,7 @@ class CompiledRanges(SamePayloads):
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Write the encoded gradient into the payload, and the encoding error into the residual, in one pass."""
+        """Encode residual plus gradient into the payload; the encoding error replaces the residual, never None here."""
         self._encode(gradient, payload, residual, self._bound)
 
     def decode_add(self, payload: Array, total: Array) -> None:

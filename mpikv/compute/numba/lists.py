@@ -44,12 +44,15 @@ class BoundList:
     """A :class:`mpikv.protocols.BoundList`."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
+        """Keep the arrays alive: contiguous ones; compile nothing yet. Local."""
         self._count, self._objects = len(arrays), _objects_of(arrays)
         self._sizes = np.array([array.nbytes for array in arrays], np.int64)
         self._begin = address_of(self._objects)
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
-        """Return whether the others have this list's length, classes, shapes and dtypes, and are contiguous. Local."""
+        """Return whether the others have this list's length, classes, shapes and dtypes, and are contiguous; with
+        ``writable`` also writable, with ``own`` no views. Local.
+        """
         # Lengths first: the loop below reads as many addresses as this list has.
         if len(others) != self._count:
             return False
@@ -65,7 +68,9 @@ class BoundList:
         return self._copy(others, _C_CONTIGUOUS | _WRITEABLE, taking=False)
 
     def _copy(self, others: Sequence[Any], flags: int, taking: bool) -> bool:
-        """Copy from the others, or to them; return False at the first without these flags or a fit. Local."""
+        """Copy the others into the arrays if ``taking``, else the arrays into the others; return False at the first
+        misfit, or without these flags: earlier ones are copied then. Local.
+        """
         if len(others) != self._count:
             return False
         objects = _objects_of(others)
@@ -113,9 +118,8 @@ def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> 
 
 
 def _copy_all(objects: int, own: int, nbytes: Any, flags: int, taking: bool) -> bool:
-    """Copy from arrays to ``own`` ones, or back, by addresses of numpy objects; return False at the first misfit.
-
-    Earlier ones are copied.
+    """Copy from arrays to ``own`` ones if ``taking``, else back; return False at the first misfit: earlier ones are
+    copied then. Arguments are addresses of arrays of object addresses.
     """
     for i in range(nbytes.size):
         array, mine = _word(objects + 8 * i), _word(own + 8 * i)
@@ -151,7 +155,10 @@ def _loading(bits: int) -> Callable[..., Any]:
     kind: Any = getattr(numba.types, f"int{bits}")
 
     def read(_: Any, address: Any) -> Any:
+        """Return the signature and the code generator of the read, as numba's ``intrinsic`` asks for."""
+
         def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            """Emit the read; return its result."""
             return builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
 
         return kind(numba.types.int64), build
@@ -163,6 +170,7 @@ def _moving(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Return the signature and the code generator of an intrinsic of numba that copies bytes between two addresses."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        """Emit the copy; return the value of a function without a result."""
         to, start = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in arguments[:2])
         cgutils.raw_memcpy(builder, to, start, arguments[2], 1)
         return context.get_dummy_value()
