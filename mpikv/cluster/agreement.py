@@ -57,9 +57,10 @@ class Agreement:
         """Shows the call on the board; whoever makes calls notes there the end of each one, good or bad."""
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
-        """Count a call, show it on the board, and raise on all ranks unless each makes an equal one or has joined.
+        """Count a call, show it on the board, and wait for all ranks; raise on all unless each makes an equal call or
+        has joined. Collective; a fence.
 
-        Collective; a fence: it waits for all ranks. The caller ends the call by ``record.leave()``.
+        The caller ends the call by ``record.leave()``.
 
         ``send_ready``: the send buffer holds the call's first message.
 
@@ -76,7 +77,7 @@ class Agreement:
             _, some_have_left = self.compare_reports(call)
             if some_have_left:
                 self.confirm(call, None)  # ranks in join() confirm too: they may lack memory for their part
-        elif record.calls >= self._lateness.next:
+        elif record.calls >= self._lateness.fold_at:
             self._lateness.fold(record.calls, self._transport.all_gather)
 
     def least(self, number: int) -> int:
@@ -96,7 +97,7 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Meet all ranks; if one passes an error, raise: there that error, on the others PeerFailed. Collective."""
+        """Meet all ranks; if some pass an error, raise on all: theirs there, PeerFailed on the others. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
                 self.compare_reports(call)  # raises: some rank has reported an error
@@ -129,7 +130,9 @@ class Agreement:
         return None if equal else self.compare_reports(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:
-        """Tell other ranks this rank's error, and mark it as printed in full here or by another rank. Collective."""
+        """Tell other ranks this rank's error, and set its mark ``repeated``: whether another rank has the same and
+        prints it in full. Raises nothing itself. Collective.
+        """
         # _FAILED is no digest: even alone, this rank makes the others look for the reason.
         rank = self._group.rank
         if self._transport.agree(_FAILED):  # all ranks failed, most likely by the same mistake: no texts are needed
@@ -151,9 +154,10 @@ class Agreement:
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def compare_reports(self, call: Call, number: int = 0, place: str | None = None) -> tuple[CallReport, bool]:
-        """Exchange reports; raise on an error or unequal calls; return (a working rank's, whether any joined).
+        """Exchange all ranks' reports of a call. Raise on an error or unequal calls, else return (the report of the
+        first rank that has not joined, whether any has joined). Collective.
 
-        Collective. ``number`` and ``place`` are those of a call that is not the last one.
+        ``number`` and ``place`` are those of a call that is not the last one.
         """
         reports = self._exchange_reports(call, None, place)
         # Errors before mismatches: bad arguments change the digest too, and the error says more.
@@ -211,9 +215,10 @@ class Agreement:
         return mark(error, "settled")
 
     def complete_text(self, verb: str, error: BaseException) -> None:
-        """Add to a Stalled's text where late ranks are, and show this rank as given up; name it in a TransportError.
+        """Add to a Stalled's text where late ranks are, and show this rank as given up on the board; add verb and rank
+        to the text of any TransportError. Local; may wait for answers of late ranks.
 
-        May wait for the late ranks' answers. It leaves other errors as they are.
+        It leaves other errors as they are.
         """
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
@@ -228,7 +233,9 @@ class Agreement:
         error.args = (self._add_rank(str(call), call.verb, error),)
 
     def _add_rank(self, begin: str, verb: str, error: BaseException) -> str:
-        """Return an error's text after ``begin``, unless it starts with the verb, and before this rank. Local."""
+        """Return an error's text with ``begin`` before it, unless it starts with the verb, and this rank behind it, if
+        there are several. The error stays as it is. Local.
+        """
         text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
@@ -263,7 +270,9 @@ def compare_requests(
 
 
 def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
-    """Return the error to raise here for another rank's: PeerFailed, or RankMismatch if it has that. Local."""
+    """Return the error to raise here because another rank raised ``failure``: PeerFailed, or RankMismatch if it raised
+    that. Local.
+    """
     kind, _, text = failure.partition(": ")
     if kind == RankMismatch.__name__:  # one rank found it, but it concerns all
         return mark(RankMismatch(text), "repeated")
@@ -272,10 +281,8 @@ def _make_peer_error(call: Call, rank: int, failure: str) -> Exception:
 
 
 def format_error(error: BaseException, call_place: str = "") -> str:
-    """Return "CLASS: TEXT" of an error, for other ranks; if other code raised it, with its notes and line. Local.
-
-    Other code raises any error but MPIKVError. The line is the caller's that raised it; without one ``call_place``, and
-    without that the innermost.
+    """Return "CLASS: TEXT" of an error, for other ranks. Unless it is an MPIKVError, its notes and a place follow: the
+    caller's line in its traceback, else ``call_place``, else its innermost line. Local.
     """
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"
@@ -284,7 +291,9 @@ def format_error(error: BaseException, call_place: str = "") -> str:
 
 
 def _describe_difference(reports: Mapping[int, CallReport]) -> str:
-    """Return one text of the first call, the next that differs, and where; at least one must differ. Local."""
+    """Return a text of the first rank's call and the first unequal one, with all its ranks; if they read alike, of
+    their first unequal item, too. At least one must differ. Local.
+    """
     (rank, first), *others = reports.items()
     other = next(other for _, other in others if other.token != first.token)
     where = ""
@@ -297,7 +306,9 @@ def _describe_difference(reports: Mapping[int, CallReport]) -> str:
 
 
 def _describe_places(reports: Mapping[int, CallReport]) -> str:
-    """Return the program's lines of different calls in one text, each of its first rank; "" if there are none."""
+    """Return "; rank 0 is at FILE:LINE in NAME, ...": for each different call, the program's line on its first rank. ""
+    if no line is known. Local.
+    """
     # Reversed, so that the first rank of each call is the one that stays in the dict.
     firsts = {other.token: (rank, other) for rank, other in reversed(list(reports.items()))}
     calls = sorted(one for one in firsts.values() if one[1].place)

@@ -256,7 +256,9 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
-        """Make the queued calls, one at a time, until :meth:`end`. The thread's function; its calls are collective."""
+        """Make queued calls, one at a time, until :meth:`end` was called and the queue is empty. The thread's function;
+        its calls are collective.
+        """
         # One call at a time: two threads of one rank would make collectives in another order on each rank.
         while queued := self._await_call():
             with self._on_worker():
@@ -295,7 +297,9 @@ class Pending:
             return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
-        """Mark a call as completed, and wake all who wait; note an error as unseen, log it if nobody waits. Local."""
+        """Mark a call as completed, and wake all who wait. Its error counts as unseen, and is logged unless a wait
+        without a timeout has begun or is sure to come. Local.
+        """
         if work._error is not None and not work._awaited:
             log("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:

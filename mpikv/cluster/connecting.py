@@ -131,7 +131,8 @@ def _describe_crowd(group: ProcessGroup) -> str:
 
 
 def _find_simulated(comm: Any) -> Any:
-    """Return ``comm`` if it is of this simulated rank, all ranks' communicator if it is None, else raise. Local.
+    """Return ``comm``, for a simulated rank: its communicator of all ranks if ``comm`` is None; ConfigError if ``comm``
+    is not of this rank. Local.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.

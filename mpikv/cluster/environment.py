@@ -238,9 +238,10 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set NCCL_LAUNCH_ORDER_IMPLICIT=1, if missing: work of several communicators starts in program order.
+    """Before NCCL's first use, set NCCL_LAUNCH_ORDER_IMPLICIT=1, if missing: several communicators' work starts in
+    program order.
 
-    Without it ranks may wait for each other for ever. Call it before NCCL is first used.
+    Without it ranks may wait for each other for ever.
 
     >>> order_launches(environ := {})
     >>> environ

@@ -64,7 +64,7 @@ class Recorder:
     """Shows this rank's calls and their times in its slot of the board. Local; one thread at a time calls it."""
 
     def __init__(self, slot: Array, timed: bool) -> None:
-        """Write this rank's calls to ``slot``, an array of one; without ``timed``, as alone, the clock stands at 0."""
+        """Show later calls in ``slot``, an array of one; write nothing yet. Without ``timed`` the clock stands at 0."""
         # Looked up here: simulated ranks have their own.
         here = present()
         self.clock, self._processor, self._read_signs = time.monotonic_ns if timed else int, here.busy, here.signs
@@ -82,7 +82,7 @@ class Recorder:
         """When all ranks had come to the call, by :attr:`clock`; set by whoever finds so."""
 
     def use(self, slot: Array) -> None:
-        """Write this rank's calls to another slot of the board from now on, and release the old one. Local."""
+        """Write later calls to another slot, an array of one; copy nothing there, and release the old one. Local."""
         for view in self._views:
             view.release()
         self._views = slot["call"].data, slot["ring"][0].view(np.uint8).data, slot["labels"].reshape(-1).data
@@ -125,7 +125,7 @@ class Recorder:
         return self._notes[number % LABELS]
 
     def _sample(self, now: int, length: int) -> int:
-        """Estimate for how many of the ``length`` ns up to ``now`` the main thread ran; may write the board's signs."""
+        """Return about how many of the ``length`` ns up to ``now`` the main thread ran; may write the board's signs."""
         busy = self._processor()
         ran = busy - self._busy - (now - self._sampled - length)
         self._busy, self._sampled = busy, now
@@ -139,20 +139,24 @@ class Lateness:
     """Adds up the calls of all ranks."""
 
     def __init__(self, group: Group, slots: Callable[[], Array], report: float) -> None:
-        """``slots`` returns those of this host. Rank 0 logs a line each ``report`` seconds, unless that is 0."""
+        """Keep the arguments; ``slots()`` returns this host's slots. If ``report`` is not 0, :meth:`fold` on rank 0
+        logs a line every so many seconds. Local.
+        """
         self._group, self._slots = group, slots
         # On one host the first rank adds up for all, on the board. A rank that is alone waits for nobody.
-        self.next = 8 if group.size > 1 and (group.rank == 0 or not group.one_host) else sys.maxsize
-        """The number of the call at which to call :meth:`fold`."""
+        self.fold_at = 8 if group.size > 1 and (group.rank == 0 or not group.one_host) else sys.maxsize
+        """The number of the call at which to call :meth:`fold` again."""
         self._apart = np.zeros((group.size, *SUMS.shape), np.int64)
         self._every = report if group.rank == 0 and group.size > 1 else 0.0
         self._started = self._reported = present().now()
         self._before = self._apart[:, 0, :-1].copy()
 
     def fold(self, number: int, all_gather: Callable[[Array, Sequence[int]], None]) -> None:
-        """Add calls before ``number`` to the sums, set ``next``; may log a report. Collective if on several hosts."""
+        """Add the calls before ``number`` to the sums, and set ``fold_at``, the number of the call to fold at next. May
+        log a report. Collective if on several hosts.
+        """
         # Other hosts are known as of the last sum alone: slow steps must not make that old.
-        self.next = min(2 * self.next, self.next + (_WINDOW if self._group.one_host else _WINDOW // 4))
+        self.fold_at = min(2 * self.fold_at, self.fold_at + (_WINDOW if self._group.one_host else _WINDOW // 4))
         sums, memory = self._sum(number - 1, all_gather)
         # Last, and never in the newest version: other ranks may be reading that, and know it by this number.
         memory[:, :-1] = sums
@@ -163,10 +167,12 @@ class Lateness:
                 self._report(sums, now)
             if self._group.one_host:  # a program may make few calls in the time of a report
                 rate = number / max(now - self._started, 1e-3)
-                self.next = min(self.next, number + max(1, int(rate * self._every / 8)))
+                self.fold_at = min(self.fold_at, number + max(1, int(rate * self._every / 8)))
 
     def statistics(self, number: int) -> dict[str, Any]:
-        """Return a dict: each rank's seconds by phase and times last, and who is late, before ``number``. Local."""
+        """Return a dict with ``ranks``, the times last and seconds by phase of each rank in the calls before
+        ``number``, and ``late``, a dict or None. On several hosts both are as of the last :meth:`fold`. Local.
+        """
         (sums, _), shown = self._sum(number - 1), COLUMNS[1 : len(PHASES) + 2]
         seconds = (sums[:, 1 : len(shown) + 1] / 1e9).tolist()
         ranks = [
@@ -177,9 +183,8 @@ class Lateness:
         return {"ranks": ranks, "late": late and late._asdict()}
 
     def _sum(self, last: int, all_gather: Callable[[Array, Sequence[int]], None] | None = None) -> tuple[Array, Array]:
-        """Return (sums up to ``last``, the array for the next); on several hosts old sums unless given ``all_gather``.
-
-        On several hosts the sums of :meth:`fold` are returned without it.
+        """Return (sums up to the call ``last``, the array to store them in); store nothing. On several hosts it is
+        collective with ``all_gather``, and without it returns the sums of the last :meth:`fold`.
         """
         slots, told = self._slots(), np.zeros(self._group.size, _TOLD)
         versions = slots["sums"] if self._group.one_host else self._apart
@@ -199,7 +204,7 @@ class Lateness:
         return sums, versions[:, 1 - newest]
 
     def _report(self, sums: Array, now: float) -> None:
-        """Log which rank made the others wait since the last report, and begin another period. Local."""
+        """Log the rank that made the others wait since the last report, or that none did; begin a new period. Local."""
         added, seconds = sums - self._before, now - self._reported
         self._reported, self._before = now, sums
         late = find_late(added, seconds)
@@ -207,7 +212,9 @@ class Lateness:
 
 
 def window(slots: Array, begin: int, last: int) -> Array:
-    """Return records of calls after ``begin`` to ``last``, 512 at most, that all slots have: slots x calls. Local."""
+    """Return records, slots x calls, of those calls after ``begin`` to ``last``, the newest 512 at most, that all slots
+    have. Local.
+    """
     calls = np.arange(max(begin, last - _WINDOW) + 1, last + 1)
     # As numbers: numpy takes records one field at a time, which is four times as slow.
     ring: Array = slots["ring"].view(np.int64).reshape(len(slots), RING, -1)
@@ -222,7 +229,9 @@ def phases_of(records: Array) -> Array:
 
 
 def condense(slots: Array, begin: int, last: int) -> Array:
-    """Return a record for each slot: its wait in each call after ``begin`` to ``last``, its times, its signs. Local."""
+    """Return a record for each slot: its wait in each call after ``begin`` to ``last``, the sums of its phases over
+    these calls, and its signs so far. Local.
+    """
     rows, told = window(slots, begin, last), np.zeros(len(slots), _TOLD)
     told["waits"] = np.nan
     told["waits"][:, rows["call"][0] % _WINDOW] = rows["met"] - rows["began"]
@@ -234,7 +243,9 @@ def condense(slots: Array, begin: int, last: int) -> Array:
 
 
 def sums_of(told: Array, signs: Array) -> Array:
-    """Return a row of :data:`COLUMNS` for each rank, from its row of :func:`condense`, signs less ``signs``. Local."""
+    """Return a row of :data:`COLUMNS` for each rank, from the records of :func:`condense`. ``signs``, of an earlier
+    moment, are subtracted from theirs. Local.
+    """
     # A call that failed on one rank has no record there.
     waits = told["waits"].compress(~np.isnan(told["waits"]).any(axis=0), axis=1).astype(np.int64)
     size, last = len(waits), waits.argmin(axis=0)

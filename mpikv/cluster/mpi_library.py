@@ -52,7 +52,8 @@ def library_of(comm: Any) -> Any:
 
 
 def load_mpi(start: bool = True) -> Any:
-    """Return ``mpi4py.MPI``, or raise TransportUnavailable; starts MPI, collective, unless ``start`` is False.
+    """Return ``mpi4py.MPI``, or raise TransportUnavailable. The first import starts MPI, a collective act, unless
+    ``start`` is False; later calls start nothing.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
@@ -129,7 +130,7 @@ def _knows_munge(library: Path) -> bool:
 
 
 def find_mapped_files(pattern: str) -> list[str]:
-    """Return the paths of files that this process has mapped, as far as they match a pattern. Local."""
+    """Return the sorted paths of this process's mapped files that match a regular expression. Local."""
     maps = Path("/proc/self/maps")  # Linux only; elsewhere nothing is known
     return sorted(set(re.findall(pattern, maps.read_text()))) if maps.exists() else []
 
@@ -179,7 +180,7 @@ def name_library(version: str) -> str:
 
 @cache
 def reads_gpus() -> bool:
-    """Return whether the MPI library says that it reads and writes the memory of GPUs (CUDA-aware). Local."""
+    """Return whether the MPI library says that it reads and writes the memory of GPUs (CUDA-aware). Local; MPI runs."""
     # An extension that both widespread libraries have. Others count as not CUDA-aware.
     return bool(getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", int)())
 

@@ -221,7 +221,9 @@ class ProcessGroup:
             comm.Free()
 
     def _hear_all(self) -> bool:
-        """Receive the messages that have come; return whether all messages to this rank have been received. Local."""
+        """Receive the messages that have come; return whether no more are on their way to this rank. Only in
+        :meth:`close`, after it has summed the ranks' counts. Local.
+        """
         while any(self.receive_notice(tag) for tag in _TAGS):
             pass
         return bool(self._counts[self.rank] == 0)

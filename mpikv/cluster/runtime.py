@@ -57,7 +57,7 @@ class Runtime:
     event: Callable[[], Any] = staticmethod(threading.Event)
 
     def __init__(self) -> None:
-        """Find out this process's host, and the processes with which it can share memory. Local."""
+        """Find the name of this host, and the text common to the processes of one shared memory. Local."""
         self.owned: dict[str, list[Any]] = {}
         """Objects of this rank's process until its end, by kind."""
         self.host = platform.node()

@@ -38,10 +38,10 @@ _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and s
 
 
 def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, ending: str = "") -> Array:
-    """Return zeros that this host's ranks share, private if one; on failure raise on all. Collective over the host.
+    """Return ``nbytes`` zeros that this host's ranks share, private ones if it has one rank; ``ending`` ends the name
+    of their file. On failure raise on all. Collective over the host.
 
     With ``pages_now`` the system makes its pages now, else each at first use: a millisecond per megabyte.
-    ``ending`` ends the name of the file.
 
     Raises:
         MemoryError: on every rank of the host, if its shared memory is too small.
@@ -85,7 +85,9 @@ def allocate_shared(group: Group, nbytes: int, pages_now: bool = True, ending: s
 
 
 def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]:
-    """Open a file as shared memory, made if ``new``; return it and "", or private memory and the reason. Local."""
+    """Map a file, made if ``new``, and return (map, ""); on failure (private memory, the reason). The map has some
+    bytes more than ``nbytes``, for the caller to align, and reserves no memory: see :func:`_free_bytes`. Local.
+    """
     try:
         return _open_memory(path, nbytes + _ALIGNMENT, new=new), ""
     except OSError as error:
@@ -94,7 +96,9 @@ def _map(group: Group, path: str, nbytes: int, *, new: bool) -> tuple[mmap, str]
 
 
 def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
-    """Map a file's memory and return it; with ``new``, make the file. Raises OSError. Local."""
+    """Map ``nbytes`` of a file, and return the map; with ``new`` first make the file, an error if it exists. Reserves
+    no memory. Raises OSError. Local.
+    """
     with open(path, "x+b" if new else "r+b", 0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         if new:
             file.truncate(nbytes)
@@ -102,7 +106,9 @@ def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
 
 
 def _free_bytes() -> int:
-    """Return the free bytes of the host's shared memory; 0 if it has none. Local."""
+    """Return the free bytes of the host's shared memory, 0 if it has none; pages mapped but not yet made count as free.
+    Local.
+    """
     with suppress(OSError):  # there is none; all ranks of the host learn it
         space = os.statvfs(SHARED)
         return space.f_bavail * space.f_frsize
@@ -110,9 +116,10 @@ def _free_bytes() -> int:
 
 
 def find_flag_fence(machine: str = platform.machine()) -> Callable[[], object] | None:
-    """Return the function that orders a thread's accesses to flags in shared memory; None on x86-64: none is needed.
+    """Return the function that orders the calling thread's accesses to flags in shared memory; None on x86-64, as none
+    is needed there. TransportError if the system has none. Local.
 
-    Local. x86-64 keeps the order among stores and among loads, as flags need.
+    x86-64 keeps the order among stores and among loads, as flags need.
 
     Raises:
         TransportError: the system offers none for this processor.

@@ -58,7 +58,7 @@ def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
     ranks: set[int] = set()
 
     def receive() -> set[int]:
-        """Receive the notices that have come; return all ranks that have sent one so far."""
+        """Receive the notices that have come; return the one set, itself, of the ranks that have sent one so far."""
         status = mpi.Status()
         # By source, not by any: a message of the caller's own may wait in front, and must stay where it is.
         for rank in set(range(comm.size)) - ranks:

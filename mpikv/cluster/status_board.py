@@ -90,9 +90,10 @@ class StatusBoard:
     """The slots of the ranks of this host. All methods but the constructor are local."""
 
     def __init__(self, group: Group, report: float = 0.0, about: str = "") -> None:
-        """Make the slots of this host, and have SIGURG answer questions. ``about`` ends warnings. Collective.
+        """Make this host's slots in shared memory, register the answers to questions. Collective over the host.
 
-        ``report``: see :class:`~mpikv.cluster.lateness.Lateness`.
+        Answered are questions by SIGURG and, while this rank waits, by messages of other hosts. ``about`` ends the
+        text of warnings. ``report``: see :class:`~mpikv.cluster.lateness.Lateness`.
         """
         self._rank, self._ranks, self._about = group.rank, group.host_ranks, about
         self._inquiry: Inquiry | None = None
@@ -178,9 +179,8 @@ class StatusBoard:
             self._own["thread"] = self._own["pid"]
 
     def _find_away(self, is_meant: Callable[[int, Any], bool]) -> tuple[int, ...]:
-        """Ask the first four ranks here with ``is_meant(rank, slot)`` by a signal; return those outside mpikv's code.
-
-        Local; may wait.
+        """Ask the first four ranks here with ``is_meant(rank, slot)`` by a signal. Return those outside mpikv's code,
+        stopped or ended. Local; may wait.
         """
         asked = [pair for pair in zip(self._ranks, self._slots, strict=True) if is_meant(*pair)][:_MOST_ASKED]
         # Again: a rank that has just given up, or left its updater, may be in the program's code by now.
@@ -215,7 +215,9 @@ def call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Have SIGURG write this process's frames to a file; return its descriptor, -1 if it cannot. Local; once."""
+    """Have SIGURG write the signalled thread's frames to a file, and return its descriptor; do nothing and return -1 if
+    the program uses the signal or this is not the main thread. Local; once, later calls return the same.
+    """
     # Python allows handlers from the main thread only, and the program's own handler comes first.
     if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
@@ -272,7 +274,7 @@ def is_gone(slot: Any) -> bool:
 
 
 def _ask_if_waiting(slot: Any) -> bool:
-    """Return whether a running process, asked by a signal, is in mpikv's code or gives no answer. Local; may wait."""
+    """Ask a process by a signal; return whether it runs, in mpikv's code or without an answer. Local; may wait."""
     files = [file for file, _, _ in _ask(slot)]
     # The package may be installed among the libraries, and calls some itself, as here. So its own frames come first,
     # and then only frames outside of libraries count.
@@ -299,9 +301,8 @@ def _state(slot: Any) -> str:
 
 
 def _ask(slot: Any) -> list[tuple[str, str, str]]:
-    """Ask a process by a signal, half a second at most; return its calling thread's frames (file, line, name). Local.
-
-    Empty if it does not answer.
+    """Ask a process by a signal for the frames of the thread that makes its mpikv calls. Return (file, line, name) of
+    each, innermost first; [] without an answer in half a second. Local; may wait.
     """
     pid, answers = int(slot["pid"]), int(slot["answers"])
     if (peer := present().peer(pid)) is not None:
@@ -381,13 +382,17 @@ class Inquiry:
             self._group.send_notice(json.dumps([int(number), *self.look()]).encode(), [source], ANSWERS)
 
     def give_up(self) -> None:
-        """Send other hosts this host's late ranks, as the answer to any later question. Local; may wait."""
+        """Find this host's late ranks, and send them to all ranks of other hosts now, once, as an answer that stays
+        valid for all later questions. Local; may wait.
+        """
         answer = json.dumps([math.inf, *self.look()]).encode()
         for _, ranks in self._others:
             self._group.send_notice(answer, ranks, ANSWERS)
 
     def look(self) -> Answer:
-        """Ask this host's late ranks by signals, once a second in a call; return them, and a text. Local; may wait."""
+        """Return this host's late ranks, asked by signals, and a text. Within a second in one call, ask nobody and
+        return the same again. Local; may wait.
+        """
         now, call, (before, when) = present().now, self._call(), self._known
         # An answer from an earlier call would say that nobody is late: a late question may have been answered there.
         if call != before or now() - when > _FRESH:
@@ -395,7 +400,9 @@ class Inquiry:
         return self._found
 
     def collect(self) -> list[Answer]:
-        """Await other hosts' answers for a second, and answer their questions; return one each. Local; may wait."""
+        """After :meth:`ask`, wait a second at most for the answers, and answer other hosts' questions meanwhile. Return
+        an answer for each other host; that of a silent one says so. Local.
+        """
         here = present()
         limit = here.now() + _HOST_PATIENCE
         while True:

@@ -43,7 +43,8 @@ _OTHERS = 0.2
 
 
 def hide_frames(error: BaseException) -> None:
-    """Cut mpikv's frames out of the tracebacks of an error and its causes, unless it is a bug or they are kept. Local.
+    """Cut mpikv's frames out of the tracebacks of an error and its causes, in place; not those of a bug of mpikv, and
+    none under MPIKV_FULL_TRACEBACK. Local.
 
     From Python 3.11 on, a bare ``raise`` afterwards adds no frame of its own.
     """
