@@ -89,7 +89,9 @@ class AsyncKVStore(KVStore):
     _in_rounds = False
 
     def __init__(self, group: Any, *parts: Any, staleness: int | None = None, **options: Any) -> None:
-        """Use :func:`mpikv.create`. Collective. Other options as for :class:`mpikv.KVStore`."""
+        """Use :func:`mpikv.create`. Duplicates the communicator, and starts the thread that answers other ranks; other
+        options as for :class:`mpikv.KVStore`. Collective.
+        """
         # First, as it may fail: then the store is among the open ones. Collective: it duplicates the communicator.
         self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
         super().__init__(group, *parts, **options)
@@ -122,7 +124,8 @@ class AsyncKVStore(KVStore):
         return {"async": True, "compression": False, "sparse": False}.get(capability.lower(), capable)
 
     def statistics(self) -> dict[str, Any]:
-        """Return the dict of any store, with the bound, the largest lead (of rank 0 alone), and own updates. Local.
+        """Return the dict of any store, with the bound, the largest lead (known to rank 0, elsewhere 0), and the number
+        of updates made here as an owner. Local.
 
         ``staleness``: the bound, and on the first rank, with a bound, the largest lead of one rank over another
         so far. ``updates``: how many updates this rank has made as an owner.
@@ -279,7 +282,10 @@ class AsyncKVStore(KVStore):
         client.raise_failures(plan.keys)
 
     def _ask_all(self, plan: Plan, arrays: Sequence[Any], filled: Sequence[Any] | None, ticks: dict[int, Tick]) -> None:
-        """Send each value to its owner, and take from ``ticks`` what has been sent. Waits for no other rank. Local."""
+        """Request a push of each value from its owner, and keep the tickets in ``_pushes``; remove from ``ticks`` those
+        of requests made. Updates this rank's keys at once. Arrays of ``filled`` are filled later, by answers. Waits for
+        no other rank. Local.
+        """
         for owner, entry, group, given in self._others_first(plan, arrays, filled or [()] * len(arrays)):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
             # This rank's own answer comes at once, and may fill an array that a later key pushes.
@@ -297,7 +303,9 @@ class AsyncKVStore(KVStore):
     # --- The doors
 
     def _enter(self, verb: str, wait: bool, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Check the caller, take the store, receive answers, return ``run(*arguments)``. May wait. Not collective."""
+        """Raise Unsupported unless ``wait``; check the caller, take the store, receive answers, return
+        ``run(*arguments)``. May wait. Not collective.
+        """
         if not wait:
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
@@ -346,7 +354,7 @@ class AsyncKVStore(KVStore):
         self._copy_updater()
 
     def _copy_updater(self) -> None:
-        """Copy the updater if it has changed; pushes are applied by the copy until the next collective call. Local."""
+        """If the updater has changed, copy it; the copy applies pushes from the next :meth:`_begin` on. Local."""
         updater = self._exchange.updater
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
@@ -356,7 +364,9 @@ class AsyncKVStore(KVStore):
             self._exchange.set_rank_count(self._applied)
 
     def _drain(self, verb: str) -> BaseException | None:
-        """End others' waits for this rank's pushes, await its own answers; return an error to tell all, or None."""
+        """Leave the clocks, so that no rank waits for pushes of this one, and await all answers. Return an error to
+        tell all, or None; raise one that has ended the store. Not collective.
+        """
 
         def run() -> None:
             """Leave the clocks, await all answers, and raise the first failed push. May wait."""
@@ -375,7 +385,9 @@ class AsyncKVStore(KVStore):
         return None
 
     def _check_caller(self, verb: str) -> None:
-        """Raise Unsupported in an updater (alone: this store's only), or if busy; Closed if it has ended. Local."""
+        """Raise Closed if the store has ended, and Unsupported if it is busy, or in an updater: of this store or,
+        unless it has one rank, of any. Local.
+        """
         # The lock is held while an updater runs: a call of the store inside would wait for itself.
         if self._holder == threading.get_ident():
             raise Unsupported(f"{verb}: an updater cannot call the store")
@@ -399,7 +411,9 @@ class AsyncKVStore(KVStore):
     # --- What this rank does as an owner
 
     def _begin(self) -> None:
-        """After a collective call: set clocks to 0, forget pushes, take the key table, accept requests. Local."""
+        """After a collective call: set clocks to 0, forget pushes, take the key table and the copied updater, and
+        accept requests. Waits for the lock. Local.
+        """
         self._client.begin(self._agreement.record.calls)
         with self._held(self._config.timeout):
             # First the epoch: the thread may serve early requests as soon as the lock is free.
@@ -411,7 +425,9 @@ class AsyncKVStore(KVStore):
         self._pushes.clear()
 
     def _serve(self, request: Request) -> bool:
-        """Run another rank's request, and answer it; return False if a collective call must come first. Local."""
+        """Run another rank's request, answer it now or later, and return True; return False, having done nothing, if
+        this rank must end a collective call first. Waits for the lock. Local.
+        """
         kind, epoch, ticket, number, clock, owners = request.head[:6]
         with self._held():
             # The sender has left a collective call that this rank is still in: serve it after that call.
@@ -427,9 +443,8 @@ class AsyncKVStore(KVStore):
 
     @contextmanager
     def _held(self, timeout: float = -1) -> Iterator[None]:
-        """In a with block, hold the lock of owner and clocks; Stalled after ``timeout`` seconds. Local.
-
-        A timeout below 0 is none.
+        """In a with block, hold the lock of owner and clocks; Stalled after ``timeout`` seconds, never if below 0.
+        Local.
         """
         if not self._lock.acquire(timeout=timeout):
             raise Stalled(f"waited {timeout:.1f} s for an update of this rank", [self.rank])
@@ -462,7 +477,9 @@ class AsyncKVStore(KVStore):
             self._answer(rank, ticket, 0, np.array(self._clocks.list_awaited(rank), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Send an answer without waiting, as a copy; one to this rank itself is taken before the return. Local."""
+        """Collect a copy of an answer to another rank, sent by the endpoint's next flush at the latest; have this rank
+        itself take its answer now. Does not wait. Local.
+        """
         if rank == self.rank:
             # The updater ran in the caller's own process: its exception is raised as it is, not as PeerFailed.
             if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
@@ -479,14 +496,18 @@ class AsyncKVStore(KVStore):
     # --- Ends
 
     def _leave(self, why: str) -> bool:
-        """End the store here, and stop the endpoint's thread; return whether it was open. Local."""
+        """End the store on this rank, and tell the endpoint's thread to end, without a wait; return whether it was
+        open. Local.
+        """
         left = super()._leave(why)
         if left and self._endpoint is not None:
             self._endpoint.stop()
         return left
 
     def _begin_handshake(self) -> Callable[[], list[int]]:
-        """Return a function that lists missing ranks, and announces the shutdown once own messages arrived. Local."""
+        """Return a function to call until it lists no ranks: it announces the shutdown once no messages are in flight,
+        and lists those yet to do so. Without an endpoint, announce now. Local.
+        """
         # MPI would wait for a message in flight without a deadline, or write to freed memory.
         if (endpoint := self._endpoint) is None:
             return super()._begin_handshake()
@@ -494,7 +515,9 @@ class AsyncKVStore(KVStore):
         begin = cache(super()._begin_handshake)
 
         def absent() -> list[int]:
-            """Return ranks with messages in flight; without any announce the shutdown once, return missing ranks."""
+            """Drop what has come; return ranks with messages in flight, this one while its thread runs. Without any,
+            announce the shutdown, once, and return the ranks yet to do so.
+            """
             if endpoint.answering:
                 return [self.rank]
             # Until nothing is in flight in either direction; only then may the communicator be freed.

@@ -72,7 +72,9 @@ class AsyncClient:
     """The requests of one rank to owners. One thread calls all methods but :meth:`take`."""
 
     def __init__(self, rank: int, endpoint: Endpoint | None, act: Act, waiting: Waits) -> None:
-        """``endpoint`` is None if this rank owns all keys."""
+        """Keep the arguments; send nothing. ``endpoint`` is None if this rank owns all keys; ``act`` runs requests of
+        this rank to itself. Local.
+        """
         self._rank, self._endpoint, self._act, self._waiting = rank, endpoint, act, waiting
         self._tickets = self._epoch = 0
         self._outstanding: dict[int, _Outstanding] = {}
@@ -102,7 +104,9 @@ class AsyncClient:
         number: int = 0,
         tick: Tick | None = None,
     ) -> int:
-        """Send a request without waiting, or run one to this rank, which may wait for its lock; return the ticket."""
+        """Collect a request for another rank, sent by the next :meth:`receive` at the latest, or run one to this rank,
+        perhaps after a wait for its lock. Return the ticket; ``take`` gets the answer's array, now or later.
+        """
         self._tickets = ticket = self._tickets + 1
         key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)

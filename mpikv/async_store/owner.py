@@ -29,6 +29,7 @@ class KeyOwner:
     """The keys of one owner. The caller makes one call at a time."""
 
     def __init__(self, answer: Answer) -> None:
+        """Keep ``answer``; call :meth:`begin` before any request. Local."""
         self._answer = answer
         self.applied = 0
         """Number of updates made."""
@@ -46,7 +47,8 @@ class KeyOwner:
         self._bindings: dict[int, tuple[Array, Callable[[Any], None]]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array, pulls: bool = False) -> None:
-        """Update a value by a rank's push; answer with the value if it ``pulls``, or the error; raise HalfUpdated, too.
+        """Update a value by a rank's push, then answer by the updater's error, else by the value if the push ``pulls``,
+        else by None. Raise HalfUpdated, too. Local.
 
         ``payload`` holds the elements or their bytes. It stays as it is, and the caller may reuse it on return.
         """
@@ -92,9 +94,8 @@ class KeyOwner:
             np.copyto(state[name], array)
 
     def _bind(self, entry: Entry) -> tuple[Array, Callable[[Any], None]]:
-        """Return memory for a push of a key, and a function of a step that updates the value by it; keep both. Local.
-
-        All keys of a dtype share the memory.
+        """Return (memory to copy a push of a key to, function that then updates the value, given a step); keep both for
+        later pushes. Keys of one dtype share the memory. Local.
         """
         dtype = accumulator(entry.dtype)
         if dtype not in self._totals:

@@ -24,7 +24,7 @@ class SspClocks:
     """The clocks of all ranks. All methods are local. The caller makes one call at a time."""
 
     def __init__(self, size: int, answer: Callable[[int, int], None]) -> None:
-        """``answer`` receives a rank and its ticket."""
+        """Set all clocks to 0. ``answer(rank, ticket)`` is called when a wait or a leave is over. Local."""
         self._size, self._answer = size, answer
         self.widest = 0
         """The largest difference between clocks of active ranks so far."""
@@ -41,7 +41,9 @@ class SspClocks:
         """The clock of the slowest active rank; 0 if all have left."""
 
     def tick(self, rank: int, clock: int, owners: int) -> None:
-        """Note that an owner has applied its part of a rank's push ``clock``; after the last, count it and answer."""
+        """Note that one of ``owners`` has applied its part of a rank's push ``clock``. After the last part, count the
+        push and answer the waits that are over. Does not block.
+        """
         assert clock > self._clocks[rank], "a push was counted before all its owners had applied it"
         left = self._unapplied
         left[rank, clock] = left.get((rank, clock), owners) - 1
