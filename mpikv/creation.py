@@ -82,7 +82,7 @@ class _Request:
     """
 
     def __init__(self, name: Any, root: Any, options: Mapping[str, Any]) -> None:
-        """Read the options; keep a fault of theirs as ``problem``, and raise nothing. Local."""
+        """Read the options, and open the trace file, if any; keep a fault as ``problem``, and raise nothing. Local."""
         self.name, self.root = name, root
         self.kind, self.settings = _KINDS[0], Config()
         self.sized = False
@@ -241,7 +241,7 @@ def _find_kind(name: str) -> StoreKind:
 
 
 def _read_options(request: _Request, options: Mapping[str, Any]) -> None:
-    """Fill in the request from options and variables, and open its trace file; raise at the first fault. Local."""
+    """Fill in the request by options and variables, and open the trace file, if any; raise the first fault. Local."""
     request.kind = kind = _find_kind(request.name)
     sliced = kind.sliced or (kind.may_slice and wants_slices())
     given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
@@ -374,7 +374,9 @@ def _find_lack(of_ranks: Sequence[Sequence[Any]]) -> str:
 
 
 def _build(request: _Request, parts: _Parts) -> KVStore:
-    """Return a new store, with its compression or as an AllReduce; close it if that fails. Collective."""
+    """Make a store and set its compression; close it and raise if the latter fails. Return it, inside an AllReduce if
+    it keeps no values. Collective.
+    """
     store = _make_store(request, parts)
     if request.codec is not None:
         try:
