@@ -28,7 +28,7 @@ def checked_sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -
 
 
 def checked_singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
-    """Return each key's one array, in this memory, uncast; raise for several, or one unfit for ``table``. Local."""
+    """Return each key's one array, in this memory, uncast; raise for several, or one unfit for a known key. Local."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_check_some(group, key)) > 1:

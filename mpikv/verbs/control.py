@@ -62,8 +62,8 @@ class ControlVerbs:
         return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int]) -> PreparedCall:
-        """Return (call, run); run(), collective, makes a communicator of some ranks. It returns (ranks, communicator),
-        a null one on other ranks. Local.
+        """Return (call, run); run(), collective, makes a communicator of some ranks for the caller to free, and returns
+        (ranks, communicator); other ranks get a null one. Local.
 
         Raises:
             ConfigError: something is no rank, is there twice, or nothing is there.

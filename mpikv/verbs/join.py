@@ -33,7 +33,9 @@ def prepare_empty_part(verbs: Verbs, report: CallReport, until_done: ExitStack) 
 
 
 def _prepare(verbs: Verbs, report: CallReport, until_done: ExitStack) -> PreparedCall:
-    """Return (call, run) of an empty part; zero pushed buffers in ``until_done``. Local; run() is collective."""
+    """Return (call, run) of an empty part. If buffers are pushed, zero this rank's until ``until_done`` closes. Local;
+    run() is collective.
+    """
     plan = verbs.exchange.values.plan(tuple(report.keys))
     # An empty list of arrays for each key adds nothing, and fills nothing.
     nothing: Sequence[Any] = [()] * len(plan.keys)

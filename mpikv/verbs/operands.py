@@ -209,11 +209,10 @@ class Operands:
         )
 
     def with_stand_ins(self, check: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return ``check(given)``, the arrays to fill, and ``given``. If some cannot be written, return those of a
-        :class:`Renewed` and that. Local.
+        """Return ``check(given)``, the arrays to fill, and ``given``. If some cannot be written, make a
+        :class:`Renewed` of ``given``, and return ``check`` of its arrays, and the Renewed. Local.
 
-        If it has arrays that cannot be written, the structure is that of a :class:`Renewed`, with new arrays in their
-        places; the caller's stay as they were.
+        A Renewed has new arrays in the places of those; the caller's stay as they were.
         """
         try:
             return check(given), given
@@ -234,7 +233,7 @@ class Operands:
     def check_new_targets(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[Any, np.dtype[Any]]], out: Any
     ) -> Arrays:
-        """Return for each key, known or not, a tuple of arrays to fill of a ``stored`` (shape, dtype); raise if one is
+        """Return for each key, known or not, a tuple of arrays to fill, checked against ``stored``; raise if one is
         unfit, or lies in a value. Local.
         """
         outs = [

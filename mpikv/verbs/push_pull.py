@@ -131,7 +131,9 @@ class PushPull:
     def update(
         self, verb: str, plan: Plan, sources: Arrays | None, priority: Any = 0, targets: Arrays = (), result: Any = None
     ) -> PreparedCall:
-        """Return (call, run) for a push or pushpull of checked arrays, None for buffers. Local; run() is collective."""
+        """Return (call, run) for a push or pushpull of checked ``sources``, or of buffers if None; pack no message yet.
+        Local; run() is collective.
+        """
         contribution = _WHOLE if sources is not None else _BUFFERS
         known, pipeline = plan.update_calls.get((verb, contribution)), self._exchange.pipeline
         if (
@@ -151,7 +153,9 @@ class PushPull:
         return call, run if type(result) is not Renewed else lambda: answer(run())
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
-        """Return (call, run) for a pull into checked arrays; run() returns ``result``. Local; run() is collective."""
+        """Return (call, run) for a pull into checked arrays; run() returns ``result``, finished if it is a
+        :class:`Renewed`. Local; run() is collective.
+        """
         run = partial(self._exchange.pipeline.pull, plan, targets, result)
         # As plan_call does; to ask here saves a hundredth of a small pull.
         if (call := plan.calls.get("pull")) is None or priority != 0:

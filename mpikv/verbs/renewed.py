@@ -27,9 +27,7 @@ class Renewed:
         self.arrays = map_leaves(given, self._take_stand_in)
 
     def finish(self) -> Any:
-        """Return a structure like the caller's, with its arrays, and new ones of its library in place of the
-        unwritable. Call it once they are filled. Local.
-        """
+        """Once the stand-ins are filled, return a structure like the caller's, of its library's arrays. Local."""
         try:
             of = self._originals
             return map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)

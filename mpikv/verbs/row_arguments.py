@@ -117,7 +117,9 @@ class Wanted(NamedTuple):
 
 
 def want_rows(entry: Entry, asked: Sequence[Asked]) -> Wanted:
-    """Return the union of the row numbers of some requests, with new memory for the rows and copies of them. Local."""
+    """Return a :class:`Wanted` of these requests: the union of their row numbers, and new memory, not filled yet, for
+    the rows and for copies of them. Local.
+    """
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
     return Wanted(ids, rows, asked, [_take_memory(entry, ids, each, memory) for each in asked])
@@ -144,7 +146,7 @@ def spare_bytes(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
 
 
 def deliver(entry: Entry, wanted: Wanted) -> None:
-    """Set each request's out to its rows: a RowSparse, maybe without a copy, or an array, zeros elsewhere. Local."""
+    """Give pulled rows to each request's out: a RowSparse, maybe uncopied, or an array, with zeros elsewhere. Local."""
     memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
     for each, made in zip(wanted.asked, wanted.made, strict=True):
         # A single request owns the pulled rows; several need copies.
