@@ -327,9 +327,8 @@ class AllReduce(RankedStore):
         return work
 
     def _run(self, here: Collectives, verb: str, work: _Work, result: Any) -> Any:
-        """Make a call's copies, and its sums or broadcasts; return its result. Collective.
-
-        On GPUs it only queues them, once the pending calls of other stores have been made.
+        """Make a call's copies, and its sums or broadcasts; on GPUs only queue them, once the pending calls of other
+        stores have been made. Return the call's result. Collective.
         """
         staged, self._store._exchange.pipeline.prefetched = self._store._exchange.pipeline.prefetched is not None, None
         if here is self._gpus:
@@ -390,9 +389,7 @@ class TestStore(KVStoreBase):
 
 
 def _fill(keys: Sequence[Key], groups: Sequence[Sequence[Any]], arrays: Sequence[Array]) -> None:
-    """Copy each array to all of its key's group; first, ValueMismatch if one is unfit, TypeError if read-only.
-    Local.
-    """
+    """Copy each array to all outs of its key; before, raise ValueMismatch or TypeError if an out is unfit. Local."""
     pairs = [
         (checked_target(out, key, array.shape, array.dtype, HOST), array)
         for key, outs, array in zip(keys, groups, arrays, strict=True)

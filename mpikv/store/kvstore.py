@@ -209,9 +209,9 @@ class KVStore(RankedStore):
         self._exchange.values.table.summed.update(dict.fromkeys(keys, owner))
 
     def _all_gather(self, key: Key, owned: Sequence[Sequence[Array]]) -> None:
-        """Send this rank's arrays, ``owned[rank]``, to all ranks, and fill each ``owned[r]`` with rank r's. Collective.
+        """Fill each ``owned[r]`` on all ranks with rank r's, through the memory of the key. Collective.
 
-        All are flat bytes, of the same sizes on every rank. They travel through the memory of the key, of as many.
+        All are flat bytes, of the same sizes on every rank, and the key's value has as many.
         """
         self._collective("all_gather", self._verbs.push_pull.all_gather, key, owned)
 
@@ -1206,9 +1206,9 @@ class KVStore(RankedStore):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
     def count_failed(self) -> int:
-        """Return how many calls have failed and left the store open, the same on each rank. Local; it may wait.
+        """Wait for pending calls; return how many calls failed and left the store open, the same on each rank. Local.
 
-        First it waits for pending calls: these fail in a thread, at another moment on each rank.
+        Pending calls fail in a thread, at another moment on each rank.
         """
         self._pending.drain()
         return self._door.failed_calls
@@ -1317,7 +1317,7 @@ class KVStore(RankedStore):
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
-        """Run a call on the store's stream, after the pending calls of other stores on GPUs. Collective."""
+        """Return ``quietly(run)``, run on the store's stream, after other GPU stores' pending calls. Collective."""
         if self._has_stream and len(self._stores) > 1:
             drain_gpu_stores(self)
         return self._order.run(quietly, run)
