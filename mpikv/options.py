@@ -20,7 +20,9 @@ from .errors import ConfigError, brief, known_names, text_of
 
 
 def number(default: Any, interval: str) -> Any:
-    """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``; None only as default."""
+    """Return a dataclass field, checked later, for a number in an interval as ``"[0, 1)"``; None is allowed only if it
+    is the default.
+    """
 
     def check(where: str, value: Any) -> float | None:
         """Return the number as a float, or None if that is the default; raise ConfigError for other values."""

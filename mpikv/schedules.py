@@ -77,7 +77,7 @@ class Schedule:
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
 
     def __call__(self, num_update: int) -> float:
-        """Return the rate of the update of this number, 1 at the first."""
+        """Return the rate of an update, given its number; the first update is number 1."""
         if num_update >= self.warmup_steps:
             return self.decayed(num_update)
         if self.warmup_mode == "constant":

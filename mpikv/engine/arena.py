@@ -216,7 +216,8 @@ class Arena:
     def place(
         self, requests: Sequence[tuple[np.dtype[Any], int]], leaving: Sequence[Place] = (), alone: Container[int] = ()
     ) -> list[Place]:
-        """Release the places ``leaving``, then return one per (dtype, elements); may allocate memory. Collective.
+        """Release the places ``leaving``, then return one per (dtype, elements). May allocate memory: a MemoryError
+        leaves the arena half changed, except in :meth:`restored_on_memory_error`. Collective.
 
         On GPUs the requests at the positions ``alone`` get a block for themselves.
         """

@@ -357,7 +357,9 @@ class ValueCompression:
         return self.codec.exchange(gradient, entry.shape, entry.codec_state, residual)
 
     def _run(self, rounds: Rounds, owner: int | None) -> Array:
-        """Run a codec's generator to its end, and make the exchanges that it asks for; return the sum. Collective."""
+        """Run a codec's generator to its end, and make the exchanges that it asks for; return the sum, as far as this
+        rank receives it. Collective.
+        """
         answer: Any = None
         while True:
             try:

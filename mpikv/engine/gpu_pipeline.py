@@ -35,8 +35,8 @@ class GpuPipeline(TransferPipeline):
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
-        """Prepare a plan as the base class does; bind an updater of whole values to them. MemoryError if this rank
-        lacks memory. Local.
+        """Prepare a plan as the base class does; if the updater takes whole values, bind it to them. MemoryError if
+        this rank lacks memory. Local.
         """
         super().prepare(plan)
         # Bound now, as it uploads addresses: memory may be short, and the ranks have not agreed yet.

@@ -381,7 +381,9 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of keys that their owners changed in place; all rows count nonzero. Collective."""
+        """Give every rank the values of keys that their owners changed in place; note that any row may be nonzero.
+        Collective.
+        """
         for entry in plan.row_sparse:
             entry.nonzero = None
         if not self.current:

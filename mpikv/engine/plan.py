@@ -348,7 +348,7 @@ def by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
-    """Cut keys, sorted by memory, at a block's cells; yield (first element, ranges from it on) for each cell. Local."""
+    """Cut keys, sorted by memory, at a block's cells; yield (first element, ranges counted from it) per cell. Local."""
     ranges: list[Range] = []
     start = stop = 0
     for item in items:
@@ -454,7 +454,7 @@ class Planner:
         return block.grid.owned(self.placement, 0, block.grid.size)
 
     def memory_for_total(self, entry: Entry) -> Array | None:
-        """Return memory for a value's sum, of no set content; None if another rank owns it; may allocate. Local."""
+        """Return memory, of undefined content, for a value's sum; None if another rank owns it. May allocate. Local."""
         block, low = entry.place.block, entry.place.start
         # One element, not all: an empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
@@ -493,7 +493,9 @@ class Planner:
         return self.scratch[low : low + nbytes].view(dtype)
 
     def cut_updates(self, bucket: Bucket, ranges: Sequence[Range]) -> Iterator[Update]:
-        """Cut this rank's elements of the ranges into pieces, short on the host; yield an Update for each. Local."""
+        """Cut this rank's elements of the ranges into pieces, short on the host; yield an Update for each, bound to it.
+        Local.
+        """
         block, shard, total = bucket.block, bucket.shard, bucket.total
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)

@@ -35,7 +35,8 @@ class Team:
         self._end.atexit = False
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run jobs, up to ``size`` at once, one here; may start threads; return or raise when all have ended. Local.
+        """Run one job or more, up to ``size`` at once, the first here; may start threads; return or raise when all have
+        ended. Local.
 
         It raises the error of a job. numpy warns of no overflow in the other threads.
         """

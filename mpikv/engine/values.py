@@ -102,9 +102,8 @@ class Values:
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays as all ranks' values, and in the optimizer's copies; none is stale then. Collective.
-
-        On a GPU these are the arrays of :meth:`set_apart`.
+        """Store the root's arrays, on a GPU those of :meth:`set_apart`, as all ranks' values and in the optimizer's
+        copies; none is stale then. Collective.
         """
         entries = self.table.find(keys)
         if self.at_root:
