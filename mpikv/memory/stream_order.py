@@ -48,6 +48,7 @@ class HostOrder:
     """
 
     def __init__(self) -> None:
+        """Start without noted functions, and without calls on GPU arrays (:attr:`beside`). Local."""
         self._fills: list[Callable[[], object]] = []
         self.needed = False
         self.beside: GpuOrder | None = None

@@ -226,6 +226,7 @@ def _translated(text: str = "CUDA failed on {0}, in '{1}'") -> Callable[[Method]
 
         @wraps(method)
         def translated(self: Any, *arguments: Any) -> Any:
+            """Run the method with its GPU current, and return its result; raise CUDA's errors as the decorator says."""
             gpu: CupyGpu = getattr(self, "gpu", self)  # the GPU itself, or a stream of it
             cuda = gpu.cuda
             try:
@@ -502,8 +503,8 @@ class CupyWorkspace:
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
-        """In a with block: take new arrays and numbers, not those of sum_runs, from ``memory`` until it is full. Local.
-        After the block others overwrite them.
+        """In a with block: take new arrays and numbers, but not those of :meth:`sum_runs`, from ``memory`` until it is
+        full. After the block others may overwrite them. Local.
         """
         outer = self._memory, self._used
         self._memory, self._used = memory, 0
@@ -646,6 +647,7 @@ class CupyGraph:
     """The :class:`~mpikv.protocols.Graph` of CuPy. CuPy destroys CUDA's graph with its last reference."""
 
     def __init__(self, gpu: CupyGpu, graph: Any) -> None:
+        """Wrap ``graph``, which CuPy has recorded on this GPU. Local."""
         self.gpu = gpu
         self._graph = graph
 

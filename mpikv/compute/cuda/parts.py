@@ -23,6 +23,7 @@ class _Arguments(threading.local):
     """Memory for the argument of a launch, one per thread; a launch copies it before it returns."""
 
     def __init__(self) -> None:
+        """Make this thread's argument, at its first use; it holds no pairs yet. Local."""
         self.pairs = np.zeros(1, argument_dtype("copies.cu", "Pairs"))
         columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
         self.facts, self.ends = columns[:3], columns[3]

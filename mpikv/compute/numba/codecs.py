@@ -59,7 +59,7 @@ class CompiledRanges(SamePayloads):
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Encode residual plus gradient into the payload; the encoding error replaces the residual, never None here."""
+        """Encode residual plus gradient into the payload; the encoding error replaces the residual (never None)."""
         self._encode(gradient, payload, residual, self._bound)
 
     def decode_add(self, payload: Array, total: Array) -> None:

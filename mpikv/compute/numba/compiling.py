@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @cache
 def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str = "") -> Callable[..., Any]:
-    """Return the loop compiled, or loaded from disk; without ``signature``, that is put off to its first call. Local.
+    """Return the loop compiled, or loaded from disk; without ``signature`` its first call does that. Local.
 
     numba numbers the versions of a function in its cache. Ranks that compile different versions at the same time use
     one number twice. So each ``kind`` of arrays has a function of its own, and so has each kind of processor.
@@ -36,5 +36,5 @@ def compile_cached(loop: Callable[..., None], signature: Any = None, kind: str =
 
 
 def inner(function: Function) -> Function:
-    """Let compiled loops call a function, which is compiled together with the first of them. A decorator."""
+    """Return a function that compiled loops can call, compiled together with the first of them. A decorator."""
     return cast(Function, numba.njit(function, error_model="numpy"))

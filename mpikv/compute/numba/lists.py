@@ -44,7 +44,7 @@ class BoundList:
     """A :class:`mpikv.protocols.BoundList`."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
-        """Keep the arrays alive: contiguous ones; compile nothing yet. Local."""
+        """Keep contiguous arrays alive, to compare and copy lists with; compile nothing yet. Local."""
         self._count, self._objects = len(arrays), _objects_of(arrays)
         self._sizes = np.array([array.nbytes for array in arrays], np.int64)
         self._begin = address_of(self._objects)
@@ -68,8 +68,8 @@ class BoundList:
         return self._copy(others, _C_CONTIGUOUS | _WRITEABLE, taking=False)
 
     def _copy(self, others: Sequence[Any], flags: int, taking: bool) -> bool:
-        """Copy the others into the arrays if ``taking``, else the arrays into the others; return False at the first
-        misfit, or without these flags: earlier ones are copied then. Local.
+        """Copy the others into the arrays if ``taking``, else the arrays into the others. Return False at the first
+        misfit, or other without these flags: earlier ones are copied then. Local.
         """
         if len(others) != self._count:
             return False
