@@ -143,7 +143,9 @@ class BackwardSync:
     # --- One pass
 
     def _take_gradient(self, parameter: Any) -> None:
-        """In a hook: begin a pass if none runs, stage a gradient, send full buckets; paused, note that. Collective."""
+        """In a hook, with a new gradient: begin a pass if none runs, stage the gradient, begin to sum the complete
+        buckets. While ``paused`` only note that gradients stay here. Collective.
+        """
         if self.paused:
             self.why_local = _KEPT_BACK
             return
@@ -188,9 +190,8 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        """Divide a gradient by the rank count into its buffer; return whether it was there. Local; faults raise on all.
-
-        Before there is a buffer, the gradient is only checked. Zeros stand for a gradient that is None.
+        """Divide a gradient by the rank count into its buffer, and return True; if it is None, write zeros and return
+        False. Before there is a buffer, only check the gradient. Local; faults raise on all ranks.
         """
         made = gradient.parameter.grad
         try:

@@ -54,7 +54,7 @@ class Gradient:
         return True
 
     def check(self) -> None:
-        """Raise Unsupported unless the gradient can be summed, and has the attached dtype, shape and device. Local."""
+        """Raise Unsupported unless there is a gradient to be summed, of the attached dtype, shape and device. Local."""
         grad = self.parameter.grad
         if grad is None:
             raise Unsupported(

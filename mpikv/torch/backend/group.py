@@ -357,7 +357,7 @@ class MpikvProcessGroup(dist.ProcessGroup):  # type: ignore[misc]  # as Work
         return Work(text, tensors, self._queue)
 
     def _follow(self, work: Work, message: Message) -> Work:
-        """Have a wait for ``work`` move its message, unless that has ended; return ``work``. Local."""
+        """Let each later wait for ``work`` move its message, unless that has ended; return ``work`` now. Local."""
         if message.end is not None:
             work.help = partial(self._meeting.mailbox.wait, message, self._timeout.total_seconds())
         return work

@@ -91,10 +91,8 @@ class Meeting:
         """Return None: PyTorch's program has seen all errors. For the end of programs with ranks that closed apart."""
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
-        """Tell the other ranks that this one ends; return a function that lists those that did not, and a limit. Local.
-
-        Returns:
-            A function that lists the ranks that have not said the same yet, and the seconds they may take.
+        """Tell the other ranks that this one ends; return a function that lists the ranks yet to say so, and the
+        seconds that they may take. Local; does not wait.
         """
         return self._group.announce_shutdown(), self.deadline.timeout
 
