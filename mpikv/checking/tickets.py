@@ -44,7 +44,10 @@ class SharedTickets(Tickets, Arrivals):
         return True
 
     def post(self, token: int) -> int:
-        """Write a token and its number where the other ranks see them, and return the number. Local."""
+        """Write a token and its number where the other ranks see them, and return the number. Local; does not wait.
+
+        The caller posts at most ``MOST_PENDING`` before it compares them.
+        """
         words, number = self._flags, self._posted + 1
         # With the number: one look tells that a rank has posted the same token, and not long ago.
         self._place, self._stamp = _HEAD + number % _ROOM, token ^ number
