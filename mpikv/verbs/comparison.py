@@ -84,7 +84,7 @@ class Comparison:
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
     def _describe_update(self, verb: str, plan: Plan, contribution: Contribution) -> UpdateCall:
-        """Return a new :class:`UpdateCall` for the plan's cache; prepare the plan, unless for rows alone. Local."""
+        """Return a new :class:`UpdateCall` for the caller to cache; prepare the plan, unless for rows alone. Local."""
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
