@@ -1356,7 +1356,7 @@ class KVStore(RankedStore):
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:
-        """In a with block: mark this thread, on the status board and for streams, as maker of the calls. Local."""
+        """In a with block: mark this thread, on the status board and for streams, as maker of pending calls. Local."""
         with self._board.on_worker(), self._order.on_worker():
             yield
 

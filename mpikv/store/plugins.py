@@ -51,7 +51,8 @@ class KVStoreBase:
 
     @staticmethod
     def register(kind: _Kind) -> _Kind:
-        """Register a class for :func:`mpikv.create`, by its name in lower case; return the class. Local. A decorator.
+        """Register a class for :func:`mpikv.create` by its name in lower case, in place of an earlier one, with a
+        warning. Return the class. Local. A decorator.
 
         :func:`mpikv.create` calls the class with the arguments that it was given itself. A name that is known is given
         to the new class, with a warning. An installed package need not be imported: the entry point
