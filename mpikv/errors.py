@@ -121,8 +121,8 @@ def is_marked(error: BaseException, name: Mark) -> bool:
 
 
 def mark_stalled(error: Stalled, rank: int) -> Stalled:
-    """Mark a Stalled as ``repeated``, not to be printed in full, unless this rank is the lowest known to have come;
-    return it.
+    """Mark a Stalled as ``repeated``, not to be printed in full, unless all lower ranks are missing, or none is known
+    to be; return it.
     """
     # First if all lower ranks are missing. With none known to be missing each rank prints: better twice than never.
     return mark(error, "repeated", bool(error.missing) and not set(range(rank)) <= set(error.missing))

@@ -103,7 +103,7 @@ def check_arrays(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], me
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Allocate zeroed residuals that a block lacks for ``positions`` in lists; none without error feedback. Local."""
+    """Allocate zeroed residuals that a block lacks for lists of ``positions`` arrays; none without feedback. Local."""
     # A codec of tensors works on the host, on the sum of a list.
     memory, needed = (block.memory, positions) if codec.elementwise else (HOST, 1)
     while codec.feedback and len(block.residuals) < needed:
@@ -232,7 +232,7 @@ class RangeCompression:
         return total
 
     def _pack(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return a bucket in float32: a view of a caller's array, or a copy with gaps undefined, on GPUs 0. Local."""
+        """Return a bucket in float32: a view of a caller's array, or scratch, gaps undefined or, on GPUs, 0. Local."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -260,7 +260,7 @@ class RangeCompression:
             self.codec.encode(gradient[elements], send[payload], None if residual is None else residual[elements])
 
     def _cut_messages(self, bucket: Bucket) -> list[_Message]:
-        """Return the layouts of a bucket's messages, one at least: as many ranges as fit, packed separately. Local."""
+        """Return the layouts of a bucket's messages, one at least; each has as many ranges as fit. Local."""
         counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         shares = [(0, size)] if replicated else pairwise(accumulate(counts, initial=0))

@@ -37,7 +37,7 @@ class Exchange:
     def __init__(
         self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool, threads: int
     ) -> None:
-        """Allocate scratch memory, twice a message; begin with no values, ASSIGN and no threads. On GPUs collective."""
+        """Allocate scratch memory, twice a message; begin with ASSIGN, and no values or threads. On GPUs collective."""
         self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
         self.in_pairs = deterministic
         """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""

@@ -186,7 +186,7 @@ class Pipeline:
         in_place: bool = False,
     ) -> None:
         """Pack, sum and update each message of a push, and count it. With ``outs``, even (), also give all ranks the
-        new values, and fill these. Fence afterwards: until then other ranks may read the sources. Collective.
+        new values, and fill these. The caller fences after it: until then other ranks may read the sources. Collective.
 
         :attr:`Plan.schedule` says when to reduce and when to update a message, so that later transfers run beside an
         update. Without sources it pushes the buffers; ``in_place`` fills them with the new values.
@@ -381,9 +381,7 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of keys that their owners changed in place; note that any row may be nonzero.
-        Collective.
-        """
+        """Give every rank the values of keys that owners changed in place; all rows may be nonzero now. Collective."""
         for entry in plan.row_sparse:
             entry.nonzero = None
         if not self.current:

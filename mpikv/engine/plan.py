@@ -493,9 +493,7 @@ class Planner:
         return self.scratch[low : low + nbytes].view(dtype)
 
     def cut_updates(self, bucket: Bucket, ranges: Sequence[Range]) -> Iterator[Update]:
-        """Cut this rank's elements of the ranges into pieces, short on the host; yield an Update for each, bound to it.
-        Local.
-        """
+        """Cut this rank's elements of the ranges into pieces, short on the host; yield bound Updates. Local."""
         block, shard, total = bucket.block, bucket.shard, bucket.total
         # Where this rank adds, block by block, one short memory for sums stays in the cache.
         again = self.adds and not np.may_share_memory(total, block.values)

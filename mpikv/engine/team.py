@@ -60,7 +60,7 @@ class Team:
             raise error
 
     def _start(self) -> int:
-        """Start the threads, fewer at a limit of the system; return how many work. Local."""
+        """Start the threads, fewer at a limit of the system; return how many there are now. Local."""
         # Daemons: a store that is never closed must not keep the program from ending. At its end Python may start none.
         with suppress(RuntimeError):
             while self._started < self.size - 1:

@@ -242,7 +242,7 @@ class Values:
         return not self._arena.holds_any(np.array(gpu.addresses(arrays), np.uint64), gpu.address)
 
     def is_view(self, array: Array) -> bool:
-        """Return whether an array overlaps the memory of values, free parts, too; a GPU's: begins in it. Local."""
+        """Return whether an array overlaps the memory of values, free parts, too, or a GPU's begins there. Local."""
         if isinstance(self._memory, DeviceMemory):
             # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
             return array.size > 0 and not self.lie_apart(self._memory.gpu, [array])
