@@ -48,6 +48,7 @@ class Packed:
     """Row numbers and rows in one message, on the host."""
 
     def __init__(self, transport: Transport) -> None:
+        """Prepare to send by the transport; allocate and send nothing. Local."""
         self._alltoallv, self._rank = Alltoallv(transport), transport.rank
 
     @property
@@ -58,10 +59,12 @@ class Packed:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send rows ``numbers[r]`` to rank r, or one list to all; return views of others' numbers and rows. Collective.
+        """Call ``rows`` at once, and send rank r the row numbers ``numbers[r]`` with these rows, or all ranks one list.
+        Return views of both by sender, valid until the next exchange; this rank's own entry is undefined. Never call
+        ``reserve``. Collective.
 
-        ``rows`` returns the rows; it is called when memory may be taken. ``reserve`` has no use here: rows travel with
-        their numbers. ``label``, the same on every rank, names the call.
+        ``rows`` returns the rows of each rank's numbers. ``reserve`` has no use here: rows travel with their numbers.
+        ``label``, the same on every rank, names the call.
         """
         received, _ = self._alltoallv.send(list(map(_pack, numbers, rows())), label)
         selected = []
@@ -73,9 +76,8 @@ class Packed:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask ranks for rows ``wanted[r]``; answer others by ``take``; return views of the answers by rank. Collective.
-
-        The result has no rows of this rank itself. ``reserve`` is not called: it has no use here.
+        """Ask ranks for rows ``wanted[r]``; answer others by ``take``. Return views of the answers by rank, valid until
+        the next exchange, [] for this rank; never call ``reserve``. Collective.
         """
         asked, _ = self._alltoallv.send(list(map(_pack, wanted)), ("ask", label))
         # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
@@ -89,6 +91,7 @@ class Split:
     """Row numbers between hosts, and rows between GPUs; otherwise as :class:`Packed`."""
 
     def __init__(self, transport: Transport) -> None:
+        """Prepare for numbers on ``transport.control``, and for rows on ``transport``; send nothing. Local."""
         self._numbers, self._rows, self._rank = Alltoallv(transport.control), Alltoallv(transport), transport.rank
 
     @property
@@ -99,7 +102,9 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send row numbers by host, ``reserve`` memory, send rows by GPU; return others' rows by sender. Collective."""
+        """Send row numbers between hosts, call ``reserve`` with those received, then ``rows``, and send rows between
+        GPUs. Return both by sender, the rows in new arrays; this rank's own entry is undefined. Collective.
+        """
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: reserve() raises on all ranks or on none, before any rank sends rows.
         reserve(received)
@@ -110,9 +115,8 @@ class Split:
     def fetch(
         self, wanted: Lists, kinds: Sequence[Kind], label: Hashable, take: Take, reserve: Reserve
     ) -> list[list[Array]]:
-        """Ask ranks for rows ``wanted[r]``; answer others by ``take``; return answers, on the GPU, by rank. Collective.
-
-        It calls ``reserve`` between numbers and rows. The result has no rows of this rank itself.
+        """Ask ranks for rows ``wanted[r]``, call ``reserve`` with the numbers asked for, answer others by ``take``.
+        Return answers by rank, new arrays on the GPU, [] for this rank. Collective.
         """
         asked, table = self._send_numbers(wanted, kinds, ("ask", label))
         reserve(asked)
@@ -121,7 +125,8 @@ class Split:
         return _read_answers(answers, wanted, kinds, self._rank)
 
     def _send_numbers(self, numbers: Lists, kinds: Sequence[Kind], label: Hashable) -> tuple[list[list[Array]], Array]:
-        """Send row numbers to other ranks by host; return views of those received, and the rows' bytes. Collective.
+        """Send row numbers to other ranks between hosts; return views of those received, by sender, and a table of the
+        bytes of all ranks' rows. Collective.
 
         Without a part for each rank, the numbers are for all. The bytes are a table of one line per sender, and one
         column per receiver, or one for all.

@@ -59,7 +59,7 @@ class Rows:
 
     @property
     def sent(self) -> int:
-        """Bytes of rows that this rank has sent to others. Local."""
+        """Bytes of row numbers and rows that this rank has sent to others so far. Local."""
         return self._messages.sent
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
@@ -121,7 +121,7 @@ class Rows:
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
-        """Fill the arrays of ``pulled`` with rows of each value, by rising numbers. Collective if a value is stale."""
+        """Read the rows of rising numbers in ``pulled`` into the array beside them. Collective if a value is stale."""
         stale = self._exchange.values.table.stale
         # The flags are the same on every rank, so all ranks agree whether to communicate.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
@@ -134,7 +134,7 @@ class Rows:
     # --- Sums
 
     def _sum_rows(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> list[Selected]:
-        """Return by value the numbers and sums of rows with elements of this rank; reserve GPU memory. Collective."""
+        """By value return (numbers, sums) of the rows with elements of this rank; reserve GPU memory. Collective."""
         if self._transport.size > 1:
             addends = self._send_to_owners(plan, given, held)
         else:
@@ -147,7 +147,9 @@ class Rows:
         ]
 
     def _send_to_owners(self, plan: Plan, given: Sequence[Selected], held: ExitStack) -> Sequence[Sequence[Selected]]:
-        """Send rows to owners; return by sender, then value, those with this rank's elements; reserve. Collective."""
+        """Send rows to owners; return by sender, this rank included, then by value, those with elements of this rank.
+        Reserve GPU memory for the rest of the push. Collective.
+        """
         entries, numbers, values = plan.entries, [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", plan.keys)
 
@@ -392,7 +394,9 @@ class _Owners:
         return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return positions of rows that a rank owns whole, and its parts of others: (position, first, end). Local."""
+        """Of a rank's rows from :meth:`split`, return the positions of those that it owns whole, and its parts of
+        others as (position, first, end). Local.
+        """
         if not self._cut:
             return slice(None), ()
         first, last = self._ends(ids)
