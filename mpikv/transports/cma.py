@@ -56,7 +56,7 @@ class Attached:
         self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
 
     def is_readable(self, array: Array) -> bool:
-        """Return whether other ranks can read an array, by a trial of this process on its ends; not a GPU's. Local."""
+        """Return whether other ranks can read an array, by a trial on its ends here; False for a GPU's. Local."""
         # Tried on the first and the last byte, by this process on itself: the kernel takes the same path.
         first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
@@ -123,7 +123,7 @@ class CopyChoice:
         return turn if turn < 2 else int(self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
-        """Renew the mean pace of way 0 or 1 by the seconds that it took for an amount; the first two do not count."""
+        """Renew the mean pace of a way (0, 1) by the seconds for an amount; the first two choices do not count."""
         if self._chosen <= _UNCOUNTED:
             return
         new, mean = seconds / amount, self._pace[way]

@@ -74,7 +74,7 @@ class HierarchicalTransport:
     ahead = _AHEAD
 
     def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
-        """Open an MPI transport, and staging memory that each host shares; ``limit`` is in bytes. Collective."""
+        """Open an MPI transport, and one of each host's shared memory, for messages of ``limit`` bytes. Collective."""
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.shared = group.one_host
@@ -127,7 +127,9 @@ class HierarchicalTransport:
         return self.sharing_size == 1 and not self._is_apart
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return at the root arrays, maybe ``recv``, that add up to the sum; elsewhere () or empty ones. Collective."""
+        """Return at the root arrays that add up to the sum, maybe (recv,), in :meth:`apart` filled later; elsewhere ()
+        or empty ones. Collective.
+        """
         if self._has_trees:
             self._inner.fence()  # as in allreduce
             return self._flat.reduce(send, recv, root)
@@ -141,9 +143,8 @@ class HierarchicalTransport:
         return self._flat.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Send hosts' sums to owners; return terms of this rank's part, in :meth:`apart` filled later. Collective.
-
-        Inside of :meth:`apart` they may arrive later.
+        """Send sums of this host's contributions to their owners; return arrays that add up to this rank's part, in
+        :meth:`apart` filled later. ``recv`` is unused. Collective.
         """
         key = self._inner.slot, tuple(counts), send.dtype
         # An exchange, no sum: each rank of the host sees the others' whole contributions, and adds its part.
@@ -164,7 +165,9 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block, exchanges return with messages in flight; wait_for() each before the end. Collective."""
+        """In a with block, exchanges only post their messages; the caller passes each :meth:`sent` to :meth:`wait_for`
+        before the end. Collective.
+        """
         self._is_apart = True
         try:
             yield
@@ -208,7 +211,7 @@ class HierarchicalTransport:
     # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part to rank r, or all to every rank; return one array per rank, until the next. Collective."""
+        """Send rank r the r-th part, or all; return an array from each, valid until the next exchange. Collective."""
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()
         return self._flat.all_to_all(send, counts)
@@ -299,9 +302,8 @@ class HierarchicalTransport:
         return self._sums.setdefault(key, _Sum(receives, tuple(parts), (*own, *incoming)))
 
     def _send_values(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...], ends: bool) -> None:
-        """Send owned elements of shared memory to the other hosts, and receive theirs into it. Collective.
-
-        The memory is given as bytes. It waits as :meth:`_messages`.
+        """Send this rank's elements of ``whole``, shared memory as bytes, to the other hosts, and receive its share of
+        theirs into it. Inside of :meth:`apart` it only posts the messages. Collective.
 
         ``ends``: the ranks of the host then wait for each other.
         """

@@ -21,19 +21,21 @@ class LocalTransport(Unshared):
     size = 1
 
     def __init__(self, limit: int, memory: Memory = HOST, watchdog: Watchdog | None = None) -> None:
-        """Allocate a send buffer of ``limit`` bytes; :meth:`close` stops the watchdog. Local."""
+        """Allocate a send buffer of ``limit`` bytes in ``memory``; keep the watchdog, for :meth:`close`. Local."""
         self.limit, self.memory, self._watchdog = limit, memory, watchdog
         self.send_buffers: tuple[Array, ...] = (memory.zeros(limit),)
         self.slot = 0
 
     @property
     def control(self) -> LocalTransport:
-        """The transport by which ranks agree: this one, or for a GPU's memory a new one in host memory. Local."""
+        """The transport by which ranks agree: this one, or with GPU memory a host's, new at each access. Local."""
         # Of a GPU's memory a new one for the host: arrays of agreements are numpy's.
         return self if self.memory.is_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory; if there is too little, raise MemoryError, marked as known to all ranks. Local."""
+        """Return zeros in this transport's memory, the host's or the GPU's; if there is too little, raise MemoryError,
+        marked as known to all ranks. Local.
+        """
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:
@@ -41,11 +43,11 @@ class LocalTransport(Unshared):
             raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
+        """Return (send,), uncopied; on a GPU copy it to ``recv``, cast if need be, and return (recv,). Local."""
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
+        """Return (send,), uncopied; on a GPU copy it to ``recv``, cast if need be, and return (recv,). Local."""
         if self.memory.is_host:
             return (send,)
         if send is not recv:
@@ -53,7 +55,7 @@ class LocalTransport(Unshared):
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], op: str = "") -> Sequence[Array]:
-        """Return (send,), or on a GPU (recv,), after a copy to it with a cast where the dtypes differ. Local."""
+        """Return (send,), uncopied; on a GPU copy it to ``recv``, cast if need be, and return (recv,). Local."""
         return self.allreduce(send, recv)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
@@ -75,7 +77,7 @@ class LocalTransport(Unshared):
         return True
 
     def close(self) -> None:
-        """Wait for the GPU's work, if any, and release the buffer and the streams; end the watchdog. Local."""
+        """Wait for the GPU's work, if any, and release the buffer and the streams; tell the watchdog to end. Local."""
         self.send_buffers = (np.empty(0, np.uint8),)
         self.memory.order.close()
         if self._watchdog is not None:

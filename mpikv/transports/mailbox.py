@@ -83,7 +83,8 @@ class Mailbox:
     def __init__(
         self, group: Group, board: StatusBoard, failed: Callable[[Exception], object], rings: Rings | None
     ) -> None:
-        """Prepare messages by ``rings``, or by MPI; start no thread yet. Collective.
+        """Prepare messages by ``rings``, or without them by MPI, on a duplicate communicator; start no thread yet.
+        Collective.
 
         Args:
             group: the ranks.
@@ -95,12 +96,12 @@ class Mailbox:
         self._where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
         self._lock = present().lock()
         self._pending: list[Message] = []
-        self._carrier: _Streams | _Messages
+        self._carrier: _ByRings | _ByMPI
         if rings is None:
             assert isinstance(group, ProcessGroup)
-            self._carrier = _Messages(group, self._pending, self._end)
+            self._carrier = _ByMPI(group, self._pending, self._end)
         else:
-            self._carrier = _Streams(group, board, rings, self._end)
+            self._carrier = _ByRings(group, board, rings, self._end)
         self._ended: deque[tuple[Message, BaseException | None]] = deque()
         self._failure: Exception | None = None
         self._has_thread = False
@@ -109,18 +110,22 @@ class Mailbox:
         self._looked, self._lost = -math.inf, dict[int, str]()
 
     def send(self, array: Array, to: int, tag: int, end: Ending) -> Message:
-        """Begin to send a contiguous array; return a Message; leave the array unchanged until ``end`` is called."""
+        """Begin to send a contiguous array; return its Message. Leave the array unchanged until ``end`` is called,
+        maybe before this returns.
+        """
         return self._call(Message("send", array.reshape(-1).view(np.uint8), to, tag, end))
 
     def receive(self, array: Array, source: int | None, tag: int, end: Ending) -> Message:
-        """Begin to fill an array from a rank, or any; return its Message; ``end`` is called when it is done or failed.
+        """Begin to fill an array from a rank, or any (None); return its Message. ``end`` is called when it is done or
+        failed, maybe before this returns.
 
         The array is contiguous. A message of another length is lost; the error is ValueMismatch.
         """
         return self._call(Message("recv", array.reshape(-1).view(np.uint8), source, tag, end))
 
     def wait(self, message: Message, timeout: float, seconds: float = math.inf) -> None:
-        """Move messages until a call has ended, or ``seconds`` are over; a late call ends all calls, without a raise.
+        """Move messages until a call's ``end`` was called, or ``seconds`` are over. A call later than ``timeout`` ends
+        all calls, without a raise.
 
         The deadline of a call is ``timeout`` after the first wait for it; then it ends with Stalled.
         """
@@ -145,7 +150,9 @@ class Mailbox:
         self._tell()
 
     def close(self) -> None:
-        """End all calls with Closed, and free the communicator of messages by MPI. Collective."""
+        """End all calls with Closed, calling ``end`` of each; free MPI's communicator, or let go of the rings.
+        Collective.
+        """
         self.abort("the process group is closed")  # and its thread uses the carrier no more
         self._carrier.close()
 
@@ -177,14 +184,18 @@ class Mailbox:
                         present().thread(self._tell, "mpikv mailbox ends").start()
 
     def _move(self, new: Message | None = None) -> None:
-        """Begin a call if given one, move what can move, and call ``end`` of calls that have ended. Does not wait."""
+        """Begin a call if given one, move what can move, and call ``end`` of calls that have ended. Only ``end`` may
+        wait.
+        """
         try:
             self._step(new)
         finally:
             self._tell()
 
     def _step(self, new: Message | None = None) -> None:
-        """Begin a call if given one, move what can, note ended calls; an error ends all, only an interrupt raises."""
+        """Begin a call if given one, move what can move, note ended calls. An error fails all calls; only an interrupt
+        is raised, too.
+        """
         with self._lock:
             try:
                 if new is not None:
@@ -222,7 +233,9 @@ class Mailbox:
         self._ended.append((message, error))
 
     def _check(self, now: float) -> None:
-        """Raise Stalled if a call is late, TransportError if its rank is lost; once in 0.25 s. The lock is held."""
+        """At most once in 0.25 s: raise Stalled if a call is late, TransportError if its rank was lost at two such
+        looks. The lock is held.
+        """
         if now < self._looked + _PATIENCE:
             return
         before, self._lost, self._looked = self._lost, self._carrier.find_lost(), now
@@ -246,7 +259,9 @@ class Mailbox:
         self._pending.clear()
 
     def _tell(self) -> None:
-        """Call ``end`` of each call that has ended. Without the lock, since it may make calls, and wait for others."""
+        """Call ``end`` of each call that has ended, and again with its own error if it raises. The lock must not be
+        held, as ``end`` may make calls, and wait for others.
+        """
         while self._ended:
             with self._lock:
                 if not self._ended:
@@ -267,7 +282,7 @@ class Mailbox:
                     raise
 
 
-class _Streams:
+class _ByRings:
     """How messages of ranks that share memory travel. All methods are local, and only ``sleep`` waits."""
 
     def __init__(self, group: Group, board: StatusBoard, rings: Rings, end: Callable[[Message, str], None]) -> None:
@@ -286,7 +301,7 @@ class _Streams:
         self.give_up, self.sleep = rings.give_up, rings.sleep
 
     def begin(self, message: Message) -> None:
-        """Queue a send or a receive; if its message has come, copy it and end the call now."""
+        """Queue a send or a receive; if a fitting message has come already, copy it and note the call as ended."""
         if message.verb == "send":
             self._sends[message.peer or 0].append(message)
         elif kept := next((kept for kept in self._kept if message.fits(kept.source, kept.tag)), None):
@@ -296,7 +311,7 @@ class _Streams:
             self._receives.append(message)
 
     def step(self) -> None:
-        """Move what can move, and end complete calls; do not wait."""
+        """Move what can move, and note complete calls as ended; do not wait."""
         for stream in self._streams:
             next(stream)
 
@@ -309,7 +324,9 @@ class _Streams:
             yield
 
     def _receive_from(self, source: int) -> Iterator[None]:
-        """Receive a rank's messages while a call may want one, by an endless generator that yields to wait."""
+        """Receive a rank's messages while a call may want one, and keep those that none wants, by an endless generator
+        that yields to wait.
+        """
         while True:
             while any(call.peer in (None, source) for call in self._receives):
                 tag, nbytes, address = yield from self._rings.receive_head(source)
@@ -333,7 +350,7 @@ class _Streams:
         return receive
 
     def _deliver(self, receive: Message, arrived: Message) -> None:
-        """End a receive by a whole message: copy its bytes, or tell its length if that differs."""
+        """Note a receive as ended: copy the arrived message to it, or note the message's length if that differs."""
         receive.source, fits = arrived.source, receive.bytes.size == arrived.bytes.size
         if fits and arrived.bytes is not receive.bytes:
             receive.bytes[:] = arrived.bytes
@@ -351,16 +368,17 @@ class _Streams:
         del self._end
 
 
-class _Messages:
+class _ByMPI:
     """How messages of ranks on several hosts travel: as MPI's, on a communicator of their own.
 
-    Its methods are those of :class:`_Streams`. All but the constructor and :meth:`close` are local.
+    Its methods are those of :class:`_ByRings`. All but the constructor and :meth:`close` are local.
     """
 
     def __init__(self, group: ProcessGroup, pending: Sequence[Message], end: Callable[[Message, str], None]) -> None:
-        """Duplicate the communicator. Collective.
+        """Duplicate the group's communicator for these messages, and keep ``pending``, the mailbox's own list, to test
+        its calls. Nothing moves yet. Collective.
 
-        ``pending`` are the calls that have begun and not ended; ``end`` as for :class:`_Streams`.
+        ``pending`` are the calls that have begun and not ended; ``end`` as for :class:`_ByRings`.
         """
         self._group, self._mpi, self._pending, self._end = group, group.mpi, pending, end
         with group.translated("making a communicator"):
@@ -374,7 +392,7 @@ class _Messages:
             message.request = start([message.bytes, message.bytes.size, self._mpi.BYTE], peer, message.tag)
 
     def step(self) -> None:
-        """Test the pending calls without waiting, and end complete ones."""
+        """Test the pending calls without waiting, and note complete ones as ended."""
         for message in tuple(self._pending):
             status, sent = self._mpi.Status(), ""
             with self._group.translated(message.verb):

@@ -67,7 +67,7 @@ class HostGroup:
         """The length of each rank's reason to end, 0 as long as it has none."""
 
     def allocate(self, nbytes: int, pages_now: bool = True) -> Array:
-        """Return zeros that all ranks share, paged in if ``pages_now``; without room raise on all ranks. Collective."""
+        """Return zeros that all ranks share, paged in if ``pages_now``; without room MemoryError on all. Collective."""
         return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
@@ -90,7 +90,7 @@ class HostGroup:
         self._ends[self.rank] = reason.size
 
     def find_end(self) -> str:
-        """Return one text of the first other rank that has left, and why, or "". Local; any thread may ask."""
+        """Return the text that one other rank, the lowest, has left, and why; "" if none. Local; any thread may ask."""
         for rank, size in enumerate(self._ends):
             if size and rank != self.rank:
                 return f"rank {rank} has left: {self._reasons[rank, :size].tobytes().decode(errors='replace')}"

@@ -42,7 +42,9 @@ class Tickets:
         self._sent: dict[int, tuple[Any, Any]] = {}
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all tokens but ANY are equal; wait for all ranks. Collective."""
+        """Post a token, unless :attr:`early` is posted, and wait for all ranks; return whether all tokens but ANY are
+        equal. Collective.
+        """
         number, self.early = self.early or self.post(token), 0
         return self.meet(number)
 
@@ -61,7 +63,8 @@ class Tickets:
         return bool(self._sent[number][0].Test())
 
     def meet(self, number: int) -> bool:
-        """Wait for all ranks' tokens of this number, in order; return whether all but ANY are equal. Collective.
+        """Wait until every rank has posted its token of this number; return whether all but ANY are equal. Once per
+        number. Collective.
 
         Raises:
             Stalled: a rank did not come, or has given up.
@@ -116,7 +119,9 @@ class MpiTransport(Unshared):
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Sum every rank's ``send`` at the root; return (recv,) there, or all terms if MPI only carries. Collective."""
+        """Sum every rank's ``send`` at the root; return (recv,) there, or all terms if MPI only carries; elsewhere ()
+        or empty arrays. Collective.
+        """
         if self._gathers:
             return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
@@ -129,7 +134,9 @@ class MpiTransport(Unshared):
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Return terms that add up to this rank's part of the sum of every ``send``; may fill ``recv``. Collective."""
+        """Return (recv,), filled with this rank's part of the sum of every ``send``; or all ranks' parts for the caller
+        to add, if MPI only carries or the numbers are half precision. Collective.
+        """
         # A sum of half precision is made in float32, and would move twice the bytes.
         if self._gathers or accumulator(send.dtype) != send.dtype:
             return self.all_to_all(send, counts)
@@ -138,7 +145,7 @@ class MpiTransport(Unshared):
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part to rank r, or all to every rank; return one array per rank, until the next. Collective."""
+        """Send rank r the r-th part, or all; return an array from each, valid until the next exchange. Collective."""
         if counts is None:
             nbytes, starts = [send.nbytes] * self.size, [0] * self.size
         else:
@@ -187,7 +194,9 @@ class MpiTransport(Unshared):
         self.send_buffers, self._gathered, self._wide = (zeros(0),), Growing(), (zeros(0), zeros(0))
 
     def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
-        """Run MPI's sum, in a wider dtype where it needs one; return (recv,), filled, or () without one. Collective."""
+        """Start MPI's sum by ``start``, in a wider dtype where it needs one, and wait; return (recv,), filled, or () if
+        ``recv`` is None. Collective.
+        """
         # Open MPI's sums of short integers saturate, and must wrap.
         is_short = send.dtype.kind in "iu" and send.dtype.itemsize < 4
         dtype = np.dtype(f"{send.dtype.kind}4") if is_short else accumulator(send.dtype)

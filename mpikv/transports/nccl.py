@@ -91,7 +91,8 @@ class NcclTransport(Unshared):
     def __init__(
         self, group: ProcessGroup, config: Config, control: Transport, memory: DeviceMemory, nccl: Any, waiting: Waiting
     ) -> None:
-        """Compare all ranks' GPUs and NCCL, allocate memory for messages, and connect the GPUs; or raise. Collective.
+        """Register at ``memory.order``, compare all ranks' GPUs and NCCL, allocate memory for messages, and connect the
+        GPUs; or raise. Collective.
 
         ``control`` is closed with this transport.
 
@@ -189,7 +190,9 @@ class NcclTransport(Unshared):
         return bytes.fromhex(identity)
 
     def _create(self, identity: bytes, trial: Array) -> None:
-        """Make the communicator, and use each algorithm once, to connect; abort it after a failure. Collective."""
+        """Make the communicator, and connect by using each algorithm once; abort it if this rank has given up
+        meanwhile. May wait for ever. Collective.
+        """
         self._gpu.use()
         comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
@@ -224,12 +227,16 @@ class NcclTransport(Unshared):
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Queue a sum of ranks' ``send`` at the root; return (recv,) or terms to add, empty elsewhere. Collective."""
+        """Queue a sum of ranks' ``send`` at the root; return (recv,), or in deterministic stores terms to add;
+        elsewhere empty arrays. Collective.
+        """
         counts = [send.size if rank == root else 0 for rank in range(self.size)]
         return self.reduce_scatter(send, recv[: counts[self.rank]], counts, name="reduce")
 
     def allreduce(self, send: Array, recv: Array, op: str = "") -> Sequence[Array]:
-        """Queue a sum, or NCCL's ``op``, of every rank's ``send``; return (recv,), or all terms to add. Collective."""
+        """Queue a sum of every rank's ``send``, or NCCL's operation of the name ``op``; return (recv,). In
+        deterministic stores ignore ``op``, and return all terms to add. Collective.
+        """
         if self._gathers:
             return self._terms(send, None)
 
@@ -240,13 +247,14 @@ class NcclTransport(Unshared):
         return self._sum("allreduce", send, recv, start)
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether NCCL sums a dtype as it is; False for all dtypes in deterministic stores. Local."""
+        """Return whether :meth:`allreduce_each` can sum a dtype, uncast; never in deterministic stores. Local."""
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Queue one call that sums each pair's first array over ranks, into the second, maybe the same. Collective.
+        """Queue one call that sums each pair's first array over ranks, into the second, maybe the same, of a dtype that
+        it :meth:`adds`. Collective.
 
-        NCCL :meth:`adds` them, of any sizes, all in one call: no filled array may overlap another array.
+        The arrays may have any sizes. No filled array may overlap another array.
         """
 
         def run(comm: Any) -> None:
@@ -261,7 +269,8 @@ class NcclTransport(Unshared):
     def reduce_scatter(
         self, send: Array, recv: Array, counts: Sequence[int], op: str = "", name: str = "reduce_scatter"
     ) -> Sequence[Array]:
-        """Queue a sum, or ``op``, of ranks' parts for this one; return (recv,), filled, or terms to add. Collective.
+        """Queue a sum of ranks' parts for this one, or NCCL's operation of the name ``op``; return (recv,). In
+        deterministic stores ignore ``op``, and return all terms to add. Collective.
 
         ``name`` is the call's, for messages.
         """
@@ -294,7 +303,8 @@ class NcclTransport(Unshared):
     def _sum(
         self, name: str, send: Array, recv: Array, start: Callable[[Any, Wire, int, int, int], None]
     ) -> Sequence[Array]:
-        """Queue a sum by ``start``, with casts around it where NCCL needs another dtype; return (recv,). Collective.
+        """Queue a sum by ``start``, with casts around it where NCCL needs another dtype; advance the slot; return
+        (recv,). Collective.
 
         ``start`` gets the addresses of arrays of that type, and the size of the first.
         """
@@ -316,13 +326,15 @@ class NcclTransport(Unshared):
         return (recv,)
 
     def _constants_of(self, wire: Wire, op: str = "") -> tuple[int, int]:
-        """Return NCCL's numbers of a type and of its operation, or of ``op`` in that one's place. Local."""
+        """Return the values of NCCL's constants for a type and its operation, or for that of the name ``op``. Local."""
         return getattr(self._nccl, f"NCCL_{wire.dtype.upper()}"), getattr(self._nccl, op or wire.operation)
 
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Queue an exchange; return every rank's part for this one, until the next; may allocate. Collective."""
+        """Queue an exchange; return arrays of every rank's part for this one, valid until the next. The first may
+        allocate, and raise MemoryError on all ranks. Collective.
+        """
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         nbytes = elements[self.rank] * send.itemsize
@@ -378,6 +390,7 @@ class NcclTransport(Unshared):
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
 
         def run(comm: Any) -> None:
+            """Queue NCCL's broadcast."""
             self._call(comm.broadcast, address, address, buffer.nbytes, byte, root)
 
         self._queue(f"broadcast of {buffer.size} {buffer.dtype}", run)
@@ -385,7 +398,9 @@ class NcclTransport(Unshared):
     # --- Agreement and ends
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether all passed one token; raise earlier failures. An error ends the transport. Collective."""
+        """Return whether all ranks passed the same token, by ``control``; raise a failure of this transport. An error
+        ends it. Collective.
+        """
         self._check()
         try:
             agreed = self.control.agree(token)
@@ -435,7 +450,8 @@ class NcclTransport(Unshared):
             raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)
 
     def _fail(self, error: Exception, call: str, tell: bool = True) -> None:
-        """Make the transport unusable, abort work in flight, and ``tell`` the other ranks. Local; raises nothing.
+        """Make the transport unusable, abort work in flight, and with ``tell`` tell the other ranks. May take some
+        seconds; raises nothing. Local.
 
         They may wait for this one. They are not told of a deadline, since it is theirs, too.
         """
@@ -461,9 +477,10 @@ class NcclTransport(Unshared):
     # --- The door of every call of NCCL
 
     def _queue(self, call: str, run: Callable[[Any], Any]) -> Any:
-        """Return ``run(communicator)``, which queues work, and have the work watched; an error ends the transport.
+        """Call ``run(communicator)`` to queue work, have the work watched, and return its result. Raises an earlier
+        failure; an error ends the transport.
 
-        It returns the function's result. Work that a graph records is not watched.
+        Work that a graph records is not watched.
         """
         work = Work(call)
         try:
@@ -502,14 +519,16 @@ class NcclTransport(Unshared):
         self._call(self._nccl.groupEnd, on_stream=False)
 
     def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
-        """Call a function of NCCL, with the stream unless told otherwise; raise its errors as TransportError."""
+        """Call a function of NCCL, with the stream unless told otherwise; TransportError or PeerFailed if it fails."""
         try:
             function(*arguments, self._order.lane.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
             raise self._translate(error, function.__name__) from error
 
     def _check_flight(self) -> None:
-        """Raise if NCCL reports an error, or at every 16th look if a rank has left: work would never finish. Local."""
+        """Raise if NCCL reports an error, or, at every 16th call, if a rank has left. Skips NCCL while another thread
+        uses it; aborts nothing. Local.
+        """
         if self._queueing.acquire(blocking=False):  # while another thread uses NCCL it is not asked
             try:
                 if self._comm is not None:
@@ -565,6 +584,7 @@ def _abort(comm: Any, prepare: Callable[[], None]) -> None:
     """Run ``prepare`` and abort a communicator, in a new thread; wait for that two seconds at most. Local."""
 
     def abort() -> None:
+        """Run ``prepare`` and abort. The thread's function."""
         prepare()
         comm.abort()
 

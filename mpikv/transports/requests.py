@@ -49,7 +49,7 @@ class AbortableWaiting:
     """
 
     def __init__(self, find_end: Callable[[], str], waiting: Waits) -> None:
-        """Wait by ``waiting``, and give up once ``find_end()`` returns why another rank has left, not "". Local."""
+        """Keep ``waiting``, and ``find_end``: it returns why another rank has left, or "". Wait for nothing. Local."""
         self._find_end, self._waiting = find_end, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
@@ -68,7 +68,7 @@ class Requests:
     """
 
     def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
-        """Wait by ``waiting``, and tell the other ranks of ``group`` of failed waits. Local."""
+        """Keep ``waiting``, and ``group``, to tell other ranks of failed waits; send nothing yet. Local."""
         self._group, self._comm, self._waiting = group, group.comm, waiting
         self._translated = group.translated("waiting")
 
@@ -106,7 +106,9 @@ class Requests:
 
     @contextmanager
     def started(self) -> Iterator[list[Any]]:
-        """In a with block, yield a list for its operations; if it raises, keep their memory and tell other ranks."""
+        """In a with block, yield a list for the operations that it starts; do not wait for them. If the block raises,
+        keep their memory and tell other ranks.
+        """
         started: list[Any] = []
         try:
             yield started

@@ -61,7 +61,9 @@ class _Ring:
         return count
 
     def read(self, into: Array) -> tuple[int, bool]:
-        """Take the bytes there from the ring into an array; return (their number, whether the ring was full). Local."""
+        """Move bytes from the ring to an array, as many as are there and fit; return (their number, whether the ring
+        was full). By the receiver alone. Local.
+        """
         size, read = self._bytes.size, self.words[_READ]
         count = min(into.size, self.words[_WRITTEN] - read)
         if count:
@@ -94,9 +96,8 @@ class Rings:
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
 
     def send(self, to: int, tag: int, data: Array) -> Iterator[None]:
-        """Send a message by a generator, which yields where it must wait; one at a time to each rank. Local.
-
-        The caller may change the array when it ends.
+        """Return a generator that sends a message: it yields where it must wait, and ends when the array may change.
+        One at a time to each rank. Local.
         """
         ring = self._to[to]
         in_place = data.nbytes >= _LARGE and self._reader is not None and self._reader.is_readable(data)
@@ -117,7 +118,8 @@ class Rings:
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the message after the latest head, yielding to wait; raise if one read in place is lost. Local.
+        """Receive the body of the message after its head, by a generator that yields to wait; TransportError if the
+        body lay in the sender's memory, and the sender gave it up. Local.
 
         Raises:
             TransportError: it was to be read in place, and its sender has given up.

@@ -71,7 +71,7 @@ Serve: TypeAlias = "Callable[[Request], bool]"
 
 
 def serve_ready(requests: Sequence[Request], serve: Serve) -> list[Request]:
-    """Serve requests in order; return those that are too early, and later ones of their senders. Local.
+    """Serve requests in order; return those that are too early, and, unserved, later ones of their senders. Local.
 
     Requests of one rank keep their order: one that is too early holds back its successors, even if it is ready by the
     time that they are tried.
@@ -114,7 +114,7 @@ class Endpoint:
         self._thread = present().thread(self._work, "mpikv rpc")
 
     def start(self) -> None:
-        """Start the thread that answers other ranks. Local."""
+        """Start the thread that answers other ranks; call it once. Local."""
         self._thread.start()
 
     def flush(self) -> None:
@@ -135,13 +135,14 @@ class Endpoint:
 
     @property
     def answering(self) -> bool:
-        """Whether the thread has not ended."""
+        """Whether the thread was started, and has not ended."""
         return self._thread.is_alive()
 
     def discard(self) -> list[int]:
-        """Send what is collected, and drop what has come; return the ranks with a message on its way. Local: no wait.
+        """After the thread's end: send what is collected, and drop what has come; return the ranks with a message on
+        its way. Local: no wait.
 
-        Call it when the thread has ended, until no rank is returned: no other waits for this one then.
+        Call it until no rank is returned: no other waits for this one then.
         """
         while self._asked.take() or self._replies.take():
             pass
@@ -198,7 +199,7 @@ class Endpoint:
                 here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
 
     def _serve_promptly(self, request: Request) -> bool:
-        """Serve a request, or return False if too early; send what is collected if due for over 1 ms. Local."""
+        """Serve a request, or return False if too early; then flush if the last flush was over 1 ms ago. Local."""
         served = self._serve(request)
         if present().now() - self._flushed > _PROMPT:
             self.flush()
@@ -239,6 +240,7 @@ class _Inbox:
     """Receives the messages of one tag. Used by one thread."""
 
     def __init__(self, comm: Any, tag: int, mpi: Any) -> None:
+        """Allocate memory for a message, replaced for longer ones; receive nothing yet. Local."""
         self._comm, self._tag, self._mpi = comm, tag, mpi
         self._status = mpi.Status()
         self._memory = zeros(1 << 16)
@@ -250,9 +252,8 @@ class _Inbox:
         return () if self._coming is None else (self._coming[1],)
 
     def take(self) -> list[Request]:
-        """Return the parts of a received message; else [], and begin to receive one that has come. Local: no wait.
-
-        The next message overwrites their bodies.
+        """Return the parts of the next message if all of it has arrived, else []; their bodies last until the next
+        message. Local: no wait.
         """
         if self._coming is None:
             # Any source: owners do not know who will ask next.
@@ -293,7 +294,8 @@ class _Outbox:
         self._free: dict[int, list[Array]] = {}
 
     def add(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
-        """Copy a request or reply for a rank; send what is collected for it if that is long. Does not wait. Local.
+        """Copy a request or reply into the message that is collected for a rank; it is sent by a flush, or once 64 KiB
+        are collected. Does not wait. Local.
 
         ``head`` has seven numbers at most.
         """
@@ -319,19 +321,19 @@ class _Outbox:
                     self._send(rank)
 
     def tidy(self) -> list[int]:
-        """Send what is collected; take back the memory of sent messages; return the ranks of unsent ones. Local."""
+        """Send what is collected; reuse memory of sent messages; return the ranks of unsent ones. Local: no wait."""
         self.flush()
         with self._lock:
             self._take_back()
             return [rank for _, _, rank in self._sent]
 
     def _take_memory(self, size: int) -> Array:
-        """Return memory of a size for a message: that of a message already sent, else new. Local; the lock is held."""
+        """Return ``size`` bytes of any content: the memory of a sent message, else new. Local; the lock is held."""
         # A training sends messages of few sizes, and new memory costs more than the copy.
         return (self._free.get(size) or [zeros(size)]).pop()
 
     def _send(self, rank: int) -> None:
-        """Send what is collected for a rank, without waiting. Local; the lock is held."""
+        """Send the message collected for a rank (there is one); do not wait; call ``sent``. Local; the lock is held."""
         if len(self._sent) >= _MOST_UNFINISHED:
             self._take_back()
         memory, length = self._collected.pop(rank)

@@ -66,7 +66,9 @@ class Arrivals:
         self._spins = _SPINS if size <= group.host_cores else 0
 
     def _await_peers(self, peer: int, arrivals: int) -> None:
-        """Wait for a late peer, and then for all; if they stall, show others that this rank has given up, and raise."""
+        """Poll the flag at ``peer``; if it stays behind ``arrivals``, wait for all late ranks. If these do not come,
+        mark this rank as given up, and raise Stalled.
+        """
         flags = self._flags
         for _ in range(self._spins):
             if arrivals <= flags[peer] < GONE:
@@ -147,7 +149,7 @@ class ShmTransport(Arrivals):
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeros that this host's ranks share; raise on all of them if there is no room. Collective."""
+        """Return zeros that this host's ranks share; MemoryError on all of them if there is no room. Collective."""
         return self._group.allocate(nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
@@ -164,13 +166,15 @@ class ShmTransport(Arrivals):
         return self._staged_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """Return an iterator over pieces of this rank's part, each a list of terms; None if unreadable. Collective."""
+        """Return an iterator that reads this rank's part by pieces, each a list of terms; None on all ranks if one's
+        ``send`` is small or unreadable. Collective.
+        """
         if (addresses := self._expose(send.view(np.uint8))) is None:
             return None
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part to rank r, or all to every rank; return each rank's, in shared memory. Collective."""
+        """Send rank r the r-th part, or all; return a view from each, valid until the next exchange. Collective."""
         # The terms of a sum are every rank's part, not yet added: just an exchange.
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
@@ -231,7 +235,9 @@ class ShmTransport(Arrivals):
         self._attached, self._inbox = None, zeros(0)
 
     def _staged_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Exchange through staging memory; return every rank's part for this one, or all of each. Collective."""
+        """Exchange through staging memory; return views of every rank's part for this one, or without ``counts`` of
+        all. Collective.
+        """
         key = self._meet(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
@@ -274,7 +280,9 @@ class ShmTransport(Arrivals):
         return addresses if all(addresses) else None
 
     def _read_pieces(self, send: Array, addresses: Sequence[int], low: int, high: int) -> Iterator[Sequence[Array]]:
-        """Read all ranks' arrays: yield their elements ``[low, high)``, by pieces; the next overwrites it. Local."""
+        """Yield, piece by piece, a list of all ranks' elements of ``[low, high)``; the next piece overwrites the copies
+        of other ranks' elements. Local.
+        """
         for begin in range(low, high, self.limit // send.itemsize):
             own = send[begin : min(begin + self.limit // send.itemsize, high)]
             there = [address + begin * own.itemsize for address in addresses]
@@ -287,21 +295,24 @@ class ShmTransport(Arrivals):
             self._attached.read(rank, address, part)
 
     def _copy(self, send: Array, low: int, high: int) -> None:
-        """Copy the elements that other ranks read, all but ``[low, high)``, to the send buffer; time it. Local."""
+        """Copy all but ``[low, high)`` to the slot's send buffer, for other ranks; time it for a choice. Local."""
         send_buffer, began = self.send_buffers[self.slot][: send.nbytes].view(send.dtype), perf_counter()
         send_buffer[:low], send_buffer[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
             self._choice.took(_COPY, perf_counter() - began, copied * send.itemsize)
 
     def _read(self, peer: int, address: int, like: Array) -> Array:
-        """Return a copy, in the inbox, of this rank's part of another rank's array at an address; time it. Local."""
+        """Copy ``like.nbytes`` bytes at a peer's ``address`` to its row of the inbox; return them in ``like``'s dtype,
+        valid until its next read. Count the time for a choice. Local.
+        """
         copy, began = self._inbox[peer, : like.nbytes].view(like.dtype), perf_counter()
         self._fill(copy, peer, address)
         self._choice.took(_SINGLE_COPY, perf_counter() - began, like.nbytes)
         return copy
 
     def _meet(self, send: Array | None = None) -> int:
-        """Stage ``send``, meet all unless they just agreed, advance the slot; return the half to read. Collective.
+        """Stage ``send``, meet all ranks unless an agreement for it was the meeting, advance the slot; return the old
+        slot, to read. Collective.
 
         It is not copied if it lies there. None: the message is exposed, or copied already.
         """

@@ -26,6 +26,7 @@ class Work:
     """One call, in flight from its beginning until it is known to be done."""
 
     def __init__(self, call: str) -> None:
+        """Note a call that begins; the caller then sets ``event``, or ``failed``. Local."""
         self.call = call
         self.event: Event | None = None
         """The event behind the call on its stream; None while the host is in the call."""
@@ -47,7 +48,7 @@ class Watchdog:
     def __init__(
         self, waiting: Waiting, memory: DeviceMemory, check: Callable[[], None], fail: Fail, rank: int
     ) -> None:
-        """Set ``memory.order.wake`` to start the thread, which also releases memory of finished work. Local.
+        """Register :meth:`wake` as ``memory.order.wake``, for memory to be released; start no thread yet. Local.
 
         ``rank`` is this one, for messages.
         """
@@ -59,7 +60,7 @@ class Watchdog:
         self._claiming = threading.Lock()
 
     def look_after(self, work: Work) -> None:
-        """Watch work that follows all earlier work on the same stream; may start the thread. Local."""
+        """Watch work from now on; it must follow all earlier work on the same stream. May start the thread. Local."""
         # In this order: see _may_end.
         self._works.append(work)
         self.wake()
@@ -70,7 +71,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread, for good, when all watched work is done. Does not wait."""
+        """Ask the thread to end once all watched work is done, and let none start again. Does not wait."""
         self._stopped = True
 
     def _take_place(self) -> bool:
@@ -80,7 +81,9 @@ class Watchdog:
             return not alive
 
     def _watch(self) -> None:
-        """Look at queued work, drop its memory, and end if none comes; call ``fail`` if some is late. In the thread."""
+        """Look at queued work, drop its memory, and end if none comes; call ``fail`` if some is late or fails. In the
+        thread.
+        """
         try:
             self._prepare()
             # It ends when nothing has needed it for a while: an idle program has no thread.
@@ -104,7 +107,9 @@ class Watchdog:
             self._works.clear()
 
     def _may_end(self) -> bool:
-        """Drop finished memory, note that no thread watches; undo that and return False if work came. In the thread."""
+        """Return whether this thread may end: nothing is left to watch or drop, or another thread watches now. If so,
+        this one counts no more. In the thread.
+        """
         # A caller adds work, then reads _alive. So this clears _alive first, then looks for work once more: one of the
         # two sees the other.
         self._alive = False
