@@ -127,7 +127,8 @@ class AsyncClient:
         return ticket
 
     def wait(self, tickets: Sequence[int]) -> None:
-        """Wait for these tickets' answers and take them; Stalled after the deadline, with the ranks waited for.
+        """Wait until these tickets' answers are taken; a failed push is kept, not raised. Stalled after the deadline,
+        with the ranks waited for.
 
         Raises:
             Stalled: they do not come before the deadline; it names the silent owners, or the ranks that hold others up.

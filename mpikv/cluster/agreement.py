@@ -97,7 +97,7 @@ class Agreement:
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
-        """Meet all ranks; if some pass an error, raise on all: theirs there, PeerFailed on the others. Collective."""
+        """Meet all ranks. If some pass an error, these raise their own, and the others PeerFailed. Collective."""
         if error is None:
             if not self._transport.agree(_WELL):
                 self.compare_reports(call)  # raises: some rank has reported an error
@@ -120,7 +120,8 @@ class Agreement:
         return result
 
     def shadow(self, call: Call) -> CallReport | None:
-        """In join(): count and meet the others' next call; return its report, None if all ranks joined. Collective.
+        """In join(): count and meet the others' next call; return its report, or None if all ranks joined; raise as
+        :meth:`begin`. Collective.
 
         :meth:`confirm` must follow a report.
         """

@@ -131,8 +131,8 @@ def _describe_crowd(group: ProcessGroup) -> str:
 
 
 def _find_simulated(comm: Any) -> Any:
-    """Return ``comm``, for a simulated rank: its communicator of all ranks if ``comm`` is None; ConfigError if ``comm``
-    is not of this rank. Local.
+    """In a simulated rank, return ``comm``, or the communicator of all ranks if ``comm`` is None; ConfigError if
+    ``comm`` is not of this rank. Local.
 
     Raises:
         ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
@@ -147,7 +147,7 @@ def _find_simulated(comm: Any) -> Any:
 
 
 def _check_communicator(comm: Any) -> None:
-    """Raise TypeError or ConfigError unless it is a communicator of mpi4py that joins one group of ranks. Local."""
+    """Raise TypeError or ConfigError unless ``comm`` is one of mpi4py that joins one group of ranks. Local."""
     if "mpi4py.MPI" not in sys.modules or not isinstance(comm, (mpi := load_mpi()).Comm):
         raise TypeError(f"create: comm={comm!r} is not an mpi4py.MPI.Intracomm; leave it out for all ranks")
     if comm == mpi.COMM_NULL:
@@ -160,7 +160,7 @@ def _check_communicator(comm: Any) -> None:
 
 
 def _check_container() -> None:
-    """If MPICH is denied single copies turn them off, or warn; TransportUnavailable if /dev/shm is short. Local."""
+    """If MPICH is denied single copies, turn them off or warn; TransportUnavailable if /dev/shm is short. Local."""
     mpi = load_mpi(start=False)
     library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
     if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):

@@ -94,9 +94,8 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
 
 
 def set_rank_variables(launch: Launch | None, master: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set PyTorch's RANK, WORLD_SIZE, LOCAL_* and MASTER_* in ``environ``, if known and missing; None is rank 0 of 1.
-
-    ``master`` is the address of the first rank's host and a free port there, with a comma between; "" if not known.
+    """Set those of PyTorch's RANK, WORLD_SIZE, LOCAL_* and MASTER_* that are known and missing in ``environ``. The
+    launch None is rank 0 of 1; ``master`` is "ADDRESS,PORT" on the first rank's host, or "".
 
     >>> set_rank_variables(Launch("PMI", 2, 1), "127.0.0.1,29400", environ := {"MASTER_PORT": "29500"})
     >>> sorted(environ.items())
@@ -114,7 +113,7 @@ def set_rank_variables(launch: Launch | None, master: str, environ: MutableMappi
 
 
 def has_rank_variables(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process has PyTorch's variables of a rank."""
+    """Return whether RANK, the first of PyTorch's variables of a rank, is set."""
     return "RANK" in environ
 
 
@@ -135,7 +134,7 @@ def forced_library(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Unless MPI has started set MPICH's variable against single copies, if missing; return whether they are off.
+    """Unless MPI has started, set MPICH's variable against single copies, if missing; return whether they are off.
 
     >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
     (False, True)
@@ -211,7 +210,7 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.e
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:
-    """Return the number in a launcher's variable; raise ConfigError unless it is a whole number from 0."""
+    """Return the number in a launcher's variable, set in ``environ``; ConfigError if it is no whole number from 0."""
     text = environ[variable].strip()
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")

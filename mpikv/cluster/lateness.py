@@ -243,8 +243,8 @@ def condense(slots: Array, begin: int, last: int) -> Array:
 
 
 def sums_of(told: Array, signs: Array) -> Array:
-    """Return a row of :data:`COLUMNS` for each rank, from the records of :func:`condense`. ``signs``, of an earlier
-    moment, are subtracted from theirs. Local.
+    """Return the sums over some calls, a row of :data:`COLUMNS` for each rank, from its record of :func:`condense`.
+    ``signs`` are the signs before those calls, subtracted. Local.
     """
     # A call that failed on one rank has no record there.
     waits = told["waits"].compress(~np.isnan(told["waits"]).any(axis=0), axis=1).astype(np.int64)

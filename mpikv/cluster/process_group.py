@@ -113,7 +113,9 @@ class ProcessGroup:
         return allocate_shared(self, nbytes, pages_now)
 
     def exchange(self, text: str) -> list[str]:
-        """Send a text to this host's ranks, and return the texts of all, in rank order. Collective over the host."""
+        """Send a text to this host's ranks, and return the texts of all, in rank order. Has no deadline. Collective
+        over the host.
+        """
         with self.translated("exchanging texts"):
             return list(self.host_comm.allgather(text)) if self.comm else [text]
 
@@ -129,7 +131,9 @@ class ProcessGroup:
             return gather_texts(text, self.rank, self.size, self._all_gather)
 
     def _all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill an array on all ranks, in place, with each rank's part; raise Stalled after the timeout. Collective."""
+        """Fill ``buffer`` with the other ranks' parts, of ``counts`` elements; this rank's part already stands in it.
+        Raise Stalled after the timeout. Collective.
+        """
         nbytes = [count * buffer.itemsize for count in counts]
         parts = [buffer.view(np.uint8), (nbytes, [0, *accumulate(nbytes[:-1])]), self.mpi.BYTE]
         wait_or_abandon(self._control.Iallgatherv(self.mpi.IN_PLACE, parts), self._control, self._timeout)
@@ -139,9 +143,8 @@ class ProcessGroup:
         return TranslatedErrors(self.mpi, doing)
 
     def part(self, ranks: Sequence[int]) -> Any:
-        """Return a new communicator of these ranks, in this order, for them to free; others get a null one. Collective.
-
-        For a process that is alone, ``COMM_SELF``, or None if no MPI is loaded.
+        """Return a new communicator of these ranks, in this order, for them to free; others get a null one. In a group
+        of one rank return ``COMM_SELF``, not to be freed, or None if no MPI is loaded. Collective.
         """
         if self.comm is None:
             mpi = self.mpi or sys.modules.get("mpi4py.MPI")
@@ -151,9 +154,8 @@ class ProcessGroup:
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def announce_end(self, why: str) -> None:
-        """Send other ranks, once, why this one makes no more calls of the store. Local; does not wait.
-
-        Nothing is sent while this thread may not use MPI.
+        """Send other ranks, once, why this one makes no more calls of the store; nothing while this thread may not use
+        MPI. Local; does not wait.
         """
         with self._listening:
             # Also after the end of another rank: some may wait for a message of this one.

@@ -75,14 +75,15 @@ def hiding_frames(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def hidden_from_pytest(raised: Any) -> bool:
-    """Return whether the error of pytest's ExceptionInfo has cut frames; a module's ``__tracebackhide__``."""
+    """Return whether the error of pytest's ExceptionInfo has cut frames; used as ``__tracebackhide__``."""
     return is_marked(raised.value, "shortened")
 
 
 def print_last(error: BaseException, prefix: str, rank: int) -> None:
-    """Print the error that ends a rank; if another rank prints it in full, one line now, and all after some seconds.
+    """Print the error that ends a rank; if another rank prints it in full, print one line, sleep some seconds, then
+    print all. Local.
 
-    Local; sleeps. So the rest is printed only if the job has not ended when this rank's turn comes.
+    The rest is printed only if the job has not ended when this rank's turn comes.
     """
     hide_frames(error)
     alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
