@@ -95,10 +95,11 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
 
 def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
-    """Return a new tree with the root's values on every rank. Any store can make it, and keeps no keys. Collective.
+    """Return a new tree with the root's values on every rank; the store may have an updater, and keeps no keys.
+    Collective.
 
-    Begin a training with it, for the same weights. It has the rules and errors of :func:`pushpull`, but the store may
-    have an updater. The leaves of other ranks give shapes and dtypes.
+    Begin a training with it, for the same weights. It has the rules and errors of :func:`pushpull`, but takes any
+    :class:`~mpikv.KVStore`. The leaves of other ranks give shapes and dtypes.
 
     Example:
         >>> import mpikv.jax, jax.numpy as jnp
