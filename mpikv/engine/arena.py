@@ -285,7 +285,7 @@ class Arena:
         return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
-        """Return whether one of a GPU's addresses is in the arena's segments; ``address`` returns an array's. Local."""
+        """Return whether any of a GPU's addresses is in the arena's segments; ``address`` returns an array's. Local."""
         places = [(address(segment), segment.size) for segment in self._segments.values()]
         return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
 

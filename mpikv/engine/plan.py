@@ -227,7 +227,9 @@ class Plan:
     # The rest is lazy: calls of rows need no buckets, and a large value has many.
 
     def prepare_updates(self) -> None:
-        """Make, once, the buckets' updates for keys with different steps; may raise MemoryError here alone. Local."""
+        """Make, once, the buckets' updates for keys with different steps; MemoryError may come on this rank alone.
+        Local.
+        """
         for bucket in self.buckets:
             _ = bucket.updates
 
@@ -252,7 +254,9 @@ class Plan:
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
-        """A function that updates this rank's whole values in few GPU launches; None to update each by itself."""
+        """A function that updates this rank's whole values, by a step for each, in few GPU launches. None on a host,
+        for elementwise updaters and Python functions, and where it saves nothing.
+        """
         planner = self.planner
         if not planner.whole or planner.updater.may_raise or not isinstance(planner.kernels, GpuKernels):
             return None
