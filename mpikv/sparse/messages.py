@@ -102,8 +102,8 @@ class Split:
     def send(
         self, numbers: Lists, rows: Callable[[], Lists], kinds: Sequence[Kind], label: Hashable, reserve: Reserve
     ) -> list[list[Selected]]:
-        """Send row numbers between hosts, call ``reserve`` with those received, then ``rows``, and send rows between
-        GPUs. Return both by sender, the rows in new arrays; this rank's own entry is undefined. Collective.
+        """Send row numbers by the host transport, call ``reserve`` with those received, then ``rows``, and send rows
+        between GPUs. Return both by sender, the rows in new arrays; this rank's own entry is undefined. Collective.
         """
         received, table = self._send_numbers(numbers, kinds, label)
         # Every rank knows all lengths now: reserve() raises on all ranks or on none, before any rank sends rows.
@@ -125,8 +125,8 @@ class Split:
         return _read_answers(answers, wanted, kinds, self._rank)
 
     def _send_numbers(self, numbers: Lists, kinds: Sequence[Kind], label: Hashable) -> tuple[list[list[Array]], Array]:
-        """Send row numbers to other ranks between hosts; return views of those received, by sender, and a table of the
-        bytes of all ranks' rows. Collective.
+        """Send row numbers to other ranks by the host transport; return views of those received, by sender, and a table
+        of the bytes of all ranks' rows. Collective.
 
         Without a part for each rank, the numbers are for all. The bytes are a table of one line per sender, and one
         column per receiver, or one for all.
@@ -161,13 +161,13 @@ def _flatten(rows: Sequence[Array]) -> Part:
 
 
 def _read_numbers(take: _Take, values: int) -> list[Array]:
-    """Return the next row numbers of a message, of so many values; none from an empty message. Local."""
+    """Return the next row numbers of a message, an array per value; empty arrays from an empty message. Local."""
     lengths = take(8 * values).view(np.int64).tolist() or [0] * values
     return [take(8 * count).view(np.int64) for count in lengths]
 
 
 def _read_rows(take: _Take, numbers: Sequence[Array], kinds: Sequence[Kind]) -> list[Array]:
-    """Return the next rows of a message: of each value, as many as there are numbers. Local."""
+    """Return the next rows of a message as views: of each value, as many as there are numbers. Local."""
     # As _flatten has put them: the receiver knows all kinds, so no message says it.
     order = sorted(range(len(numbers)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: take(numbers[item].size * kinds[item].nbytes).view(kinds[item].dtype) for item in order}

@@ -369,7 +369,8 @@ class _Owners:
         return first, last
 
     def split(self, ids: Array, size: int) -> list[Any]:
-        """Return for each rank the positions of rows with elements of its own: an array, or a slice. Local.
+        """Return for each rank the positions of rows with elements of its own, and of any row in three ranges or more:
+        an array, or a slice. Local.
 
         They are a slice if one rank owns the whole value.
         """

@@ -39,7 +39,8 @@ class Growing:
         self._memory = zeros(0)
 
     def first(self, nbytes: int) -> Array:
-        """Return the first ``nbytes`` of the memory; if that is too small, replace it by zeros of twice ``nbytes``.
+        """Return the first ``nbytes`` of the memory, of any content; if that is too small, make it anew, of twice
+        ``nbytes``.
 
         Arrays over the memory before keep it.
         """

@@ -165,8 +165,8 @@ class HierarchicalTransport:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In a with block, exchanges only post their messages; the caller passes each :meth:`sent` to :meth:`wait_for`
-        before the end. Collective.
+        """In a with block, exchanges may only post their messages; the caller passes each :meth:`sent` to
+        :meth:`wait_for` before the end. Collective.
         """
         self._is_apart = True
         try:
@@ -211,7 +211,9 @@ class HierarchicalTransport:
     # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or all; return an array from each, valid until the next exchange. Collective."""
+        """Send rank r the r-th part, or everything with ``counts`` None; return an array from each rank, valid until
+        the next exchange. Collective.
+        """
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()
         return self._flat.all_to_all(send, counts)

@@ -28,7 +28,7 @@ class LocalTransport(Unshared):
 
     @property
     def control(self) -> LocalTransport:
-        """The transport by which ranks agree: this one, or with GPU memory a host's, new at each access. Local."""
+        """The transport by which ranks agree: this one, or for GPU memory a host's, a new one at each access. Local."""
         # Of a GPU's memory a new one for the host: arrays of agreements are numpy's.
         return self if self.memory.is_host else LocalTransport(self.limit)
 

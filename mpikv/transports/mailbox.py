@@ -222,7 +222,8 @@ class Mailbox:
             self._end(new, error=error)
 
     def _end(self, message: Message, sent: str = "", error: Exception | None = None) -> None:
-        """Note a call as ended, for _tell(): with an error, or ``sent``, the length of a message that did not fit.
+        """Note a call as ended, for _tell(): well, or by ``error``, or by ``sent``, the length of a message that did
+        not fit.
 
         The lock is held.
         """

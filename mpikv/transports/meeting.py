@@ -90,7 +90,7 @@ class HostGroup:
         self._ends[self.rank] = reason.size
 
     def find_end(self) -> str:
-        """Return the text that one other rank, the lowest, has left, and why; "" if none. Local; any thread may ask."""
+        """Return a text: one other rank, the lowest, has left, and why; "" if none has. Local; any thread may ask."""
         for rank, size in enumerate(self._ends):
             if size and rank != self.rank:
                 return f"rank {rank} has left: {self._reasons[rank, :size].tobytes().decode(errors='replace')}"

@@ -42,7 +42,7 @@ class Tickets:
         self._sent: dict[int, tuple[Any, Any]] = {}
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Post a token, unless :attr:`early` is posted, and wait for all ranks; return whether all tokens but ANY are
+        """Post a token, unless one is posted (``early``), and wait for all ranks; return whether all tokens but ANY are
         equal. Collective.
         """
         number, self.early = self.early or self.post(token), 0
@@ -145,7 +145,9 @@ class MpiTransport(Unshared):
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or all; return an array from each, valid until the next exchange. Collective."""
+        """Send rank r the r-th part, or everything with ``counts`` None; return an array from each rank, valid until
+        the next exchange. Collective.
+        """
         if counts is None:
             nbytes, starts = [send.nbytes] * self.size, [0] * self.size
         else:

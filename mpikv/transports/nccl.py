@@ -247,12 +247,12 @@ class NcclTransport(Unshared):
         return self._sum("allreduce", send, recv, start)
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
-        """Return whether :meth:`allreduce_each` can sum a dtype, uncast; never in deterministic stores. Local."""
+        """Return whether :meth:`allreduce_each` sums a dtype, uncast; False in deterministic stores. Local."""
         return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Queue one call that sums each pair's first array over ranks, into the second, maybe the same, of a dtype that
-        it :meth:`adds`. Collective.
+        """Queue one call that sums each pair's first array over ranks into the second, maybe the same array. It
+        :meth:`adds` their dtypes. Collective.
 
         The arrays may have any sizes. No filled array may overlap another array.
         """
@@ -418,7 +418,8 @@ class NcclTransport(Unshared):
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
-        """Wait for the GPU; destroy the communicator, or abort a failed one; close ``control``. Collective.
+        """Wait for the GPU; destroy the communicator, or after a failure abort it and log that; close ``control``.
+        Collective.
 
         Later calls, and those of a forked child, do nothing.
         """

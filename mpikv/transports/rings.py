@@ -118,8 +118,8 @@ class Rings:
         return head.tolist()  # type: ignore[no-any-return]  # a list of three integers
 
     def receive(self, source: int, address: int, into: Array) -> Iterator[None]:
-        """Receive the body of the message after its head, by a generator that yields to wait; TransportError if the
-        body lay in the sender's memory, and the sender gave it up. Local.
+        """Receive the body for the head just received, by a generator that yields to wait; TransportError if the body
+        lay in the sender's memory, and the sender gave it up. Local.
 
         Raises:
             TransportError: it was to be read in place, and its sender has given up.

@@ -253,7 +253,7 @@ class _Inbox:
 
     def take(self) -> list[Request]:
         """Return the parts of the next message if all of it has arrived, else []; their bodies last until the next
-        message. Local: no wait.
+        call. Local: no wait.
         """
         if self._coming is None:
             # Any source: owners do not know who will ask next.
@@ -285,7 +285,7 @@ class _Outbox:
     """Sends messages of one tag from memory of its own, used again and again. Any thread may call all methods."""
 
     def __init__(self, comm: Any, tag: int, mpi: Any, sent: Callable[[int], None] | None = None) -> None:
-        """Make an empty outbox; ``sent`` is called with the receiver after each message. Local."""
+        """Make an empty outbox; ``sent`` is called with the receiver once MPI was given a message. Local."""
         self._comm, self._tag, self._mpi, self._sent_to = comm, tag, mpi, sent
         self._lock = present().lock()
         # For each rank the message that is collected, and its length so far.

@@ -174,7 +174,9 @@ class ShmTransport(Arrivals):
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or all; return a view from each, valid until the next exchange. Collective."""
+        """Send rank r the r-th part, or everything with ``counts`` None; return a view from each rank, valid until the
+        next exchange. Collective.
+        """
         # The terms of a sum are every rank's part, not yet added: just an exchange.
         return self._staged_terms(send, None if counts is None else tuple(counts))
 
