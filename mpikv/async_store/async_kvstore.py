@@ -239,7 +239,9 @@ class AsyncKVStore(KVStore):
         return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]], filled: Sequence[Any] | None = None) -> None:
-        """Wait for the keys' earlier pushes and slow ranks, raise failures, send; fill ``filled``. Not collective."""
+        """Wait for the keys' earlier pushes and for slow ranks, raise failed pushes, request the pushes. Given
+        ``filled``, wait until it has the new values. ConfigError without an updater. Not collective.
+        """
         # Pushes are unordered between ranks: without an updater the last to arrive would win, another one in each run.
         if self._exchange.updater.assigns:
             raise ConfigError(
@@ -282,9 +284,9 @@ class AsyncKVStore(KVStore):
         client.raise_failures(plan.keys)
 
     def _ask_all(self, plan: Plan, arrays: Sequence[Any], filled: Sequence[Any] | None, ticks: dict[int, Tick]) -> None:
-        """Request a push of each value from its owner, and keep the tickets in ``_pushes``; remove from ``ticks`` those
-        of requests made. Updates this rank's keys at once. Arrays of ``filled`` are filled later, by answers. Waits for
-        no other rank. Local.
+        """Request a push of each value from its owner, this rank's own at once; keep the tickets in ``_pushes``, and
+        remove from ``ticks`` those requested. Answers of others fill their keys' ``filled``, later. Waits for no other
+        rank. Local.
         """
         for owner, entry, group, given in self._others_first(plan, arrays, filled or [()] * len(arrays)):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
@@ -321,7 +323,9 @@ class AsyncKVStore(KVStore):
         return self._door.run_without_agreement(verb, checked)
 
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Wait for own requests, meet all ranks to adopt settings and counts, return the call's result. Collective."""
+        """Wait for own requests, meet all ranks to adopt settings and counts, then make the call of
+        ``prepare(*arguments)`` and return its result. Collective.
+        """
         if verb in _LACKING:
             self._lacks(verb)
         self._check_caller(verb)

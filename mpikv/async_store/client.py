@@ -193,7 +193,7 @@ class AsyncClient:
         del self._outstanding[ticket]
 
     def raise_failures(self, keys: Iterable[Key] | None = None) -> None:
-        """Forget the failed pushes of these keys, or of all; raise the first, with the count of the others. Local."""
+        """Forget the failed pushes of these keys, or of all; raise the first, if any, and count the others. Local."""
         names = [key for key in list(self._failures if keys is None else keys) if key in self._failures]
         failures = [self._failures.pop(name) for name in names]
         if len(failures) > 1:
