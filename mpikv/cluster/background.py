@@ -205,7 +205,9 @@ class Pending:
         return False
 
     def claim_when_done(self, claim: Callable[[], None]) -> None:
-        """Wait until all queued calls have completed; call ``claim()`` before the thread begins another. Local."""
+        """Wait until all queued calls have completed; call ``claim()`` before the thread begins another. Not
+        for the queue's own thread, which would wait for itself. Local.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self.active)
             claim()
