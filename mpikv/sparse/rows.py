@@ -251,7 +251,8 @@ class Rows:
         # The host updates by numpy: other kernels would be compiled here, in the middle of a call.
         bind = updater.bind if self._memory.is_host else partial(self._exchange.values.planner.kernels.bind, updater)
         states, pieces = self._find_states(entry, ids[whole])
-        rows, of_states = self._tables.numbers((ids[whole], pieces))
+        rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
+        of_states = others[0] if others else rows
         # Copies, side by side: an optimizer updates one contiguous array per call, however many rows.
         picked = self._tables.take_rows(value, rows)
         picked_states = {name: self._tables.take_rows(state, of_states) for name, state in states.items()}
@@ -265,14 +266,14 @@ class Rows:
             part = entry.state_of(begin + low, begin + high)
             bind(total[at, low:high], value[ids[at], low:high], part)(step)
 
-    def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array]:
-        """Return the optimizer's states as tables of rows or of pieces of rows, and these rows' numbers in them. Local.
+    def _find_states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
+        """Return the states as tables of rows, and None; or as tables of pieces of rows, and these rows' pieces. Local.
 
-        A state of the whole value has the value's row numbers. Otherwise the state holds this rank's ranges only, end
-        to end; its tables consist of pieces of rows.
+        A state of the whole value has the value's row numbers; the places are None. Otherwise the state holds this
+        rank's ranges only, end to end; its tables consist of pieces of rows, and the places are numbers of pieces.
         """
         if entry.keeps_all:
-            return {name: _table(entry, array) for name, array in entry.state.items()}, ids
+            return {name: _table(entry, array) for name, array in entry.state.items()}, None
         owners, state = self._owners(entry), entry.place.block.state
         unit = owners.unit
         tables = {name: array[: array.size // unit * unit].reshape(-1, unit) for name, array in state.items()}
