@@ -44,9 +44,9 @@ from .team import SHARED_OUT, Team
 # From this size on it pays to leave a message where it lies, if the transport need not copy all of it. The lines of a
 # send buffer are in another core's cache: fetching or removing them makes a write up to eight times as slow.
 _DIRECT_BYTES = 64 << 10
-# Keys in all plans together: at least so many, and in a large store so many times its own. A step may use each key by
-# itself, and a few lists of nearly all keys. A key takes some kilobytes at most.
-_MOST_KEYS, _TIMES = 64 << 10, 5
+# Keys in all plans of lists together: at least so many, and in a large store so many times its own. A step may use a
+# few lists, each of nearly all keys. A key takes some kilobytes at most.
+_MOST_KEYS, _TIMES = 64 << 10, 4
 # From this size on a pushpull unpacks each bucket while it is in the cache. Smaller calls fit in the last level of
 # cache, and there the check that this is safe would take longer than it saves.
 _STREAMED_BYTES = 8 << 20
@@ -271,29 +271,33 @@ class Plan:
 
 
 class Plans:
-    """The plans of a store, up to a number of keys in all.
+    """The plans of a store: all those of single keys, and those of lists, up to a number of keys.
 
     A full cache is emptied, so that no call pays for the order of use: a list that is used again gets a new plan.
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple[Key, ...], Plan] = {}
+        self.single: dict[Key, Plan] = {}
+        self.lists: dict[tuple[Key, ...], Plan] = {}
         self._held = 0
 
     def add(self, plan: Plan, key_count: int) -> None:
-        """Keep a plan; first forget all others if plans would have more keys than a limit. Local.
+        """Keep a plan; first forget all plans of lists if they would have more keys than a limit. Local.
 
-        The limit is 5 x ``key_count``, and 65,536 at least.
+        The limit is 4 x ``key_count``, and 65,536 at least. Plans of one key do not count.
         """
+        if len(plan.keys) == 1:
+            self.single[plan.keys[0]] = plan
+            return
         if self._held + len(plan.keys) > max(_TIMES * key_count, _MOST_KEYS):
-            self.clear()
-        self.known[plan.keys] = plan
+            self.lists, self._held = {}, 0
+        self.lists[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all plans. Local."""
-        self.known.clear()
-        self._held = 0
+        self.single.clear()
+        self.lists, self._held = {}, 0
 
 
 def turns(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:

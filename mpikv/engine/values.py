@@ -46,7 +46,7 @@ class Values:
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys, kept or new; TypeError or KeyNotInitialized for others. Local."""
-        plan = self.plans.known.get(keys)
+        plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.lists.get(keys)
         if plan is None:
             self.table.check_kind(keys)
             plan = Plan(self.planner, self.table.find(keys))

@@ -30,7 +30,7 @@ class Operands:
 
     def __init__(self, exchange: Exchange, rows: Rows) -> None:
         self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
-        self._plans = exchange.values.plans.known
+        self._plans = exchange.values.plans
         self._kind: Any = np.ndarray
         self._on_host = True
         # Callers' arrays known to lie apart from values, by identity, until they are gone. With it a pushpull of 160
@@ -47,11 +47,11 @@ class Operands:
         """Return the cached plan of a key or a list of keys; None for other forms, and for unknown keys. Local."""
         kind, plans = type(key), self._plans
         if kind is str or kind is int:
-            return plans.get((key,))
+            return plans.single.get(key)
         if kind not in _LISTS or not key:
             return None
         try:
-            plan = plans.get(tuple(key))
+            plan = plans.single.get(key[0]) if len(key) == 1 else plans.lists.get(tuple(key))
         except TypeError:  # an item without a hash is no key: the caller's parser raises the right error
             return None
         if plan is None or type(plan.keys[0]) is str:

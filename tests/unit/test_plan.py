@@ -154,7 +154,7 @@ class TestPlans:
             gc.enable()
         assert [len(plan.keys) for plan in kept] == list(range(200 - len(kept), 200))
         assert 0 < sum(len(plan.keys) for plan in kept) <= 1000
-        assert all(plans.known.get(plan.keys) is plan for plan in kept)
+        assert all(plans.lists.get(plan.keys) is plan for plan in kept)
 
     def test_single_keys_and_lists_of_nearly_all_are_kept(self, made, monkeypatch):
         """However many there are: they are no more than the store has."""
@@ -164,8 +164,9 @@ class TestPlans:
             plans.add(plan_of([entry]), 1000)
         for _ in range(3):
             for each in lists:
-                assert plans.known.get(each.keys) is each or plans.add(each, 1000) is None
-        assert [plans.known.get(each.keys) for each in lists] == lists
-        assert [key for key, *others in plans.known if not others] == list(range(1000))
+                assert plans.lists.get(each.keys) is each or plans.add(each, 1000) is None
+        assert [plans.lists.get(each.keys) for each in lists] == lists
+        assert list(plans.single) == list(range(1000))
         plans.clear()
-        assert not plans.known
+        assert not plans.single
+        assert plans.lists.get(lists[0].keys) is None
