@@ -49,7 +49,9 @@ _BYTES = ""
 class Block:
     """A contiguous range of elements of one dtype."""
 
-    def __init__(self, index: int, values: Array, grid: Grid, transport: Transport, origin: tuple[int, int]) -> None:
+    def __init__(
+        self, index: int, values: Array, grid: Grid, transport: Transport, origin: tuple[int, int], old: bool
+    ) -> None:
         """Allocate nothing. Local."""
         self.index = index
         """No other block, and no segment, has this number."""
@@ -71,6 +73,8 @@ class Block:
         position in the lists that were pushed. Those of codecs of whole values lie on the host, even for a GPU's."""
         self.origin = origin
         """The segment of its memory, and the byte at which it begins there."""
+        self.old = old
+        """Whether other values may have been in its memory; if not, it is zero where no value has been written."""
         self.sums: Array | None = None
         """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. The host takes
         pages for it only where it is written. To give it back, set None: no plan may refer to it."""
@@ -201,6 +205,8 @@ class Arena:
         self._pool = min(pool, transport.limit) if pooling else 0
         self._numbers, self._cells = count(), 0
         self._segments: dict[int, Array] = {}
+        # By segment, the byte from which on no block has been in it: memory beyond is still zero.
+        self._reached: dict[int, int] = {}
         self._values: dict[Block, int] = {}
         self._holes = _Holes()
         self._pools: dict[int, Block] = {}
@@ -244,7 +250,7 @@ class Arena:
     @contextmanager
     def restored_on_memory_error(self) -> Iterator[None]:
         """In a with block: a MemoryError, raised on all ranks, restores segments, holes and blocks as before. Local."""
-        names = ("_segments", "_values", "_holes", "_pools", "_load")
+        names = ("_segments", "_reached", "_values", "_holes", "_pools", "_load")
         kept = {name: getattr(self, name).copy() for name in names}
         try:
             yield
@@ -278,7 +284,7 @@ class Arena:
         ]
         for number in idle:
             self._holes.remove(_BYTES, number, 0)
-            del self._segments[number]
+            del self._segments[number], self._reached[number]
 
     def holds(self, array: Array) -> bool:
         """Return whether an array's range of addresses overlaps the arena's segments, free parts, too. Local."""
@@ -330,11 +336,12 @@ class Arena:
             # Later values at its end would separate the values of a list, which make one message side by side.
             self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
         block = self._add_block(dtype, 0, (0, self._pool // dtype.itemsize))
+        block.old = True  # its values come and go
         self._pools[block.index] = block
         self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
     def _add_block(self, dtype: np.dtype[Any], bytes_to_come: int, starts: Sequence[int]) -> Block:
-        """Add and return a block without values, in a hole or a new segment. Collective if that is new.
+        """Add and return a block without values, in a hole (old bytes) or a new segment. Collective if that is new.
 
         Its values will begin at ``starts``; the last of these is where they end. ``bytes_to_come``: those of segments
         that this request is still to take, for this block and those after it.
@@ -345,8 +352,11 @@ class Arena:
         cell, line = self._grid(dtype)
         length = self._padded(dtype, size)
         values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)
+        # New segments are zeros, and need not be cleared.
+        old = start < self._reached[number]
+        self._reached[number] = max(self._reached[number], start + nbytes)
         grid = Grid(length, cell, self._divide(starts, length), line, length - size, self._cells)
-        block = Block(next(self._numbers), values, grid, self._transport, (number, start))
+        block = Block(next(self._numbers), values, grid, self._transport, (number, start), old)
         self._values[block] = 0
         self._cells += -(-length // cell)
         self._add_load(block, 1)
@@ -400,7 +410,7 @@ class Arena:
         wanted += wanted // 16 if self._ended else 0
         segment = self._transport.allocate(max(wanted, min(total // 8, _LARGEST_GROWTH), _SMALLEST_SEGMENT))
         number = next(self._numbers)
-        self._segments[number] = segment
+        self._segments[number], self._reached[number] = segment, 0
         self._holes.add(_BYTES, number, nbytes, segment.size - nbytes)
         return number, 0
 

@@ -82,7 +82,8 @@ class Rows:
             for entry, (ids, rows) in zip(entries, sent, strict=True):
                 # One rank of those that share a value's memory writes it; the fence below shows it to the others.
                 if self._transport.sharing_rank == 0:
-                    entry.value.fill(0)
+                    if entry.place.block.old:
+                        entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
                 # Without an updater a push clears the possibly nonzero rows: record them from the start.
                 mine = self._owners(entry).split(ids, self._transport.size)[self._transport.rank]

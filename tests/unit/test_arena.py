@@ -122,6 +122,7 @@ def test_values_that_come_and_go(seed):
             live |= {1000 * step + number: (place, step % 97) for number, place in enumerate(places)}
             for place in places:
                 values = place.block.values[place.start : place.start + place.size]
+                assert place.block.old or not values.any()
                 assert place.block.values.__array_interface__["data"][0] % 64 == 0
                 values[:] = step % 97
         else:

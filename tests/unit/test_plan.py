@@ -94,7 +94,7 @@ def test_shards_are_of_one_size(size, elements):
 def test_offsets_beyond_32_bits(low):
     """Memory that is never touched: offsets, buckets and shares far into a block."""
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (2**41,), (0,), writeable=False)
-    block = Block(0, huge, Grid(huge.size, LIMIT, (0, 0, 2**41, 2**41)), Seat(1, 3), (0, 0))
+    block = Block(0, huge, Grid(huge.size, LIMIT, (0, 0, 2**41, 2**41)), Seat(1, 3), (0, 0), False)
     entry = Entry("w", 0, (10000,), np.dtype(np.int8), Place(block, low, 10000), huge[low : low + 10000])
     plan = plan_of([entry], Seat(1, 3), Sharded)
     assert sum(bucket.value.size for bucket in plan.buckets) == 10000
