@@ -19,7 +19,15 @@ from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
 from .shared_memory import allocate_shared
-from .shutdown import PATIENCE, STALLED, abandon, announce_shutdown, end_job, receive_shutdowns, wait_or_abandon
+from .shutdown import (
+    PATIENCE,
+    abandon,
+    announce_shutdown,
+    await_shutdown,
+    end_job,
+    receive_shutdowns,
+    wait_or_abandon,
+)
 from .waiting import Waiting
 
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and
@@ -258,20 +266,24 @@ def _duplicate(world: Any, timeout: float) -> Any:
     Raises:
         Stalled: some ranks have not come, or had given up when this one came.
     """
+    problem = ""
+    missing: list[int] = []
     try:
-        wait_or_abandon(world.Ibarrier(), world, timeout)
+        Waiting(timeout).until(world.Ibarrier().Test, tuple)
         # A rank that has given up took part in the barrier, and takes part in nothing else.
         comm, request = world.Idup()
         now = present().now
-        given_up, late = receive_shutdowns(world, STALLED), now() + PATIENCE
+        given_up, late = receive_shutdowns(world), now() + PATIENCE
         # Probes of the caller's communicator start only after a delay: they see the caller's own messages.
         Waiting(timeout).until(lambda: request.Test() or (now() > late and bool(given_up())), tuple)
         if request:
-            raise Stalled(f"rank {world.rank} was late, and the other ranks have stopped waiting for it")
-    except Stalled as error:
+            problem = f"rank {world.rank} was late, and the other ranks have stopped waiting for it"
+    except Stalled:
+        missing = await_shutdown([announce_shutdown(world)], PATIENCE)
+        who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"
+        problem = f"waited {timeout:.1f} s for {who}"
+    if problem:
         if present().world is None:
-            atexit.register(end_job, str(error))
-        error.args = (f"create: {error} [rank {world.rank}/{world.size}]",)
-        mark_stalled(error, world.rank)
-        raise
+            atexit.register(end_job, problem)
+        raise mark_stalled(Stalled(f"create: {problem} [rank {world.rank}/{world.size}]", missing), world.rank)
     return comm

@@ -24,7 +24,7 @@ from .waiting import Waiting
 
 # Message tags: a rank makes no more calls; a rank has given up an operation. Such a message may travel on the caller's
 # communicator; the length of the text distinguishes it from the caller's own messages.
-_TAG, STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"
+_TAG, _STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"
 # Seconds to wait for the messages of ranks with the same deadline, which passes a little later there.
 PATIENCE = 0.3
 # Operations that nobody waits for, and so their buffers: MPI and other ranks may still read and write these.
@@ -95,7 +95,7 @@ def wait_or_abandon(request: Any, comm: Any, timeout: float) -> None:
         if not isinstance(error, Stalled):
             raise
         # The other waiting ranks have the same deadline, so they announce themselves now; the rest are missing.
-        missing = await_shutdown([announce_shutdown(comm, STALLED)], PATIENCE)
+        missing = await_shutdown([announce_shutdown(comm, _STALLED)], PATIENCE)
         waited = f"waited {timeout:.1f} s for ranks {missing}"
         text = waited if missing else "the other ranks have given up waiting for this one"
         raise Stalled(text, missing) from None
