@@ -8,8 +8,6 @@ rank leaves none behind.
 from __future__ import annotations
 
 import ctypes
-import math
-import time
 
 from ..errors import TransportError
 from ..protocols import Group
@@ -17,10 +15,6 @@ from .runtime import present, system_function
 
 # Bytes between two bells: more than a semaphore has, and two cache lines, as processors fetch lines in pairs.
 _STRIDE = 128
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
 class Bells:
@@ -44,20 +38,11 @@ class Bells:
         """Wake a rank of this host, now or when it next falls asleep."""
         system_function("sem_post")(self._bells[rank])
 
-    def listen(self, seconds: float = math.inf) -> int:
-        """Sleep until a rank rings, or ``seconds`` are over; return the number of rings, 0 after a signal. May wait.
-
-        It returns at once if a rank has rung since the last call.
-        """
+    def listen(self) -> int:
+        """Sleep until another rank rings, unless one has; return the number of rings, 0 after a signal. May wait."""
         here = present()
-        if here.world:
-            first = here.nap(0, here.now() + seconds, self._heard)
-        elif seconds == math.inf:
-            first = system_function("sem_wait")(self._own) == 0  # a signal interrupts it
-        else:
-            limit = time.time() + seconds
-            until = ctypes.byref(_Timespec(int(limit), int(limit % 1 * 1e9)))
-            first = system_function("sem_timedwait")(self._own, until) == 0
+        # A signal interrupts sem_wait.
+        first = here.nap(0, ready=self._heard) if here.world else system_function("sem_wait")(self._own) == 0
         return first and 1 + sum(iter(self._heard, False))
 
     def _heard(self) -> bool:

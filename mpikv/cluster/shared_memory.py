@@ -6,10 +6,12 @@ memory needs no release, not even after all ranks are killed.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import secrets
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,9 +33,10 @@ gone: Python's ``mmap`` keeps it open.
 _ALIGNMENT = 128
 # Memory for which the system may not have made the pages yet, so it still reports them as free; and its bytes.
 _PROMISED = "promised memory"
-# The number of membarrier(2) and of its command MEMBARRIER_CMD_GLOBAL_EXPEDITED.
+# The numbers of membarrier(2) and futex(2), then their commands MEMBARRIER_CMD_GLOBAL_EXPEDITED, WAIT and WAKE.
 _MEMBARRIER = {"aarch64": 283, "loongarch64": 283, "ppc64le": 365, "riscv64": 283, "s390x": 356, "x86_64": 324}
-_GLOBAL_EXPEDITED = 2
+_FUTEX = {"aarch64": 98, "loongarch64": 98, "ppc64le": 221, "riscv64": 98, "s390x": 238, "x86_64": 202}
+_GLOBAL_EXPEDITED, _WAIT, _WAKE = 2, 0, 1
 _ADVICE = "enlarge it (a container: --shm-size), or start the ranks by MPI and set MPIKV_TRANSPORT=mpi"
 
 
@@ -113,6 +116,25 @@ def _free_bytes() -> int:
         space = os.statvfs(SHARED)
         return space.f_bavail * space.f_frsize
     return 0
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def sleep_on(address: int, value: int, seconds: float) -> None:
+    """Sleep while a 32-bit word has a value: until :func:`wake_sleepers`, ``seconds`` at most, maybe less. Local."""
+    if (number := _FUTEX.get(platform.machine())) is None:
+        time.sleep(1e-4)
+        return
+    limit = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+    system_function("syscall")(number, ctypes.c_void_p(address), _WAIT, value, limit, None, 0)
+
+
+def wake_sleepers(address: int) -> None:
+    """Wake those who sleep on a word, in any process, to look at it again. Local."""
+    if (number := _FUTEX.get(platform.machine())) is not None:
+        system_function("syscall")(number, ctypes.c_void_p(address), _WAKE, 0x7FFFFFFF, None, None, 0)
 
 
 def find_flag_fence(machine: str = platform.machine()) -> Callable[[], object] | None:

@@ -313,6 +313,7 @@ class _ByRings:
 
     def step(self) -> None:
         """Move what can move, and note complete calls as ended; do not wait."""
+        self._rings.look()
         for stream in self._streams:
             next(stream)
 

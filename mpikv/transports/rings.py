@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
-from ..cluster.bells import Bells
-from ..cluster.shared_memory import find_flag_fence
+from ..cluster.runtime import present
+from ..cluster.shared_memory import find_flag_fence, sleep_on, wake_sleepers
 from ..errors import TransportError
 from ..protocols import Array, Group
 from .cma import Attached
@@ -21,11 +21,12 @@ from .cma import Attached
 _RING, _ALL_RINGS, _LEAST_RING = 256 << 10, 16 << 20, 4 << 10
 # Words of a ring before its bytes, in a pair of cache lines for each side: the sender writes how many bytes it has
 # written and whether it has given up, the receiver how many it has read, and how many messages in place.
-_WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD = 0, 1, 16, 17, 32
+_WRITTEN, _GIVEN_UP, _READ, _TAKEN, _HEAD, _LINE = 0, 1, 16, 17, 32, 128
 # Bytes from which on a message is read in place. Up to 8 ranks, shorter ones fit in a ring, and their senders need not
 # wait.
 _LARGE = 256 << 10
-# Seconds to sleep at once: nobody rings for a deadline, nor for a rank that has ended.
+# Seconds to sleep at once. It bounds a lost wake-up: two ranks that ring at the same moment may make one sound, and
+# x86-64, without a barrier here, may look at a ring before others see its own writes.
 _NAP = 1e-3
 
 
@@ -89,9 +90,11 @@ class Rings:
         """
         self._reader, size = reader, group.size
         # Pages that are never written take no memory.
-        memory = group.allocate(size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
-        self._bells, self._order = Bells(group), find_flag_fence() or (lambda: None)
-        rings = memory.reshape(size, size, -1)
+        memory = group.allocate(size * _LINE + size**2 * (8 * _HEAD + ring_bytes(size)), pages_now=False)
+        self._bells, self._address = memory[: size * _LINE].data.cast("i")[:: _LINE // 4], memory.ctypes.data
+        """A word for each rank, which changes when there is something new for it."""
+        self._rank, self._seen, self._order = group.rank, 0, find_flag_fence() or (lambda: None)
+        rings = memory[size * _LINE :].reshape(size, size, -1)
         self._to = [_Ring(part, self._order) for part in rings[group.rank]]
         self._from = [_Ring(part, self._order) for part in rings[:, group.rank]]
 
@@ -105,9 +108,9 @@ class Rings:
         head = np.array([tag, data.nbytes, data.ctypes.data if in_place else 0]).view(np.uint8)
         for part in (head, data[:0] if in_place else data):
             while (part := part[ring.write(part) :]).size:
-                self._bells.ring(to)
+                self._ring(to)
                 yield
-        self._bells.ring(to)
+        self._ring(to)
         while ring.words[_TAKEN] < awaited:
             yield
 
@@ -135,7 +138,7 @@ class Rings:
             raise TransportError(f"rank {source} has given up its send of {into.nbytes} bytes")
         self._order()
         words[_TAKEN] += 1
-        self._bells.ring(source)
+        self._ring(source)
 
     def _read(self, source: int, into: Array) -> Iterator[None]:
         """Fill an array from a rank's ring, by a generator that yields while bytes are missing; wake the sender."""
@@ -143,13 +146,27 @@ class Rings:
             count, was_full = self._from[source].read(into)
             into = into[count:]
             if was_full:
-                self._bells.ring(source)
+                self._ring(source)
             if into.size:
                 yield
 
+    def _ring(self, rank: int) -> None:
+        """Ring a rank's bell, and wake all its threads that sleep. Local."""
+        self._order()  # what it is woken for comes before the bell
+        self._bells[rank] = (self._bells[rank] + 1) & 0x7FFFFFFF
+        wake_sleepers(self._address + rank * _LINE)
+
+    def look(self) -> None:
+        """Remember this rank's bell, so that :meth:`sleep` ends if another rank has rung since. Local."""
+        self._seen = self._bells[self._rank]
+
     def sleep(self, _: float) -> None:
-        """Sleep until another rank rings, a millisecond at most; not if one has rung since the last sleep. Local."""
-        self._bells.listen(_NAP)
+        """Sleep until another rank has rung for this one since :meth:`look`, a millisecond at most. Local."""
+        here = present()
+        if here.world is None:
+            sleep_on(self._address + self._rank * _LINE, self._seen, _NAP)
+        else:
+            here.nap(_NAP, here.now() + _NAP, lambda: self._bells[self._rank] != self._seen)
 
     def give_up(self) -> None:
         """Mark all messages that this rank sends as lost, for their receivers to find. Does not wait."""

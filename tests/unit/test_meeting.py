@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpikv.cluster import shared_memory
-from mpikv.cluster.bells import Bells
-from mpikv.cluster.process_group import ProcessGroup
 from mpikv.errors import TransportError
 
 PROGRAM = """
@@ -195,16 +194,18 @@ def test_a_bell_that_cannot_be_made(outputs: Callable[..., list[str]]) -> None:
     assert outputs(NO_BELL) == [expected] * 3
 
 
-def test_a_sleeper_is_woken() -> None:
-    """It sleeps not at all if a rank has rung already, and not beyond its time."""
-    bells = Bells(ProcessGroup())
-    waker = threading.Timer(0.1, bells.ring, [0])
+@pytest.mark.parametrize("machine", [platform.machine(), "unknown"])
+def test_a_sleeper_is_woken(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+    """And sleeps not at all if the word has changed already, and not beyond its time."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    word = np.zeros(1, np.int32)
+    waker = threading.Timer(0.1, lambda: (word.fill(1), shared_memory.wake_sleepers(word.ctypes.data)))
     began = time.monotonic()  # before: the start of a thread may take longer than its timer
     waker.start()
-    assert bells.listen(30.0) == 1
-    bells.ring(0)
-    assert bells.listen(30.0) == 1
-    assert bells.listen(0.01) == 0
+    while not word[0]:
+        shared_memory.sleep_on(word.ctypes.data, 0, 30.0)
+    shared_memory.sleep_on(word.ctypes.data, 0, 30.0)
+    shared_memory.sleep_on(word.ctypes.data, 1, 0.01)
     assert 0.09 <= time.monotonic() - began < 20
 
 
