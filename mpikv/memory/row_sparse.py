@@ -131,8 +131,11 @@ class RowSparse:
         array([[0., 0.],
                [1., 1.]])
         """
-        dense = self._tables.empty(self.shape, self.dtype)
-        dense.fill(0)
+        if self.on_host:
+            dense = np.zeros(self.shape, self.dtype)  # pages that nobody writes take no memory
+        else:
+            dense = self._tables.empty(self.shape, self.dtype)
+            dense.fill(0)
         self._tables.put_rows(dense, self.indices, self.values)
         return dense
 
