@@ -35,6 +35,7 @@ from ..store.door import State
 from ..store.kvstore import KVStore
 from ..transports.rpc import Endpoint, Request
 from ..verbs.arguments import priorities
+from ..verbs.comparison import text_call
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
 from ..verbs.row_arguments import brings_rows
@@ -188,10 +189,17 @@ class AsyncKVStore(KVStore):
             ConfigError: no optimizer is set, a schedule gives its rate, or the rate is invalid.
             RankMismatch: ranks give different rates.
         """
-        # A different rate is found before any rank has set its own; owners update by the new one after the barrier.
-        self.check_equal(str(learning_rate), "set_learning_rate")
-        super().set_learning_rate(learning_rate)
-        self.barrier()
+        self._collective("set_learning_rate", self._prepare_rate, learning_rate)
+
+    def _prepare_rate(self, learning_rate: float) -> PreparedCall:
+        """Prepare to set a checked learning rate; raise ConfigError for a wrong one. Local; its run is collective."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise ConfigError("no optimizer is set; call set_optimizer(...) first")
+        trial = copy.copy(optimizer)
+        trial.learning_rate = learning_rate
+        call = text_call("set_learning_rate", trial.settings(), str(learning_rate))
+        return call, lambda: setattr(optimizer, "learning_rate", learning_rate)
 
     def view(self, key: Any) -> Any:
         """Not in this store: its values change at any time. Raises Unsupported."""
