@@ -11,13 +11,13 @@ ones. So after any failed call of the store, all ranks meet before the next pass
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any, NoReturn
-from weakref import proxy
+from weakref import WeakMethod
 from zlib import crc32
 
 import numpy as np
@@ -99,11 +99,8 @@ class BackwardSync:
         """Whether each call waits for its end, as ``join`` needs it."""
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
-        # Weakly: Python's garbage collector does not see references from hooks of parameters, and a strong one to the
-        # parameter's owner would keep both for ever. The owner lives as long as the parameter.
-        this = proxy(self)
         # torch.compile must not look inside: compiling a function that calls backward, it would trace the store, too.
-        self._hook = torch.compiler.disable(lambda parameter: this._take_gradient(parameter))
+        self._hook = torch.compiler.disable(_weak(self._take_gradient))
         self._callback = torch.compiler.disable(self._finish)
         self._task: int | None = None
         self._failed_then = self._count_failed()
@@ -134,7 +131,7 @@ class BackwardSync:
         for gradient in self.gradients:
             if gradient.buffer is not None and gradient.parameter.grad is gradient.buffer:
                 gradient.parameter.grad = gradient.buffer.clone()
-            gradient.array = gradient.buffer = None
+            gradient.array = gradient.memory = gradient.buffer = None
         self._made.clear()
         self._census = self._totals
         for bucket in self.buckets:
@@ -413,3 +410,18 @@ class BackwardSync:
         check_equal(self._kv, self._describe(), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method while its object lives, and does nothing after. Local.
+
+    Python's garbage collector does not see references from hooks of parameters: a strong one to the parameter's owner
+    would keep both for ever.
+    """
+    found = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*arguments)
+
+    return call

@@ -15,7 +15,7 @@ from .tensors import tensor_over
 class Gradient:
     """A parameter's gradient. After the first pass ``parameter.grad`` is the store's buffer."""
 
-    __slots__ = ("array", "bucket", "buffer", "kind", "name", "parameter")
+    __slots__ = ("array", "bucket", "buffer", "kind", "memory", "name", "parameter")
 
     def __init__(self, name: str, parameter: Any) -> None:
         """Note the parameter's dtype, shape and device; a :class:`Bucket` gives it a buffer later. Local."""
@@ -23,8 +23,10 @@ class Gradient:
         self.kind = _kind(parameter)
         self.array: Any = None
         """This rank's buffer of the key, once there is one."""
+        self.memory: Any = None
+        """A tensor over the buffer."""
         self.buffer: Any = None
-        """The tensor for ``parameter.grad``, over the memory of ``array``."""
+        """The tensor for ``parameter.grad``, over the same memory; ``model.double()`` may give it other memory."""
         self.bucket: Bucket
 
     def stage(self, scale: float) -> bool:
@@ -39,18 +41,22 @@ class Gradient:
         if self.buffer is None:
             self.check()
             return True
-        grad = self.parameter.grad
-        if self.buffer.data_ptr() != self.array.ctypes.data:  # model.share_memory() and model.double() move it
-            self.buffer = tensor_over(self.array, self.parameter)
+        if self.memory.data_ptr() != self.array.ctypes.data:  # e.g. after model.share_memory()
+            self.memory = tensor_over(self.array, self.parameter)
+        grad, buffer = self.parameter.grad, self.buffer
+        kept = buffer.data_ptr() == self.memory.data_ptr()
+        if grad is buffer and kept:
+            if scale != 1.0:
+                grad.mul_(scale)
+            return True
         if grad is None:
-            self.buffer.zero_()
+            self.memory.zero_()
             return False
+        self.check()
         # Scale before the sum: in half precision the sum of all ranks could overflow, and the mean would not.
-        if grad is not self.buffer:
-            self.check()
-            self.parameter.grad = torch.mul(grad, scale, out=self.buffer)
-        elif scale != 1.0:
-            grad.mul_(scale)
+        torch.mul(grad, scale, out=self.memory)
+        self.buffer = buffer if kept else self.memory.detach()
+        self.parameter.grad = self.buffer
         return True
 
     def check(self) -> None:
@@ -89,7 +95,8 @@ class Bucket:
         for gradient, array in zip(gradients, arrays, strict=True):
             # Sums arrive in the array from now on. ``parameter.grad`` is not set yet.
             gradient.bucket, gradient.array = self, array
-            gradient.buffer = tensor_over(array, gradient.parameter)
+            gradient.memory = tensor_over(array, gradient.parameter)
+            gradient.buffer = gradient.memory.detach()
 
 
 def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
