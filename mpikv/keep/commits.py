@@ -105,7 +105,7 @@ class Commits:
             loops.append(None)
             self._slots = Slots(folder, len(loops), (world or launch_of() or self._control).rank, not one_host)
         self._disk, self._stays, self._asked = disk, disk is not None, False
-        self._made = 0
+        self._epoch = self._made = 0
         self._apart = _APART if in_rounds else _APART_ASYNC
         self._cost = self._seconds = self._began = self._saved = 0.0
 
@@ -244,7 +244,8 @@ class Commits:
                 "empty the folder to start from the beginning"
             )
         # A rank that had one epoch more would later take it for the new one of that number.
-        slots.void_after(epochs.min())
+        self._epoch = int(epochs.min())
+        slots.void_after(self._epoch)
         return slots.newest().step
 
     def _check_other(self, briefing: Briefing, step: int) -> None:
@@ -307,15 +308,15 @@ class Commits:
     def _commit(self, call: Call, slots: Slots, step: int) -> None:
         """Write a commit of this step on all ranks, count it, and note the time that it took. Collective."""
         began = present().now()
-        self._agreement.run_together(call, self._write, slots, step)
+        self._agreement.run_together(call, self._write, slots, self._epoch + 1, step)
         # Each rank confirms after its header is written: from here on all have this commit, and it counts.
-        self._made, self._cost = self._made + 1, present().now() - began
+        self._epoch, self._made, self._cost = self._epoch + 1, self._made + 1, present().now() - began
         self._seconds += self._cost
 
-    def _write(self, slots: Slots, step: int) -> None:
+    def _write(self, slots: Slots, epoch: int, step: int) -> None:
         """Write this rank's commit over the older one; Unsupported if the store's layout has changed. Local."""
         self._contents.check_layout()
-        slots.write(step, self._collect())
+        slots.write(epoch, step, self._collect())
 
     def _collect(self) -> list[memoryview]:
         """Return the bytes of a commit: its text, and views of the memory of store and objects, not copies. Local."""

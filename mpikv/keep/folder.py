@@ -10,8 +10,10 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-HEADER = struct.Struct("<QQQQI")
+HEADER = struct.Struct("<QQQQQI")
 """The begin of a file: the numbers of a commit, and their CRC-32. No kill leaves half of it: it is in one page."""
+FORM = 2
+"""The form of a commit. Older versions have the length of a text there, which is larger."""
 # The number of steps that have begun, and the process that holds the lock; in the first file of a rank and loop.
 _NOTE, NOTE_AT = struct.Struct("<qq"), 1024
 BRIEFING = "start.json"
@@ -24,6 +26,7 @@ class Commit(NamedTuple):
     epoch: int = 0
     step: int = 0
     """The next step to make."""
+    form: int = FORM
     end: int = 0
     """Where its state ends in the file."""
     crc: int = 0

@@ -21,7 +21,7 @@ from ..checkpoint.files import write_parts
 from ..cluster.runtime import present
 from ..errors import CheckpointError, ConfigError
 from ..protocols import Array
-from .folder import HEADER, NOTE_AT, Commit, read_header, read_note, seal
+from .folder import FORM, HEADER, NOTE_AT, Commit, read_header, read_note, seal
 
 # Where the state begins in a file.
 _BEGIN = 4096
@@ -126,8 +126,8 @@ class Slots:
                 ) from None
         return end
 
-    def write(self, step: int, parts: Sequence[memoryview]) -> None:
-        """Write a commit over the older one, flushed if it shall outlive the host; MemoryError without room.
+    def write(self, epoch: int, step: int, parts: Sequence[memoryview]) -> None:
+        """Write a commit over that of ``epoch`` - 2, flushed if it shall outlive the host; MemoryError without room.
 
         It may enlarge the files.
 
@@ -136,13 +136,13 @@ class Slots:
             MemoryError: there is too little room; the files keep their commits.
         """
         # The state may have grown: room is taken before the commit there is voided.
-        end, epoch = self.reserve(parts), self.newest().epoch + 1
+        end = self.reserve(parts)
         file = self._files[epoch % 2]
         write_parts(file, [_VOID], 0)
         self._flush(file)
         write_parts(file, parts, _BEGIN)
         self._flush(file)
-        write_parts(file, [memoryview(seal(Commit(epoch, step, end, self._sum_up(file, end)[0])))], 0)
+        write_parts(file, [memoryview(seal(Commit(epoch, step, FORM, end, self._sum_up(file, end)[0])))], 0)
         self._flush(file)
 
     def _flush(self, file: int) -> None:
@@ -158,7 +158,7 @@ class Slots:
             CheckpointError: it is damaged, or another rank's.
         """
         crc, memory = self._sum_up(self._files[commit.epoch % 2], commit.end)
-        if crc != commit.crc:
+        if crc != commit.crc or commit.form != FORM:
             raise self._damage(commit.epoch % 2)
         return memory
 

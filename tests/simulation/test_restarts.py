@@ -319,11 +319,12 @@ def test_a_commit_of_another_program_is_refused(tmp_path: Path, change: dict[str
     assert start(tmp_path, loops) == [((3, 0, 0, ""), -6.0)] * 2
 
 
-def test_a_commit_of_another_version_is_refused(tmp_path: Path) -> None:
-    with mock.patch("mpikv.keep.contents.VERSION", 6):
+@pytest.mark.parametrize(("name", "text"), [("contents.VERSION", "has version 6 of"), ("slots.FORM", "is damaged")])
+def test_a_commit_of_another_version_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    with mock.patch(f"mpikv.keep.{name}", 6):
         start(tmp_path, loops)
     for error in start(tmp_path, loops):
-        assert f"the commit in {tmp_path} has version 6 of the format, and this program has version" in error
+        assert re.search(f"the commit in {tmp_path}.* {text}", error)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def through_a_file(tree: Any, path: Any) -> Any:
     """Return a state that went through a commit."""
     slots = Slots(path, 1, 0)
     slots.open(0.0)
-    slots.write(0, list_parts(tree, "it"))
+    slots.write(1, 0, list_parts(tree, "it"))
     return unpack(slots.read(slots.newest()), "it", copies=False)
 
 

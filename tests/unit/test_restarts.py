@@ -15,18 +15,18 @@ from mpikv.keep.folder import Briefing, read_briefing, read_progress, write_brie
 from mpikv.keep.slots import Slots
 
 
-def commit(folder: Path, step: int, ranks: int = 2) -> None:
+def commit(folder: Path, epoch: int, step: int, ranks: int = 2) -> None:
     for rank in range(ranks):
         slots = Slots(folder, 1, rank)
         slots.open(0.0)
-        slots.write(step, [memoryview(b"text")])
+        slots.write(epoch, step, [memoryview(b"text")])
 
 
 def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
     told = list[str]()
     restarts = Restarts(tmp_path, 2, 2, False, told.append)
     assert [restarts.go_on("rank 0 died") for _ in range(2)] == [True, True]
-    commit(restarts.folder, 7)
+    commit(restarts.folder, 1, 7)
     assert [restarts.go_on("rank 1 died") for _ in range(3)] == [True, True, False]
     assert told[0] == "rank 0 died; restart 1 from the beginning"
     assert told[3] == "rank 1 died; restart 4 from step 7"
@@ -37,8 +37,8 @@ def test_new_commits_give_new_restarts(tmp_path: Path) -> None:
 
 
 def test_a_commit_counts_that_all_ranks_have(tmp_path: Path) -> None:
-    commit(tmp_path, 7)
-    commit(tmp_path, 9, ranks=1)
+    commit(tmp_path, 1, 7)
+    commit(tmp_path, 2, 9, ranks=1)
     assert read_progress(tmp_path) == (1, 7)
     (tmp_path / "1.1.0").write_bytes(b"\0" * 20)
     assert read_progress(tmp_path) == (1, 7)
@@ -46,7 +46,7 @@ def test_a_commit_counts_that_all_ranks_have(tmp_path: Path) -> None:
 
 def test_commits_of_another_boot_are_refused(tmp_path: Path) -> None:
     folder = Restarts(tmp_path, 2, 2, True, print).folder
-    commit(folder, 7)
+    commit(folder, 1, 7)
     write_briefing(folder, Briefing(boot="another"))
     with pytest.raises(ConfigError, match="were made before the last boot of this host, or on another host"):
         Restarts(tmp_path, 2, 2, True, print)
@@ -58,7 +58,7 @@ def test_commits_of_another_boot_are_refused(tmp_path: Path) -> None:
 def test_a_job_goes_on_where_no_spares_can_start(tmp_path: Path) -> None:
     told, restarts = list[str](), Restarts(tmp_path, 2, 2, True, print)
     job = Job(["/no/such/launcher"], {}, 2, True, told.append, 1.0, restarts, "numpy")
-    commit(restarts.folder, 7)
+    commit(restarts.folder, 1, 7)
     for _ in range(2):
         job.prepare()
     assert (job.spares, job.others) == (None, [])
@@ -100,7 +100,7 @@ def test_a_folder_has_one_job(tmp_path: Path) -> None:
 
 def test_ranks_are_told_of_newer_commits_of_another_number(tmp_path: Path) -> None:
     three = Restarts(tmp_path, 3, 2, True, print)
-    commit(three.folder, 7, ranks=3)
+    commit(three.folder, 1, 7, ranks=3)
     two = Restarts(tmp_path, 2, 2, True, print)
     assert read_briefing(two.folder)[4:] == (7, str(three.folder))
     (tmp_path / "9-ranks").mkdir()
