@@ -29,11 +29,14 @@ def locate(value: Any) -> tuple[Array, Gpu | None]:
     """
     if not lies_elsewhere(value):
         return source(value), None
-    # Each GPU is asked, as only the right one can adopt an array of another library.
+    for gpu in tuple(_GPUS):
+        if gpu.owns(value):
+            return value, gpu
+    # An array of another library: each GPU is asked, as only the right one can adopt it.
     why = ""
     for gpu in tuple(_GPUS):
         try:
-            return value if gpu.owns(value) else gpu.adopt(value), gpu
+            return gpu.adopt(value), gpu
         except Unsupported as error:
             why = f" ({error})"
     raise Unsupported(f"the array is on a GPU, and this process has no store on that GPU; create the store first{why}")
