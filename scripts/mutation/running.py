@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,14 +26,8 @@ FIRST = {
     "asynchronous": "unit/test_client store/test_async",
 }
 """The tests of an area, which notice most of its mutants."""
-
-
-def listed(name: str) -> list[str]:
-    """Return the files in a list of scripts/test."""
-    text = Path(__file__).parents[1].joinpath("test").read_text()
-    (assignment,) = re.findall(rf"^{name}=\([^)]*\)", text, re.MULTILINE)
-    command = ["bash", "-c", f'{assignment}; echo "${{{name}[@]}}"']
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+LONG = ("store/test_training", "store/test_scale")
+"""What scripts/test leaves to ``--all``."""
 
 
 def sessions(area: str) -> list[list[str]]:
@@ -42,7 +35,7 @@ def sessions(area: str) -> list[list[str]]:
     first, and those for GPUs.
     """
     # A copy has no history, which the test of sizes reads.
-    left_out = [f"--ignore={file}" for file in [*listed("long"), "tests/docs/test_size.py"]]
+    left_out = [f"--ignore=tests/{name}.py" for name in ("docs/test_size", *LONG)]
     folders = ("unit", "docs", "simulation", "store", "contract")
     whole = ["--simulate", *left_out, *(f"tests/{folder}" for folder in folders)]
     first = ["--simulate", "--ranks=1,2,3", *(f"tests/{file}.py" for file in FIRST[area].split())]
