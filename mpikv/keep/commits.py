@@ -119,7 +119,9 @@ class Commits:
             self._slots.release()
 
     def run(self, step: int, total: int) -> Iterator[int]:
-        """Yield the steps below ``total``; between some commit, save, or raise SystemExit on SIGTERM. Collective."""
+        """Yield the steps from ``step`` to below ``total``; after some and the last, commit and save; after a SIGTERM
+        raise SystemExit. Only after :meth:`open_and_restore`. Collective.
+        """
         note = self._slots.map_note() if self._slots else memoryview(bytearray(16)).cast("q")
         began = self._began = self._saved = present().now()
         apart, since = 1, 0
@@ -147,7 +149,7 @@ class Commits:
         self._saved = present().now()
 
     def _prepare_save(self, disk: Disk, step: int) -> PreparedCall:
-        """Prepare a save, complete on return, of store, step and kept objects. Local; its run is collective."""
+        """Return (call, run) of a save of store, step and objects. Local; run() is collective, waits for the file."""
         return disk.checkpoints.save_rest(disk.path, True, True, {_STEP: step, **self._get_objects()})
 
     def _get_objects(self) -> dict[str, Any]:
@@ -156,7 +158,8 @@ class Commits:
 
     @contextmanager
     def _heed_sigterm(self) -> Iterator[None]:
-        """In a with block: at a SIGTERM end the loop at its next meeting, if its state outlives the job. Local.
+        """In a with block: note a SIGTERM, for the next meeting to end the loop. Only if the state outlives the job.
+        Local.
 
         Only in the main thread, and if the signal has its default action.
         """
@@ -172,8 +175,11 @@ class Commits:
 
     # --- Restore
 
-    def restore(self, total: int) -> Restored | None:
-        """Put back the newest commit, or the disk's state; return a Restored, or None at a first start. Collective."""
+    def open_and_restore(self, total: int) -> Restored | None:
+        """Make, lock and enlarge the files for :meth:`run`, and check the path; put back the newest commit or
+        checkpoint, and call the objects' ``after``; save if only the last save was missing. Return a Restored, or None
+        at a first start. Collective.
+        """
         restored: Restored | None
         text = f"total {total}" + (f", path {self._disk.path}" if self._disk else "")
         restored, from_disk = self._collective("steps", _prepare, text, self._restore)
@@ -192,7 +198,9 @@ class Commits:
         return restored
 
     def _restore(self, call: Call) -> tuple[Restored | None, bool]:
-        """Open files; put back the newest commit unless the disk has newer; return (Restored, disk_has). Collective."""
+        """Open files; put back the newest commit of all ranks, unless the checkpoint is newer: the caller has to load
+        that. Return (Restored or None at a first start, whether the checkpoint is newer). Collective.
+        """
         together = partial(self._agreement.run_together, call)
         briefing, saved = together(self._open_files)
         epoch, begun = (self._slots.newest().epoch, self._slots.read_note()[0]) if self._slots else (0, 0)
@@ -209,7 +217,9 @@ class Commits:
         return Restored(step, briefing.attempt, again, briefing.why) if briefing.attempt or step else None, from_disk
 
     def _open_files(self) -> tuple[Briefing, int]:
-        """Lock and enlarge this rank's files, check the path; return (briefing, step of its checkpoint or 0). Local."""
+        """Lock and enlarge this rank's files, record the layout, check that the checkpoint can be written there; return
+        (briefing, step of the checkpoint or 0). Local.
+        """
         check_owners(self._exchange, {state.owner for state in self._states.values()})
         briefing = Briefing()
         if self._slots is not None:
@@ -233,7 +243,8 @@ class Commits:
         return briefing, step
 
     def _find_common(self, slots: Slots, epochs: Array, saved: int) -> int:
-        """Void commits that some rank lacks; return the newest step left, or 0; ConfigError if a rank lost all. Local.
+        """Void this rank's commits that some rank lacks; return the step of its newest one left, or 0; ConfigError if a
+        rank lost all and no checkpoint was ``saved``. Local.
 
         ``epochs`` are those of the newest commit of each rank; ``saved`` is the step of a checkpoint, or 0.
         """
@@ -274,7 +285,9 @@ class Commits:
         self._take_objects("the commit", objects)
 
     def _take_objects(self, path: str, saved: dict[str, Any]) -> None:
-        """Give kept objects their ``saved`` states; ConfigError if one is missing that is no generator's. Local."""
+        """Give kept objects their ``saved`` states; ConfigError if one is missing. Only a generator without one stays
+        as it is. Local.
+        """
         for name, state in self._states.items():
             if (key := _OBJECT + name) in saved:
                 state.set(saved[key])
@@ -291,7 +304,9 @@ class Commits:
     # --- Where ranks meet
 
     def _meet(self, call: Call, step: int, pace: float, is_last: bool) -> tuple[int, bool, bool]:
-        """Commit if it is time; return (steps to the next meeting, whether to save, whether to end). Collective."""
+        """Commit if it is time; return (steps to the next meeting, whether to save, whether SIGTERM ends it).
+        Collective.
+        """
         now = present().now()
         mine = [pace, now - self._began, now - self._saved, self._cost, self._seconds, self._asked]
         slowest, elapsed, unsaved, cost, seconds, asked = gather(self._control, np.array(mine)).max(axis=0).tolist()
@@ -324,6 +339,6 @@ class Commits:
 
 
 def _prepare(text: str, run: Callable[..., object], *arguments: Any) -> PreparedCall:
-    """Prepare a call that ranks compare by a text; ``run`` is given it, and the arguments. Local."""
+    """Return (call, run) for ranks to compare ``text``; run() is ``run(call, *arguments)``. Local."""
     call = text_call("steps", text)
     return call, partial(run, call, *arguments)

@@ -33,7 +33,7 @@ class Contents:
     """Collects the contents of one store, and puts them back. Local, unless marked *Collective*."""
 
     def __init__(self, exchange: Exchange, objects: Collection[str]) -> None:
-        """Record the layout, and the memory that commits take; Unsupported for values on a GPU.
+        """Record the layout, and the blocks and rows of the store that a commit takes; Unsupported for values on a GPU.
 
         ``objects`` are the names of the program's kept objects.
         """
@@ -85,7 +85,7 @@ class Contents:
         self._identity = now
 
     def _identify(self) -> tuple[object, ...]:
-        """Return objects that stay the same as long as the layout does, to notice a change of it soon."""
+        """Return the store's planner and entries: as long as these are the same objects, so is the layout."""
         return self._exchange.values.planner, *self._exchange.values.table.list_lasting()
 
     def collect(self) -> dict[str, Any]:
@@ -109,7 +109,8 @@ class Contents:
                 yield from block.state_of(low, high).values()
 
     def put_back(self, kept: dict[str, Any]) -> None:
-        """Overwrite this rank's part of the store by a commit's; other ranks get it by :meth:`publish`. Local.
+        """Overwrite this rank's part of the store by a commit's, with residuals, counts and the optimizer's options;
+        other ranks get its values by :meth:`publish`. Local.
 
         Raises:
             MemoryError: there is none for residuals; nothing was overwritten.
@@ -141,7 +142,8 @@ class Contents:
 
 
 def find_difference(before: Sequence[str], after: Sequence[str]) -> tuple[str, str] | None:
-    """Return the first text only in ``before``, the first only in ``after``, "nothing" for one; None for both. Local.
+    """Return (first text only in ``before``, first only in ``after``), with "nothing" for a side without; None if both
+    have the same texts. Local.
 
     Order is ignored. "nothing" stands in for one that is missing.
 

@@ -39,20 +39,24 @@ def seal(commit: Commit) -> bytes:
 
 
 def read_header(file: int) -> Commit:
-    """Read from an open file the header of its whole commit; if there is none, return one of epoch 0."""
+    """Return an open file's header, or one of epoch 0 if its CRC-32 is wrong; that of the state is not checked."""
     text = os.pread(file, HEADER.size, 0)
     commit = Commit(*HEADER.unpack(text)[:-1]) if len(text) == HEADER.size else Commit()
     return commit if text == seal(commit) else Commit()
 
 
 def read_note(file: int) -> tuple[int, int]:
-    """Return from a rank's open file how many steps all starts have begun, and the process of the last start."""
+    """Return from a rank's open first file the number after the highest step begun by any start, and the process of the
+    last start; (0, 0) if the file is new.
+    """
     text = os.pread(file, _NOTE.size, NOTE_AT)
     return _NOTE.unpack(text) if len(text) == _NOTE.size else (0, 0)
 
 
 def read_progress(folder: Path) -> tuple[int, int]:
-    """Return how many commits all ranks have, over a folder's loops, and the step after the last one, or 0."""
+    """Return the number of commits that all ranks have, summed over a folder's loops, and the next step of the last
+    loop with one, or 0.
+    """
     newest: dict[int, dict[int, Commit]] = {}
     for path in folder.iterdir():
         if found := _NAME.fullmatch(path.name):

@@ -35,13 +35,15 @@ class Slots:
     """The two files of one rank for one loop. Local."""
 
     def __init__(self, folder: Path, loop: int, rank: int, flushes: bool = False) -> None:
-        """``flushes``: commits outlive this host, in a folder on a disk that others share."""
+        """Name the files; open none yet. ``flushes``: commits outlive this host, in a folder on a disk that others
+        share.
+        """
         self.folder, self._rank, self._flushes = folder, rank, flushes
         self._paths = [folder / f"{loop}.{rank}.{slot}" for slot in range(2)]
         self._files: list[int] = []
 
     def open(self, seconds: float) -> None:
-        """Make or open the files, and lock them within ``seconds``; ConfigError if another process keeps the lock.
+        """Make or open both files; wait up to ``seconds`` for their lock; ConfigError if another process keeps it.
 
         Raises:
             ConfigError: one still has them after so many seconds.
@@ -65,7 +67,7 @@ class Slots:
             present().sleep(_NAP)
 
     def _lock(self) -> bool:
-        """Try to lock the files; return whether it worked. ConfigError if their file system has no locks."""
+        """Try once to lock the first file, for both; return whether it worked. ConfigError if there are no locks."""
         try:
             fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -84,14 +86,16 @@ class Slots:
         self.close()
 
     def close(self) -> None:
-        """Close the files. In a child of this process, which has them, too, it takes no lock away."""
+        """Close the files. In a forked child this closes only its copies: the parent keeps the lock."""
         while self._files:
             os.close(self._files.pop())
 
     __del__ = close
 
     def newest(self) -> Commit:
-        """Read both files' headers, and return that of the newest whole commit, of epoch 0 if there is none."""
+        """Read both files' headers, and return the one of the highest epoch; of epoch 0 if there is no commit. The
+        state is not checked.
+        """
         return max(map(read_header, self._files))
 
     def void_after(self, epoch: int) -> None:
@@ -101,7 +105,8 @@ class Slots:
                 write_parts(file, [_VOID], 0)
 
     def reserve(self, parts: Sequence[memoryview]) -> int:
-        """Enlarge both files, if too small for a commit of these buffers; return where it would end in a file.
+        """Enlarge both files, if too small for a commit of these buffers; return the offset of its end in a file;
+        MemoryError without room.
 
         Raises:
             CheckpointError: a file has lost the end of its commit, or its header.
@@ -152,7 +157,8 @@ class Slots:
             os.fsync(file)
 
     def read(self, commit: Commit) -> Array:
-        """Return the bytes of a commit's state: read-only memory of its file, which a later commit overwrites.
+        """Return the bytes of a commit's state: read-only memory of its file, overwritten by a later commit;
+        CheckpointError if it is damaged.
 
         Raises:
             CheckpointError: it is damaged, or another rank's.
@@ -163,7 +169,9 @@ class Slots:
         return memory
 
     def _sum_up(self, file: int, end: int) -> tuple[int, Array]:
-        """Return the CRC-32 of a commit's state, begun with the rank, and its bytes in the file, read-only."""
+        """Map the state in an open file, up to the file's offset ``end``; return its CRC-32, begun with the rank, and
+        the map, read-only. A later commit changes it.
+        """
         memory = np.frombuffer(mmap.mmap(file, end, access=mmap.ACCESS_READ), np.uint8)[_BEGIN:]
         return zlib.crc32(memory.data, self._rank), memory
 
@@ -175,11 +183,13 @@ class Slots:
         )
 
     def read_note(self) -> tuple[int, int]:
-        """Return from this rank's file how many steps all starts have begun, and the process of the last start."""
+        """Return from this rank's first file the number after the highest step begun by any start, and the process of
+        the last start.
+        """
         return read_note(self._files[0])
 
     def map_note(self) -> memoryview:
-        """Write this process into the note, and return the note, mapped: steps begun, and process. Local.
+        """Write this process into the note; return the note, a writable map of the file: [steps begun, process]. Local.
 
         A call of the system in each step would take longer.
         """

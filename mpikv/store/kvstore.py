@@ -1092,7 +1092,7 @@ class KVStore(RankedStore):
         parts = (self._exchange, self._agreement, self._collective, self._kept)
         facts = (self._config.timeout, self._group.one_host, self._in_rounds)
         commits = self._commits = Commits(*parts, folder, disk, *facts)
-        restored = self._restored = commits.restore(total)
+        restored = self._restored = commits.open_and_restore(total)
         if fill is not None:  # also on a first start, to find a wrong key then
             self.pull(fill)
         return commits.run(restored.step if restored else 0, total)
