@@ -34,7 +34,8 @@ class LocalUpdate:
         self._scratch = np.empty(0, np.uint8)
 
     def prepare(self, optimizer: Optimizer, parameters: Mapping[str, Parameter]) -> list[Any]:
-        """Return the optimizer's step for each parameter; make or check states, compile kernels of GPUs. Local.
+        """Return the optimizer's step for each parameter; make and keep missing states, check others, compile kernels
+        of GPUs. Local.
 
         Raises:
             ConfigError: the optimizer has changed and needs other state.
@@ -49,7 +50,7 @@ class LocalUpdate:
         return [optimizer.step(name, self.states[name].count + 1) for name in parameters]
 
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update weights in place by prepared steps, and count these; gradients stay. Queued on a GPU. Local."""
+        """Update weights in place by prepared steps, counted in the states; gradients stay. Queued on a GPU. Local."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
             kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
@@ -72,7 +73,9 @@ class LocalUpdate:
             kept.count += 1
 
     def state_on_host(self, optimizer: Optimizer, name: Key, parameter: Parameter) -> KeptState:
-        """Return a parameter's state and count, in numpy arrays: its own, or copies of a GPU's, waited for. Local."""
+        """Return a parameter's state and count, in numpy arrays: its own, or copies of a GPU's, waited for. If it has
+        none, new ones, not kept. Local.
+        """
         # A parameter without state gets it at its first update, and not here: its weight may still be set, and the
         # master would keep the old one.
         kept, gpu = self._state(optimizer, name, parameter), parameter.gpu

@@ -74,7 +74,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
 
 
 def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
-    """Group items by their GPU, and return the groups; the host's items are under None. Local."""
+    """Return a dict of lists: the items by their GPU; the host's are under None. Local."""
     groups: dict[Any, list[Item]] = {}
     for gpu, item in pairs:
         groups.setdefault(gpu, []).append(item)

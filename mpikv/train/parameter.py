@@ -126,7 +126,8 @@ class Parameter:
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def set_sum(self, gradients: Sequence[Any]) -> None:
-        """Set :attr:`grad` to the sum of several gradients, in new memory, as of several names of one parameter. Local.
+        """Give :attr:`grad` the sum of several gradients, a new array, as for several names of one parameter. With
+        "add" it is added to the earlier ones. Local.
 
         Raises:
             ValueMismatch: the shape, dtype or device of one does not fit.
@@ -166,7 +167,9 @@ class Parameter:
         return found.array
 
     def _take(self, array: Array) -> None:
-        """Keep an array as the gradient, or with ``grad_req="add"`` copy or add it; raise if it does not fit. Local."""
+        """Keep an array as the gradient, or with "add" copy or add it; raise if it does not fit. Leave ``fresh``.
+        Local.
+        """
         if array.shape != (shape := self.data.shape):
             raise ValueMismatch(f"a gradient of shape {array.shape} does not fit {self.title} of shape {shape}")
         if self._grad_req != "add":

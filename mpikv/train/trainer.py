@@ -147,7 +147,8 @@ class Trainer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, now the store's if that updates, marked as this Trainer's; ConfigError if it is none. Local.
+        """The optimizer. If the store updates, it is the store's present one, marked as this Trainer's; ConfigError if
+        that is no optimizer. Local.
 
         If the store updates, it is the store's: another one after :meth:`mpikv.KVStore.load`. Set its options at any
         time, on every rank alike. ``rescale_grad`` is the exception: set :attr:`scale` instead.
@@ -482,7 +483,9 @@ class Trainer:
         }
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
-        """Overwrite counts, scale, and weights and optimizer state that no store has, by a :meth:`_state`. Local."""
+        """Overwrite counts, loss scale, and weights, optimizer options and state that no store has, by a result of
+        :meth:`_state`. Local.
+        """
         self._updates = state["updates"]
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -582,7 +585,7 @@ class Trainer:
         return {name: one for name, one in self._own.items() if one.grad_req != "null" or can_update(optimizer, one)}
 
     def _count_updates(self) -> None:
-        """Set the number of updates to the largest count of the store's optimizer. Local."""
+        """Set the number of updates to the largest count of the store's optimizer. Local; waits for pending calls."""
         self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
@@ -650,7 +653,9 @@ class Trainer:
                 )
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return a dict: the optimizer's ``lr_mult`` and ``wd_mult`` with parameters' own factors, if any. Local."""
+        """Return the optimizer's ``lr_mult`` and ``wd_mult`` with parameters' own factors, each only if there are any.
+        Local.
+        """
         options: dict[str, Any] = {}
         for option in ("lr_mult", "wd_mult"):
             own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
@@ -676,7 +681,9 @@ class Trainer:
     # --- The two halves, where the store only sums
 
     def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
-        """Replace gradients in place by sums over ranks, or all by NaN if one overflows; mark as sums. Collective."""
+        """Replace gradients in place by sums over ranks, or by NaN if a scaler finds an overflow; mark as sums.
+        Collective.
+        """
         self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse inf and nan, on one rank only; and the sum would not be finite either.
@@ -691,10 +698,7 @@ class Trainer:
             parameter.summed = True
 
     def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
-        """Make or check states, compare changed settings, return the steps in order. Collective if settings changed.
-
-        Collective if an optimizer has changed.
-        """
+        """Make or check states, compare changed settings, return the steps in order. Collective if settings changed."""
         # Different optimizers would drive the ranks apart for ever: so the ranks compare them after each change.
         steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
@@ -706,10 +710,7 @@ class Trainer:
         return steps
 
     def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
-        """Update weights here unless a gradient overflows; failure ends the Trainer's use. Collective with a scaler.
-
-        Collective with a loss scaler.
-        """
+        """Update weights here unless a gradient overflows; failure ends the Trainer's use. Collective with a scaler."""
         if self._record_overflow(verb, ready):
             return
         try:
@@ -721,7 +722,9 @@ class Trainer:
         self._updates += 1
 
     def _record_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
-        """Return whether any rank's gradient has inf or NaN; adapt the scale to it. Collective; False if no scaler."""
+        """Return whether any rank's gradient has inf or NaN; adapt the scale. Collective with a scaler; else just
+        False.
+        """
         if self._scaler is None:
             return False
         overflow = self._any_overflow(verb, ready)
