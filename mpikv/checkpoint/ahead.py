@@ -43,7 +43,9 @@ class Ahead(Generic[Item]):
             self._changed.wait_for(lambda: self.ended)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if any. Local."""
+        """Yield each item of the thread, after a wait for it; then raise the iterator's exception, if any. Again from
+        the first on each iteration. Local.
+        """
         taken = 0
         while True:
             with self._changed:

@@ -49,7 +49,7 @@ class Checkpoints:
     """Prepares the checkpoint calls of one store, locally, and runs them, collectively."""
 
     def __init__(self, exchange: Exchange, agreement: Agreement, root: int, collective: Callable[..., Any]) -> None:
-        """``collective`` runs a call of the store, given its verb and the function that prepares it."""
+        """Open nothing. ``collective`` runs a call of the store, given its verb and the function that prepares it."""
         self._exchange, self._agreement, self._root, self._collective = exchange, agreement, root, collective
         self._transport, self._memory = exchange.transport.control, exchange.transport.memory
         self._copies = Copies(self._memory)
@@ -63,7 +63,9 @@ class Checkpoints:
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
     def save_rest(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Return a Call and a function to save ``state`` and the keys that hold no gradient sums; or raise. Local."""
+        """Pack ``state`` now, or raise; return (call, run). Local; run() is collective, and saves it and the keys that
+        hold no gradient sums.
+        """
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
@@ -85,7 +87,9 @@ class Checkpoints:
         wait: bool = True,
         packed: Mapping[str, Array] = MappingProxyType({}),
     ) -> PreparedCall:
-        """Return a Call and a function to save; compile kernels; Unsupported if no file can hold the store. Local."""
+        """Compile kernels; return (call, run); Unsupported if no file can hold the store. Local; run() is collective
+        and returns None, or with ``wait=False`` a SaveWork.
+        """
         path = os.fsdecode(path)
         self._exchange.check_slots()
         table = self._exchange.values.table
@@ -124,7 +128,9 @@ class Checkpoints:
         return self._saving
 
     def _list_pieces(self, call: Call, header: Header, wait: bool) -> tuple[Iterable[Piece], Gather | None]:
-        """Return pieces to write, copied unless ``wait``, and None; or (), and a function to add them. Collective."""
+        """Return (pieces to write, copied unless ``wait``; None). With many ranks and ``wait`` return ((), a function
+        that adds pieces by window). Collective.
+        """
         # The owners of whole values write long pieces anyway.
         cuts = not isinstance(self._exchange.placement, Owners)
         if cuts and self._transport.size >= FEWEST and isinstance(self._transport, Carries):
@@ -166,7 +172,7 @@ class Checkpoints:
         return None
 
     def give_up(self) -> None:
-        """Stop a pending save after its thread's current window, remove its file, and free the copies. Local."""
+        """Wait for a pending save's present window, stop it, remove its file, and free the copies. Local."""
         if self._saving is not None:
             self._saving.give_up()
             self._saving = None
@@ -175,17 +181,23 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> PreparedCall:
-        """Read a file's header, compile kernels; return (call, run); raise if the file misfits the store. Local."""
+        """Read a file's header, compile kernels; return (call, run), or raise if the file misfits the store. Local;
+        run() is collective, reads values, replaces updater and counts, and returns the program's state.
+        """
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
     def load_states(self, path: Any) -> PreparedCall:
-        """Read a file's header, compile kernels; return (call, run) to load states; raise if they misfit. Local."""
+        """Read a file's header, compile kernels; return (call, run), or raise if the file misfits the store. Local;
+        run() is collective, reads optimizer state, and replaces optimizer and counts; values stay.
+        """
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def load_rest(self, path: Any) -> PreparedCall:
-        """Read the header of a :meth:`save_rest` file, set optimizer options now; return Call and loader. Local."""
+        """Read the header of a :meth:`save_rest` file; give the store's optimizer its options at once; return (call,
+        run). Local; run() is collective, and loads the rest.
+        """
         source, updater = find_values(path, self._entries(), self._exchange.updater)
         if isinstance(present := self._exchange.updater, Optimizer) and isinstance(updater, Optimizer):
             present.take_options(updater)
@@ -373,7 +385,8 @@ class Checkpoints:
 def _make_header(
     facts: Mapping[Key, tuple[Any, ...]], updater: Updater, values: bool, described: Mapping[str, Any]
 ) -> Header:
-    """Return the header of a file with these keys, and ``described`` as its updater; Unsupported if none can be. Local.
+    """Return the header of a file with these keys; Unsupported if none can be. ``updater`` gives the names of states,
+    ``described`` is written as the updater; ``values``: the file has values, too. Local.
 
     ``facts`` are each key's dtype, shape, updates, earlier updates, and whether it is row-sparse.
     """
@@ -427,7 +440,8 @@ class KeptState:
 def save_states(
     path: Any, optimizer: Optimizer, values: Mapping[Key, Array], kept: Mapping[Key, KeptState], writes: bool
 ) -> Generator[str]:
-    """Write states and settings to a file, in parts; yield a text for ranks to compare before each. Collective.
+    """Write states and settings to a file, on the rank with ``writes``, in parts; yield a text for ranks to compare
+    before each. Collective.
 
     Collective: every rank runs the generator to its end. It yields a text before each slow part, as often on every
     rank. The caller compares the texts of all ranks, so that each learns of another's failure.

@@ -73,7 +73,8 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 def write_arrays(
     draft: Draft, header: Header, windows: Generator[Window] | Ahead[Window], creates: bool, attaches: bool = True
 ) -> Parts:
-    """Save in parts: create the file, write windows, rename it; after each yield numbers to xor, or a call. Collective.
+    """Save in parts: create the file, write windows, rename it. After each yield numbers to xor, or a collective
+    function to run. At the end or an error close the draft. Collective.
 
     The rank that ``creates`` makes the file, and renames it at the end. ``attaches``: the other ranks open it. After
     two parts the draft is open. Each other part takes one of the ``windows``, those of :func:`write_windows`.
@@ -120,7 +121,8 @@ def write_windows(
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
-    """Read into ``own`` and ``shared`` in parts; yield sums to xor after each, then raise if they are bad. Collective.
+    """Read into ``own`` and ``shared`` in parts. After each yield this rank's checksums; the caller replaces them by
+    the exclusive or of all ranks' ones; then raise if these are bad. Collective.
 
     Collective: every rank runs its parts. With ``checks``, compare the checksums; without, only check that the file is
     unchanged.
@@ -155,7 +157,7 @@ def cut_windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, l
 def _sum_moved(
     pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
 ) -> Array:
-    """Write or read pieces by ``move``; return their contribution to each chunk's checksum. Local."""
+    """Write or read pieces by ``move``; return a new array: their contribution to each chunk's CRC-32. Local."""
     sums, found = np.zeros(chunks.stop - chunks.start, np.uint32), list[tuple[int, int, int]]()
     for run in _join_runs(pieces):
         move([piece.memory for piece in run], run[0].offset)

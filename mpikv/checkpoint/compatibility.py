@@ -25,7 +25,8 @@ from .trees import decode, encode
 
 
 def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
-    """Read a file's header, return it as a source, and the updater to use; raise if keys or updater do not fit. Local.
+    """Read a file's header, return it as a source, and the updater to use; raise if keys or updater do not fit. If
+    ``present`` is empty, all keys fit. Local.
 
     Raises:
         CheckpointError: the file is no such checkpoint, or has another updater.

@@ -91,7 +91,8 @@ class Draft:
         os.fdatasync(self._file)
 
     def commit(self, header: Header, sums: Array) -> None:
-        """Write the header, flush, and rename the file to its path. On the root only, once all ranks have flushed.
+        """Write the header, flush, and rename the file to its path. On the root only, once all ranks have flushed. An
+        OSError may come after the rename, if only the folder's sync failed.
 
         Raises:
             CheckpointError: the draft was removed meanwhile.
@@ -132,7 +133,9 @@ class Draft:
         return f"{self.path}.{nonce.tobytes().hex()}{_SUFFIX}"
 
     def _remove_leftover(self, path: str) -> None:
-        """Remove another job's draft, unless another user has it or there are no locks; raise if one is held. Local."""
+        """Remove another job's draft, unless another user has it or there are no locks; CheckpointError if that job
+        holds its lock. Local.
+        """
         try:
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:  # it was removed meanwhile, or belongs to another user: then it is not in our way
@@ -230,6 +233,7 @@ class Reader:
     """Reads the arrays of a checkpoint. Local."""
 
     def __init__(self, source: Source) -> None:
+        """Keep the source; :meth:`open` opens the file."""
         self.source = source
         self._file = -1
 
@@ -248,7 +252,9 @@ class Reader:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError at the end. Local."""
+        """Fill buffers, one behind the other, from an offset among the arrays; CheckpointError at the file's end.
+        Local.
+        """
         offset += self.source.start
         while parts:
             done = os.preadv(self._file, parts[:_MOST_PARTS], offset)

@@ -182,7 +182,7 @@ class Header:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the arrays; each has a checksum."""
+        """Number of chunks of the arrays and the program's state; each has a checksum."""
         return -(-self.nbytes // CHUNK)
 
     def names_between(self, begin: int, end: int) -> Iterator[str]:

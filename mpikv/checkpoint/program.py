@@ -58,7 +58,7 @@ class Program:
     """Takes the state of a checkpoint. Local."""
 
     def __init__(self, header: Header, rank: int, size: int) -> None:
-        """Allocate memory for the state that this rank takes, and list the pieces to read into it."""
+        """Allocate memory for the state that this rank takes, or only checks, and list the pieces to read into it."""
         self._own: dict[str, Array] = {}
         self._lost: list[str] = []
         self.own: list[Piece] = []

@@ -32,7 +32,8 @@ def pack_residuals(exchange: Exchange, header: Header) -> Array:
 
 
 def plan_residuals(exchange: Exchange, header: Header, found: Any) -> Callable[[], object]:
-    """Allocate residuals; return a function to set those ``found``, or to drop all if codec or ranks differ. Local.
+    """Allocate residuals; return a function to set those ``found``, or to drop all if it is None, or codec or ranks
+    differ. Local.
 
     Raises:
         CheckpointError: what was found is none.

@@ -89,7 +89,9 @@ class SaveWork:
     def __init__(
         self, call: Call, parts: Parts, ahead: Ahead[Any], run: Callable[..., None], collective: Callable[..., Any]
     ) -> None:
-        """``run`` runs parts together with the other ranks; ``collective`` makes a call of the store."""
+        """Keep a save that has begun; start no thread. ``run`` runs parts together with the other ranks; ``collective``
+        makes a call of the store.
+        """
         self._call, self._parts, self._ahead = call, parts, ahead
         self._run, self._collective = run, collective
         self.done = False
