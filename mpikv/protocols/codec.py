@@ -64,7 +64,7 @@ class Gather(NamedTuple):
 
 Rounds: TypeAlias = "Generator[Sum | Gather, Any, tuple[Array, Array]]"
 """An exchange of one value. It returns two flat float32 arrays: the sum over ranks, as far as this rank received it,
-and this rank's share of that sum."""
+and this rank's own term in that sum."""
 
 
 class TensorCodec(Protocol):
@@ -90,7 +90,8 @@ class TensorCodec(Protocol):
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the arrays to move; change ``state`` in place, on each rank alike; return the sum and this rank's part.
+        """Yield arrays for the caller to sum or gather over ranks, and receive the results; change ``state`` in place,
+        on each rank alike, and the residual. Return the sum, and this rank's own term in it.
 
         Their number and sizes depend on the shape alone. ``gradient`` is flat and may be overwritten. ``residual`` as
         in :meth:`ElementwiseCodec.encode`.

@@ -44,7 +44,7 @@ class Stream(Protocol):
         """
 
     def end_capture(self) -> Graph:
-        """Stop the recording, and return the recorded work, or raise; work queued later runs again.
+        """Stop the recording, and return the recorded work, or raise TransportError; work queued later runs again.
 
         Raises:
             TransportError: some work meanwhile cannot be recorded.
@@ -62,7 +62,7 @@ class Graph(Protocol):
         """Queue all the recorded work on this thread's current stream, as one."""
 
     def close(self) -> None:
-        """Release the recorded work; launched work is done all the same. Idempotent.
+        """Drop the recorded work; launched work is done all the same, and a later launch raises. Idempotent.
 
         Call it before NCCL's communicator ends.
         """
@@ -98,7 +98,7 @@ class Gpu(Protocol):
         """Return this thread's current stream."""
 
     def capturing(self) -> bool:
-        """Return whether the current stream records its work instead of running it."""
+        """Return whether the current stream, CuPy's or torch's, records its work instead of running it."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return new zeroed bytes (uint8), aligned to 256 bytes, or raise MemoryError.
@@ -111,7 +111,7 @@ class Gpu(Protocol):
         """Return a new array of any content, or raise MemoryError."""
 
     def release(self, stream: Stream) -> None:
-        """Give unused memory of a stream back to the GPU: libraries other than CuPy may need it."""
+        """Free the unused memory that the library keeps for a stream, so that other libraries can allocate it."""
 
     kind: type
     """The type of arrays."""
@@ -123,7 +123,8 @@ class Gpu(Protocol):
         """Return values' addresses if all are plain arrays of the library on this GPU; else, or for no values, None."""
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over the memory of another library's array on this GPU, ordered after its work; or raise.
+        """Return an array over another library's array on this GPU, or raise Unsupported. Its work is ordered after
+        that library's; with ``ordered`` the caller sees to that.
 
         By DLPack. ``ordered``: the caller orders the work of the library's current stream itself, so no wait for that
         is needed.
@@ -133,7 +134,8 @@ class Gpu(Protocol):
         """
 
     def upload(self, array: Array, out: Array | None = None) -> Array:
-        """Return a copy of a numpy array, in ``out`` if given; the caller may change the numpy array on return.
+        """Queue a copy of a numpy array to ``out`` or to new memory, and return that; may wait. The numpy array may be
+        changed on return.
 
         ``out`` has the same shape and dtype.
         """
@@ -142,7 +144,8 @@ class Gpu(Protocol):
         """Copy a GPU array to ``out``, a numpy array of its shape and dtype, or to a new one; wait; return that."""
 
     def squares_and_finite(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return each array's (sum of squares, whether it is finite), once rounded to its dtype; wait for the GPU.
+        """Return for each array, as if rounded to its dtype of ``dtypes``, the sum of squares and whether all elements
+        are finite; wait for the GPU.
 
         The sums have the bits of the host's optimizers.
 
@@ -151,7 +154,7 @@ class Gpu(Protocol):
         """
 
     def scale(self, arrays: Sequence[Array], factor: float) -> None:
-        """Multiply arrays of floats in place, in float64, and round once."""
+        """Queue a multiplication of arrays of floats in place, in float64, rounded once."""
 
     def kernels(self) -> GpuKernels:
         """Return the kernels that run optimizers' rules on arrays of the library.
@@ -160,10 +163,12 @@ class Gpu(Protocol):
         """
 
     def address(self, array: Array) -> int:
-        """Return the address of the first element."""
+        """Return the address of the first element in the GPU's memory."""
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        """Queue a copy of each source to its target, cast where the dtypes differ: one launch for many contiguous
+        arrays.
+        """
 
     def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
         """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU.

@@ -51,10 +51,12 @@ class Group(Protocol):
         """Tell the other ranks why this one will take part in nothing more. Local; does not wait."""
 
     def find_end(self) -> str:
-        """Return which rank has left and why, or "". Local; any thread may ask."""
+        """Return a text: one other rank that has left, and why; "" if none has. Local; any thread may ask."""
 
     def announce_shutdown(self) -> Callable[[], list[int]]:
-        """Tell the other ranks that this process ends; return a function that lists those still to wait for. Local."""
+        """Tell the other ranks that this one shuts down; return a function that lists those yet to say so, to be called
+        until it returns []. Local.
+        """
 
     def close(self) -> None:
         """End the exchange of texts; shared memory stays. Collective, idempotent."""

@@ -26,7 +26,8 @@ class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code with the same bits."""
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile the code for the updater's present options and values of this dtype, unless it exists; or raise.
+        """Compile the code for the updater's present options and values of this dtype, unless it exists or none is
+        needed; or raise Unsupported.
 
         With ``adding`` for :meth:`bind_adding`, otherwise for :meth:`bind`.
 
@@ -35,7 +36,9 @@ class Kernels(Protocol):
         """
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function of a step that updates these arrays by the updater, with its options at each call."""
+        """Return a function of a step. Each call updates these arrays, or queues that on a GPU, by the updater's
+        options of that moment.
+        """
 
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
@@ -60,16 +63,17 @@ class BoundList(Protocol):
     """
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
-        """Return whether each other is contiguous, of its array's class, shape and dtype; False if it cannot tell.
+        """Return whether the others have these arrays' number, classes, shapes and dtypes, and are contiguous; False if
+        it cannot tell.
 
         ``writable`` also requires writable arrays, ``own`` arrays over memory of their own.
         """
 
     def take(self, others: Sequence[Any]) -> bool:
-        """Copy the others into the arrays; return False if others do not fit, and some may be copied then."""
+        """Copy the others into the arrays; return False at the first misfit: earlier ones are copied then."""
 
     def give(self, others: Sequence[Any]) -> bool:
-        """Copy the arrays into the others; return False if others do not fit, and some may be copied then."""
+        """Copy the arrays into the others; return False at the first misfit: earlier ones are copied then."""
 
 
 class StepTable(Protocol):
@@ -79,7 +83,7 @@ class StepTable(Protocol):
     """Pass one of these in place of a step to a function of :meth:`Kernels.bind`."""
 
     def fits(self, step: Any) -> bool:
-        """Return whether an update bound to a row can make this step: only numbers differ from the row's step."""
+        """Return whether an update bound to a row can run this step: by the same rule, with any numbers."""
 
     def write(self, steps: Sequence[Any]) -> None:
         """Queue a copy of steps to the first rows, one each. Updates queued afterwards read these steps."""
@@ -92,23 +96,20 @@ class GpuKernels(Kernels, Protocol):
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function of one step per range that updates each range by its step.
+        """Return a function of a list of steps, one per range: it queues the update of each range by its step.
 
         It does as one function of :meth:`~Kernels.bind` per range would. Ranges are adjacent and end at ``ends``. The
         updater is an optimizer with a rule.
         """
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None] | None:
-        """Return a function of one step per value that updates each value, None where it saves nothing.
+        """Return a function of a list of steps, one per value: it queues the update of each value by its step. Return
+        None if that saves nothing.
 
         It updates as :meth:`Updater.update` does, by the updater's options at the time of each call.
         """
 
     def step_table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return a table in new GPU memory for steps of ``count`` keys; compile the updates that read it; or raise.
-
-        Call :meth:`~Kernels.prepare` for the dtypes first.
-
-        Raises:
-            MemoryError: there is too little.
+        """Return a table in new GPU memory for steps of ``count`` keys, and compile the updates that read it; or raise
+        MemoryError. Call :meth:`~Kernels.prepare` for the dtypes first.
         """

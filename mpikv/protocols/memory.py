@@ -22,16 +22,17 @@ class Workspace(Protocol):
     """
 
     def over(self, memory: Array) -> AbstractContextManager[None]:
-        """Return a context: inside, new arrays and numbers come from this memory (uint8), as far as they fit.
+        """Return a context. Inside, new arrays and numbers, but not those of :meth:`sum_runs`, come from this memory
+        (uint8) until it is full. After it others may overwrite them.
 
-        Those of :meth:`sum_runs` never do. On the host none does: memory is not scarce there.
+        On the host none does: memory is not scarce there.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array of any content."""
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, cast where the dtypes differ."""
+        """Copy each source to its target, cast where the dtypes differ; on a GPU only queue that."""
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         """Compile the code that moves and adds rows of values of this dtype, unless it exists; or raise.
@@ -41,13 +42,18 @@ class Workspace(Protocol):
         """
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return these lists of row numbers as they are; on a GPU copies of them, made by one transfer."""
+        """Return these lists of row numbers as they are; on a GPU copies of them there, made by one upload that may
+        wait.
+        """
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        """Return copies of the rows of these numbers: in ``out``, of the table's dtype, or in a new array."""
+        """Copy the table's rows of these numbers to ``out``, of its dtype, or to an array of :meth:`empty`; return
+        that.
+        """
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        """Overwrite the table's rows of these numbers by rows, cast where dtypes differ, or by zeros if None.
+        """Overwrite the table's rows of these numbers by rows, cast where dtypes differ, or by zeros if None. Each
+        number occurs once.
 
         Each number occurs once.
         """
@@ -59,7 +65,7 @@ class Workspace(Protocol):
         """
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Return sums of rows, each rounded once: one for each run of ``order`` between two ``starts``.
+        """Return new rows: the sums of the runs of ``rows[order]`` that begin at ``starts``, each rounded once.
 
         The last run ends where ``order`` does. A GPU adds from the first row to the last, the host as numpy's
         ``add.reduceat`` does.
@@ -81,16 +87,23 @@ class Memory(Protocol):
 
     @property
     def workspace(self) -> Workspace:
-        """The object that moves rows of its arrays. Results belong to the store inside of :meth:`StreamOrder.run`."""
+        """The object that moves rows of this memory's arrays. Used inside :meth:`StreamOrder.run`, it works on the
+        store's stream.
+        """
 
     def zeros(self, nbytes: int) -> Array:
-        """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
+        """Return so many new zeroed bytes (uint8), aligned to 64 bytes at least; on a GPU allocated on the store's
+        stream.
+        """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content. The caller may keep it."""
+        """Return a new array of any content, for the caller of a store to keep; inside a call on a GPU it is allocated
+        on his stream.
+        """
 
     def source(self, value: Any) -> Array:
-        """Return an array of this memory to read ``value`` from: without a copy if it lies here, else a copy; or raise.
+        """Return an array of this memory to read ``value`` from: over the same memory if it lies here, else a copy (may
+        wait); or raise.
 
         Raises:
             TypeError: not an array.
@@ -98,10 +111,10 @@ class Memory(Protocol):
         """
 
     def target(self, out: Any) -> Array:
-        """Return the array over ``out``, on GPU or host, or a new one, noted to be copied there after the call. Local.
+        """Return the array over ``out``, on GPU or host. For a GPU's ``out``, a host's memory returns a new array, and
+        notes that :meth:`StreamOrder.run` copies it to ``out`` after its function. Local.
 
-        A host's memory has a stand-in for an array of a GPU: :meth:`StreamOrder.run` copies it after the call. If there
-        is no call, :meth:`StreamOrder.cancel` forgets it.
+        If there is no call, :meth:`StreamOrder.cancel` forgets the copy.
 
         Raises:
             TypeError: not an array, or one that cannot be written.
@@ -109,18 +122,20 @@ class Memory(Protocol):
         """
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, of the same shape, cast where the dtypes differ.
+        """Copy each source to its target, of the same shape, cast where the dtypes differ. On a GPU wait only for
+        copies to the host, and raise after these if GPU work has failed.
 
         Either may be a host array, whatever this memory is.
         """
 
     def to_host(self, array: Array) -> Array:
-        """Return a numpy array of the same content: the array itself, or a copy, once that is complete."""
+        """Return an array of the host itself. Of an array of a GPU return a numpy copy, after a wait; raise if GPU work
+        has failed.
+        """
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return for each array of floats whether an element is NaN or larger in magnitude than the bound.
-
-        On a GPU it waits until the current stream has computed them.
+        """Return for each array of floats if it has NaN or a magnitude above ``bound``; on a GPU wait, and raise if it
+        has failed.
         """
 
 
@@ -135,10 +150,11 @@ class StreamOrder(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether queued work is known to have failed. Later results would be wrong."""
+        """Whether queued work, or another rank, is known to have failed. Later results would be wrong."""
 
     def begin(self) -> None:
-        """Make a call's preparation wait for the work that its caller's stream had when it was issued; or raise.
+        """Raise if the GPU has failed, or the current stream is being captured. For an issued call, queue a wait for
+        the work that its caller's stream had when it was issued. On the host do nothing.
 
         Raises:
             Unsupported: this thread's current stream cannot order a call.
@@ -146,36 +162,44 @@ class StreamOrder(Protocol):
         """
 
     def check_new(self) -> None:
-        """Raise Unsupported if the caller of the prepared call cannot receive arrays of :meth:`Memory.empty`."""
+        """Raise Unsupported if this call, on a worker thread, cannot make arrays of :meth:`Memory.empty` for its
+        caller's stream.
+        """
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``function(*arguments)``, with its work on arrays queued on the store's stream.
+        """Call ``function(*arguments)`` and return its result. On a GPU its work is queued on the store's stream,
+        between the earlier and the later work of the caller's. On the host, copies that :meth:`Memory.target` has noted
+        follow.
 
-        The work runs after the present work of the caller's stream, and before its next. The arguments live until it is
-        done.
+        The arguments live until the work is done.
         """
 
     def cancel(self) -> None:
-        """Forget the prepared arrays of a call that is not made."""
+        """Forget the copies that :meth:`Memory.target` has noted, as their call is not made. On a GPU there are none.
+        """
 
     def issue(self) -> Issue | None:
-        """Return a note of the caller's stream for a call by another thread; None on the host, where none is needed.
+        """Record how far the current stream's work is; return a call for another thread to make after that work. On the
+        host return None: none is needed.
 
         Raises:
             Unsupported: as in :meth:`begin`.
         """
 
     def on_worker(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread makes calls that others have issued."""
+        """Return a context in which this thread makes calls that others have issued, with the store's stream current.
+        """
 
     def rejoin(self) -> None:
-        """Make the current stream, not the host, wait for calls other threads have made; do nothing on the host."""
+        """Queue a wait on the current stream for all calls that worker threads have made. On the host do nothing."""
 
     def wait(self) -> None:
-        """Wait, on the host, until all queued work is done."""
+        """Make the host wait until the store's stream has done all queued work. A host store has none."""
 
     def close(self) -> None:
-        """Wait for queued work, release recorded work, give unused memory back to the GPU. More can be queued."""
+        """Wait for queued work, discard recorded work, give unused memory back to the GPU. More can be queued, but not
+        recorded.
+        """
 
     def abandon(self, why: str) -> None:
         """End work in flight that may wait for missing ranks; tell the others why, as they may wait for this rank.
@@ -188,10 +212,9 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Make the issued call, and return ``call()``; keep its arrays alive.
-
-        In :meth:`StreamOrder.on_worker`.
+        """Run ``call()`` as the issued call, and return its result; keep its arrays alive until the GPU is done. Only
+        inside :meth:`StreamOrder.on_worker`.
         """
 
     def rejoin(self) -> None:
-        """Make the current stream, not the host, wait for work of the issued call; do nothing if it was not made."""
+        """Queue a wait on the current stream for the work of the issued call; do nothing if it was not made."""

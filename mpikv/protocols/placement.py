@@ -30,7 +30,8 @@ class Placement(Protocol):
     """Whether a push leaves every rank with the newest value, so nothing is left to publish."""
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return each rank's count of a block's elements ``[start, stop)``, all in ``cell``, and this rank's range.
+        """Return how many of a block's elements ``[start, stop)``, all in ``cell``, each rank owns, and this rank's
+        range, less ``start``.
 
         The cell is the ``number``-th of all blocks' cells. If values stay whole, rank r owns those that begin in
         ``[bounds[r], bounds[r + 1])``, and none reaches beyond. An element's owner depends on its place in its block

@@ -42,7 +42,7 @@ class Transport(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """The memory of all its arrays, given and returned."""
+        """The memory, the host's or a GPU's, of all arrays that it takes and returns."""
 
     @property
     def control(self) -> Transport:
@@ -66,63 +66,71 @@ class Transport(Protocol):
 
     @property
     def send_buffers(self) -> tuple[Array, ...]:
-        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. It is optional.
+        """Buffers (uint8, ``limit`` bytes each) in which a caller may, but need not, prepare sends; see :attr:`slot`.
 
         A sum or an all_to_all saves a copy if its ``send`` is the beginning of ``send_buffers[slot]``.
         """
 
     @property
     def slot(self) -> int:
-        """The index of the send buffer for the next sum or all_to_all, and only that one."""
+        """The index in :attr:`send_buffers` of the buffer for the next sum or all_to_all. Each of these may change it.
+        """
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes; or raise on all ranks. Collective.
+        """Return ``nbytes`` zeroed bytes for values (uint8, aligned to 64 bytes), shared by ranks if :attr:`shared`;
+        MemoryError on all ranks if one has too little. Collective.
 
         It goes back to the system with the last array over it.
-
-        Raises MemoryError on every rank if one has too little.
         """
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        """Return arrays, the terms: at the root they add up to the sum of all ``send``; may fill ``recv``. Collective.
+        """Return terms, valid until the next sum: the root adds them up to the sum of all ranks' ``send``. They may be
+        ``recv``, filled with that sum. Elsewhere they mean nothing. Collective.
 
         ``recv`` is ignored on other ranks.
         """
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        """Return arrays that add up to the sum of all ranks' ``send``, alike on each; may fill ``recv``. Collective."""
+        """Return terms, valid until the next sum: each rank adds them up to the sum of all ranks' ``send``. They may be
+        ``recv``, filled with that sum. Collective.
+        """
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        """Return arrays that add up to this rank's part of the sum of all ``send``; may fill ``recv``. Collective.
+        """Return terms, valid until the next sum: each rank adds them up to its part of the sum of all ranks' ``send``.
+        They may be ``recv``, filled with that part. Collective.
 
         Rank r's part has ``counts[r]`` elements.
         """
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part of ``send`` to rank r, or all of it to every rank; return each rank's bytes. Collective.
+        """Send the r-th part of ``send`` to rank r, or with ``counts`` None all of it to every rank; return an array
+        from each rank, valid until the next exchange. Collective.
 
         ``send`` is uint8, equally long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank
         receives all bytes of every rank.
 
-        Returns the received bytes of each rank, in rank order. The caller may read them until the next exchange of
-        data.
+        Returns the received bytes of each rank, in rank order.
         """
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, comes from rank r. Collective.
+        """Fill ``buffer`` on every rank, in place: its r-th part, of ``counts[r]`` elements, comes from rank r.
+        Collective.
 
-        In place. It is the same range of allocated memory on every rank, or private memory on every rank. In shared
+        It is the same range of allocated memory on every rank, or private memory on every rank. In shared
         memory, no rank may still read values that the last fence has shown.
         """
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's ``buffer`` to every rank's, in place. Collective. Of memory, see :meth:`all_gather`."""
+        """Copy the root's ``buffer`` to every rank's, in place. It lies as that of :meth:`all_gather` does. Collective.
+        """
 
     def fence(self) -> None:
-        """Wait until the writes of all ranks that share allocated memory are visible to each of them. Collective."""
+        """Wait until the writes of all ranks that share allocated memory are visible to each of them; at once if none
+        do. Collective.
+        """
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
-        """Return whether every rank passed the same token, in [0, 2**62). Collective; also a barrier and a fence.
+        """Return whether every rank passed the same token, in [0, 2**62); wait for all ranks. Also a fence. Collective.
 
         With ``send_ready``, ``send_buffers[slot]`` holds the ``send`` of the next sum, made if all agree; that sum then
         saves one wait for the others. Ranks with the same token pass the same ``send_ready``.
@@ -131,7 +139,9 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Release the memory of messages; that of values goes with its last array. Collective, idempotent."""
+        """Release the memory of messages, on a GPU after its work; memory of values goes with its last array.
+        Collective, idempotent.
+        """
 
 
 @runtime_checkable
@@ -142,16 +152,24 @@ class Transfers(Protocol):
     """How many messages may be on their way before the first is used."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """Return a context: inside, exchanges return before they are complete. Collective."""
+        """Return a context. Inside, exchanges may return before they are complete: pass each :meth:`sent` to
+        :meth:`wait_for` before the end. Collective.
+        """
 
     def sent(self) -> Any:
-        """Return the latest exchange, to be passed to :meth:`wait_for`; None if it is complete. Local."""
+        """Return a mark of the latest exchange, once for each, to be passed to :meth:`wait_for`; None if it needs no
+        wait. Local.
+        """
 
     def wait_for(self, sent: Any) -> None:
-        """Wait, or make later work wait, for an exchange: its terms, or the values that it brings. Collective."""
+        """Wait for an exchange by its mark of :meth:`sent`, on a GPU only on the store's stream. Its terms, or the
+        values that it brings, are then there. Do nothing for None. Collective.
+        """
 
     def note_read(self) -> None:
-        """Note that the call has read the caller's arrays: the caller need not wait for its later work. Local."""
+        """Note that this call reads the caller's arrays no more: the caller's stream will wait for the work queued so
+        far, and not for later work of the call. On the host do nothing. Local.
+        """
 
 
 @runtime_checkable
@@ -162,7 +180,9 @@ class SumsInPlace(Protocol):
         """Return whether :meth:`allreduce_each` can sum arrays of a dtype. Local."""
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Sum each pair's first array over all ranks, into the second of every rank, maybe the same one. Collective."""
+        """Sum each pair's first array over all ranks, into the second of every rank, maybe the same one. It
+        :meth:`adds` their dtypes. Collective.
+        """
 
 
 @runtime_checkable
@@ -170,9 +190,10 @@ class ReadsInPlace(Protocol):
     """A transport whose ranks may read each other's arrays of any size where they lie."""
 
     def read_terms(self, send: Array, counts: Sequence[int]) -> Iterator[Sequence[Array]] | None:
-        """Return an iterator over pieces of this rank's part of a sum, as terms; None on all if one cannot. Collective.
+        """Return an iterator over pieces of this rank's part of a sum, each a list of all ranks' terms; None on all
+        ranks if one's ``send`` is small or cannot be read. Collective.
 
-        One cannot if its array is small, or cannot be read. Terms come in rank order, this rank's own in place. They
+        Terms come in rank order, this rank's own in place. They
         may be read until the next piece. No rank may change another's part of its ``send`` before the next exchange.
         """
 
@@ -182,7 +203,8 @@ class Carries(Protocol):
     """A transport over MPI that carries messages from one rank to another, most often between hosts."""
 
     def carry(self, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]) -> None:
-        """Send arrays of uint8 to ranks, and fill arrays from ranks; wait for all of them. Collective.
+        """Send each array (uint8) to its rank, and fill each array of ``receives`` from its rank; wait for all of them.
+        Collective.
 
         Two ranks list the arrays between them in the same order with the same sizes; so does a rank for itself.
         """

@@ -41,7 +41,9 @@ class Updater(Protocol):
     computes nothing again."""
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return a dict, name to dtype, of a value's state arrays: zeros at first, ``master`` a copy of the value."""
+        """Return a dict, name to dtype, of a value's state arrays: zeros at first, ``master`` a copy of the value.
+        Unsupported for a dtype that it cannot update.
+        """
 
     def step(self, key: Key, count: int) -> Any:
         """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first).
@@ -57,7 +59,7 @@ class Updater(Protocol):
         """
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function of a step that updates these arrays as :meth:`update` does.
+        """Return a function of a step: each call updates these arrays as :meth:`update` does.
 
         The store binds once and calls often; each call reads the arrays' contents of that moment.
         """
