@@ -175,8 +175,7 @@ class StreamOrder(Protocol):
         """
 
     def cancel(self) -> None:
-        """Forget the copies that :meth:`Memory.target` has noted, as their call is not made. On a GPU there are none.
-        """
+        """Forget the copies that :meth:`Memory.target` has noted, as their call is not made. A GPU has none."""
 
     def issue(self) -> Issue | None:
         """Record how far the current stream's work is; return a call for another thread to make after that work. On the
@@ -187,8 +186,7 @@ class StreamOrder(Protocol):
         """
 
     def on_worker(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread makes calls that others have issued, with the store's stream current.
-        """
+        """Return a context in which this thread makes calls that others issued, with the store's stream current."""
 
     def rejoin(self) -> None:
         """Queue a wait on the current stream for all calls that worker threads have made. On the host do nothing."""

@@ -73,8 +73,7 @@ class Transport(Protocol):
 
     @property
     def slot(self) -> int:
-        """The index in :attr:`send_buffers` of the buffer for the next sum or all_to_all. Each of these may change it.
-        """
+        """The index in :attr:`send_buffers` of the buffer for the next sum or all_to_all. Either may change it."""
 
     def allocate(self, nbytes: int) -> Array:
         """Return ``nbytes`` zeroed bytes for values (uint8, aligned to 64 bytes), shared by ranks if :attr:`shared`;
@@ -121,8 +120,7 @@ class Transport(Protocol):
         """
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's ``buffer`` to every rank's, in place. It lies as that of :meth:`all_gather` does. Collective.
-        """
+        """Copy the root's ``buffer`` to every rank's, in place; it lies as in :meth:`all_gather`. Collective."""
 
     def fence(self) -> None:
         """Wait until the writes of all ranks that share allocated memory are visible to each of them; at once if none
@@ -193,8 +191,8 @@ class ReadsInPlace(Protocol):
         """Return an iterator over pieces of this rank's part of a sum, each a list of all ranks' terms; None on all
         ranks if one's ``send`` is small or cannot be read. Collective.
 
-        Terms come in rank order, this rank's own in place. They
-        may be read until the next piece. No rank may change another's part of its ``send`` before the next exchange.
+        Terms come in rank order, this rank's own in place. They may be read until the next piece. No rank may change
+        another's part of its ``send`` before the next exchange.
         """
 
 
