@@ -105,6 +105,7 @@ _MODULES = ("codecs", "optimizers", "schedules")
 
 
 def __getattr__(name: str) -> typing.Any:
+    """Import a name of ``__all__`` at its first use, keep it here, and return it; AttributeError for other names."""
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
@@ -117,4 +118,5 @@ def __getattr__(name: str) -> typing.Any:
 
 
 def __dir__() -> list[str]:
+    """Return all names, those not imported yet included, sorted."""
     return sorted({*globals(), *__all__})

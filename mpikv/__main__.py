@@ -42,7 +42,9 @@ options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status."""
+    """Run the subcommand of ``arguments`` (None: of sys.argv), or print the help; return the exit status. A reader who
+    closes the pipe is no error.
+    """
     return until_unread(partial(_run, sys.argv[1:] if arguments is None else list(arguments)))
 
 

@@ -124,7 +124,9 @@ def create(compression: Any) -> Codec | None:
 
 # ``type`` is MXNet's name in the dict that is unpacked here.
 def _create_named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
-    """Return the codec of a name with these options, in error feedback by default; ConfigError if one is unknown."""
+    """Return the codec of a name with these options, in error feedback by default, unless it has its own; ConfigError
+    for an unknown name or option.
+    """
     # A list or a dict has no hash, and is an unknown name like any other.
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:

@@ -45,7 +45,7 @@ class _Codes(ABC):
         return 4 * -(-count // (4 * self.per_byte))
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add to each element of ``total`` the value of its code; bits behind the last element are ignored."""
+        """Add to each element of ``total``, in place, the value of its code; bits behind the last are ignored."""
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             begin, count = low // self.per_byte, -(-part.size // self.per_byte)

@@ -18,6 +18,7 @@ _Inner = TypeVar("_Inner", bound=Codec)
 # Named like a class: a program writes it where it may write a codec, and codecs are classes.
 def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     """Return a new codec around this one: ``residual += gradient``, encode the residual, ``residual -= decoded``.
+    ConfigError for a codec that has feedback.
 
     Nothing is lost, only late. Proofs of convergence for biased codecs need it (Karimireddy et al., "Error Feedback
     Fixes SignSGD and other Gradient Compression Schemes", 2019). It wraps any codec without feedback and uses only its
@@ -107,7 +108,8 @@ class ValueFeedback(_Feedback[TensorCodec]):
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Yield the exchanges of residual plus gradient; change the residual; return the sum, and this rank's share.
+        """Yield the exchanges of residual plus gradient; leave the encoding error in the residual; return the sum, and
+        this rank's own term in it.
 
         The residual keeps the part that this rank's share of the sum lacks.
         """

@@ -69,7 +69,8 @@ class LowRank:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Yield two sums of thin matrices, change ``state`` for the next push; return the sum, and this rank's share.
+        """Yield two sums of thin matrices, and change ``state`` for the next push; return the value's sum,
+        and this rank's own term in it.
 
         A value sent unchanged takes one sum.
         """

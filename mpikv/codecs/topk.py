@@ -62,7 +62,9 @@ class TopK:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Yield one gather of the largest elements and their places; return the sum, and this rank's share of it."""
+        """Yield one gather of the largest elements and their places; return the sum, and this rank's own term in it,
+        both dense.
+        """
         count = self.chosen(gradient.size)
         places = largest(gradient, count)
         # Places before numbers: both are then aligned.

@@ -65,7 +65,7 @@ class Collectives:
         self._received = private_allocator(transport)(2 * transport.limit)
 
     def close(self) -> None:
-        """Drop the receive buffer, which is the transport's memory. Local."""
+        """Drop the receive buffer, memory of the transport; the transport stays open. Local."""
         self._received = self.memory.zeros(0)
 
     def stage(self, *parts: Array) -> bool:
@@ -158,17 +158,23 @@ class Collectives:
             receive.view(_BYTES)[:] = sends[rank].view(_BYTES) if rank == self._rank else row
 
     def gather(self, part: Array, receives: Sequence[Array] | None, root: int) -> None:
-        """Fill the root's ``receives`` with every rank's part, of any size. Collective."""
+        """Fill the root's ``receives`` with every rank's part, of any size; ValueMismatch on every rank if sizes
+        differ. Collective.
+        """
         sends = [part if rank == root else part[:0] for rank in range(self._size)]
         self.all_to_all(sends, receives or [part[:0]] * self._size)
 
     def scatter(self, parts: Sequence[Array] | None, receive: Array, root: int) -> None:
-        """Fill ``receive`` with this rank's part of the root's ``parts``, of any size. Collective."""
+        """Fill ``receive`` with this rank's part of the root's ``parts``; ValueMismatch on every rank if sizes differ.
+        Collective.
+        """
         none = [receive[:0]] * self._size
         self.all_to_all(parts or none, [receive if rank == root else receive[:0] for rank in range(self._size)])
 
     def _reduce_large(self, send: Array, out: Array, op: Op) -> bool:
-        """Reduce a large array to every rank's ``out``: read in place, or by messages; False if small. Collective."""
+        """Reduce a large array to every rank's ``out``: read in place, or by messages. For a small one do nothing, and
+        return False. Collective.
+        """
         if send.nbytes <= self._small:
             return False
         reads, counts = self._transport if isinstance(self._transport, ReadsInPlace) else None, self._divide(send)
@@ -179,7 +185,9 @@ class Collectives:
         return True
 
     def _reduce_by_messages(self, send: Array, out: Array, op: Op) -> None:
-        """Reduce an array to every rank's ``out``; between hosts several messages are on their way. Collective."""
+        """Reduce an array to every rank's ``out``, cut into messages; return when all is done. Between hosts several
+        messages are on their way at once. Collective.
+        """
         step = self._transport.limit // send.itemsize
         messages = tuple((send[low : low + step], out[low : low + step]) for low in range(0, send.size, step))
         flights = self._transport if op.adds and isinstance(self._transport, Transfers) else None
@@ -224,7 +232,7 @@ class Collectives:
         self._transport.all_gather(out, counts)
 
     def _reduce_over(self, terms: Sequence[Array], part: Array, op: Op) -> None:
-        """Reduce terms into an array that may be this rank's term; may overwrite the receive buffer. Local."""
+        """Reduce terms into ``part``, maybe this rank's own term; may overwrite the receive buffer. Local."""
         # Adding the terms before it would overwrite it.
         into = part if self._rank < 2 else self._room_of(part).view(part.dtype)[: part.size]
         self._combine(terms, into, op)
@@ -232,7 +240,9 @@ class Collectives:
             np.copyto(part, into)
 
     def _cut_messages(self, pairs: Sequence[Pair]) -> Iterator[Sequence[Pair]]:
-        """Yield a list of pairs for each message: small arrays of one dtype together. Local."""
+        """Yield a list of pairs for each message: small neighbours of one dtype together; empty arrays are left out.
+        Local.
+        """
         together: list[Pair] = []
         room = self._small
         for send, out in pairs:
@@ -246,7 +256,9 @@ class Collectives:
             yield together
 
     def _unpack(self, terms: Sequence[Array], outs: Sequence[Array], op: Op) -> None:
-        """Reduce the terms of a message that holds several arrays, and copy to each array its part. Local."""
+        """Reduce the terms of one message, and copy to each of ``outs`` its part; may overwrite the receive buffer.
+        Local.
+        """
         whole = outs[0] if len(outs) == 1 else self._received[: terms[0].size * outs[0].itemsize].view(outs[0].dtype)
         self._combine(terms, whole, op)
         if len(outs) > 1:
@@ -254,7 +266,9 @@ class Collectives:
                 out[...] = whole[end - out.size : end]
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
-        """Sum each pair's first array over ranks, into the second, on GPUs: by one call or by messages. Collective."""
+        """Sum each pair's first array over ranks, into the second, on GPUs: by one call or by messages. No other
+        ``op``. Collective.
+        """
         transport = self._transport
         assert op is Op.SUM
         assert isinstance(transport, SumsInPlace)
@@ -273,7 +287,9 @@ class Collectives:
                 self.memory.copy((out[low : low + step],), (total,))
 
     def _make_terms(self, send: Array, counts: Sequence[int] | None, op: Op) -> Sequence[Array]:
-        """Return arrays that ``op`` reduces to this rank's part, or without ``counts`` to the whole. Collective."""
+        """Exchange a message; return arrays for the caller to reduce by ``op``: to this rank's part, or without
+        ``counts`` to the whole. They may lie in the receive buffer. Collective.
+        """
         if not op.adds:
             return self._exchange(send, counts)
         recv = self._room_of(send)
@@ -282,7 +298,9 @@ class Collectives:
         return self._transport.reduce_scatter(send, recv[: counts[self._rank]], counts)
 
     def _exchange(self, send: Array, counts: Sequence[int] | None) -> list[Array]:
-        """Send rank r its part, or all ranks the whole message; return what each has sent this rank. Collective."""
+        """Send rank r its part, or without ``counts`` all ranks the whole message; return an array from each rank, in
+        the dtype of ``send``. Collective.
+        """
         nbytes = None if counts is None else [count * send.itemsize for count in counts]
         return [row.view(send.dtype) for row in self._transport.all_to_all(send.view(_BYTES), nbytes)]
 
@@ -292,7 +310,9 @@ class Collectives:
         return self._received[: send.size * dtype.itemsize].view(dtype)
 
     def _pack_message(self, parts: Sequence[Array], staged: bool) -> Array:
-        """Return a message in the send buffer; copy the parts there unless they are staged. Local."""
+        """Return a message in the send buffer, a view in the parts' dtype; copy the parts there unless they are staged.
+        Local.
+        """
         if not staged:
             self._pack(parts)
         return self._front(sum(part.nbytes for part in parts)).view(parts[0].dtype)

@@ -40,7 +40,8 @@ class Standing:
         self._group.announce_end(text_of(error))
 
     def end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Unless all ranks know of an error: complete its text, let no later call in, tell others but of a deadline.
+        """Unless all ranks know of an error: complete its text, let no later call in, and tell the others of it (not of
+        a deadline). Raise nothing.
 
         It cuts this package's frames out of every error. Local; may wait for the answers of late ranks.
         """
@@ -90,7 +91,7 @@ class Communicator(Standing):
         return result
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
-        """Tell other ranks that this one cannot make their call; raise the error, and they PeerFailed. Collective."""
+        """Come to the other ranks' call only to refuse it: raise the error here, and PeerFailed there. Collective."""
         self.check_usable()
         try:
             self._agreement.refuse(call, error)

@@ -125,10 +125,10 @@ def __getattr__(name: str) -> Any:
 
 
 def register(kind: _Kind) -> _Kind:
-    """Register a class for :func:`create` by its lower-case name; return the class; ConfigError if the name is taken.
+    """Register a class for :func:`create` by its lower-case name; return the class. ConfigError if the name is taken,
+    or if it adds options and is no dataclass.
 
-    Raises:
-        ConfigError: the name is taken, or the class has options and is no dataclass: their defaults would not count.
+    Without the decorator of a dataclass, defaults of its options would not count.
     """
     name = kind.__name__.lower()
     if "__annotations__" in vars(kind) and "__dataclass_fields__" not in vars(kind):

@@ -56,7 +56,7 @@ class Layerwise(Optimizer):
 
     @abstractmethod
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
-        """Return the rate of the layer. ``rule`` then finds it in its step."""
+        """Return the rate of the layer, for :meth:`rule` to find in its step."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -71,7 +71,7 @@ class Block:
         object.__setattr__(self, name, value)
 
     def load(self) -> None:
-        """Begin an update: copy the stored half-precision elements, if any, to ``weight``, unless that is kept."""
+        """Begin an update: copy the stored half-precision elements, if any, to ``weight``, unless it is kept."""
         if self.stored is not None and not self.kept:
             np.copyto(self.weight, self.stored)
 
@@ -215,7 +215,8 @@ class Optimizer:
         object.__setattr__(self, "opaque", opaque)
 
     def sums_over(self, ranks: int) -> None:
-        """Set how many ranks' gradients a sum has; 0: none are summed; raise if ``average`` cannot divide so. Local.
+        """Set how many ranks' gradients a sum has (0: none are summed), for ``average`` to divide by; raise if it
+        cannot. Local.
 
         Raises:
             Unsupported: ``average`` is set, and there are no sums.
@@ -270,7 +271,7 @@ class Optimizer:
                 self._change()
 
     def _restore(self, options: Mapping[str, Any]) -> None:
-        """Set options, and a revision, without a check; derive attributes again, and drop cached steps."""
+        """Set options, and the revision if given, without a check; derive attributes again, and drop cached steps."""
         for name, value in options.items():
             object.__setattr__(self, name, value)
         self._derive()
@@ -287,15 +288,19 @@ class Optimizer:
         return tuple(sorted(name for name, option in cls.__dataclass_fields__.items() if option.init))
 
     def set_lr_mult(self, factors: Multipliers) -> None:
-        """Replace all factors of the learning rate by key. Keys left out have 1; 0 freezes a key."""
+        """Replace all factors of the learning rate by key. Keys left out have 1; 0 freezes a key. ConfigError for a bad
+        factor.
+        """
         self.lr_mult = factors
 
     def set_wd_mult(self, factors: Multipliers) -> None:
-        """Replace all factors of the weight decay by key. Keys left out have 1."""
+        """Replace all factors of the weight decay by key. Keys left out have 1. ConfigError for a bad factor."""
         self.wd_mult = factors
 
     def rate(self, count: int) -> float:
-        """Return the learning rate of update ``begin_num_update + count``, without the key's factor; or ConfigError."""
+        """Return the learning rate of update ``begin_num_update + count``, without the key's factor; ConfigError if the
+        scheduler returns no rate.
+        """
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
@@ -438,7 +443,8 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Return a list of Blocks, views of contiguous arrays. The caller loads, changes and stores each block.
+        """Return a list of Blocks, views of contiguous arrays. The caller loads, changes and stores one after the
+        other: they share scratch arrays.
 
         Arrays of a GPU become one block: it has no cache to stay in.
         """
@@ -470,7 +476,9 @@ class Optimizer:
         return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
-        """Return at least ``number`` scratch arrays, a block long: the same ones for the same lane and dtype."""
+        """Return at least ``number`` scratch arrays, a block long, made when first needed: the same ones for the same
+        lane and dtype.
+        """
         arrays = self._scratch.setdefault((dtype, self._lane), [])
         arrays += (np.empty(self._lane[1], dtype) for _ in range(number - len(arrays)))
         return arrays

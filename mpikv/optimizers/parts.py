@@ -38,9 +38,8 @@ def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate
 
 
 def sum_of_squares(array: Array, wide: Array) -> float:
-    """Return the sum of squares in float64, so no float32 overflows; overwrite ``wide``.
-
-    ``wide`` is float64 and not shorter than the array.
+    """Return the sum of squares in float64, so no float32 overflows; overwrite ``wide``, float64 and not shorter than
+    the array.
     """
     squares = wide[: array.size]
     # add.reduce of a float64 array adds in pairs, in numpy's order; GPU kernels repeat that order bit by bit.

@@ -65,12 +65,15 @@ def is_recordable(updater: object) -> TypeGuard[Optimizer]:
 
 
 def rule_of(optimizer: Optimizer, parts: tuple[str, ...] = _PARTS) -> Rule:
-    """Return the compilable record of the rule for the present options; record it if new. Raises as :func:`call_of`."""
+    """Return the compilable record of the rule for the present options; record it if new. Unsupported if it cannot be
+    recorded.
+    """
     return call_of(optimizer, Step(1.0, 0.0, tuple(map(float, optimizer.correction(1)))), parts)[0]
 
 
 def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -> tuple[Rule, tuple[float, ...]]:
-    """Return the rule's record for the present options, made if new, and its arguments: the step's bits and numbers.
+    """Return the rule's record for the present options, made if new, and the arguments of its code for this step: bits,
+    then numbers. Unsupported if it cannot be recorded.
 
     ``parts`` are the methods to record. ``adapt`` is recorded by itself: its rule takes two norms, as weight and
     gradient in float64, and puts the rate in the place of the weight.
@@ -88,7 +91,9 @@ def call_of(optimizer: Optimizer, step: Step, parts: tuple[str, ...] = _PARTS) -
 
 
 def _record(optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> tuple[Rule, Any]:
-    """Run methods on stand-ins; return the Rule, and a function (optimizer, step) -> numbers or None; may raise."""
+    """Run methods on stand-ins; return their Rule, and a function (optimizer, step) that returns bits and numbers, or
+    None for options that need another record. Unsupported if it fails.
+    """
     recorder = _Recorder(optimizer, corrections, parts)
     run = recorder.follow_rate if parts == ("adapt",) else recorder.follow
     try:
@@ -128,9 +133,10 @@ class _Recorder:
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
 
     def follow(self, answers: Mapping[str, bool], begin: int = 0) -> tuple[tuple[str, ...], str]:
-        """Run the parts along all branches; return C++ statements from the ``begin``-th, and numbers as Python text.
+        """Run the parts along all ways that ``answers`` leave open (at the start {}); return C++ statements from the
+        ``begin``-th, and the call's bits and numbers as Python text.
 
-        Begin with no answers. The text must not compute numbers of other ways: zeros stand for these.
+        The text must not compute numbers of other ways: zeros stand for these.
         """
         self._lines, self._used = list[str](), set[str]()
         try:
@@ -152,7 +158,9 @@ class _Recorder:
         return (*lines[begin:], *ways, *yes[len(yes) - same :]), f"({first} if {question} else {second})"
 
     def follow_rate(self, answers: Mapping[str, bool]) -> tuple[tuple[str, ...], str]:
-        """Run ``adapt`` along all branches; return (C++ code,), and numbers as Python text. Begin without answers."""
+        """Run ``adapt`` along all ways that ``answers`` leave open (at the start {}); return (C++ code,), and the
+        call's numbers as Python text.
+        """
         trial, step, _ = self._make_stand_ins(answers)
         try:
             code = f"weight = {trial.adapt(step, _Number(self, 'weight'), _Number(self, 'gradient')).text};"
@@ -173,7 +181,9 @@ class _Recorder:
         self._answers, options = answers, vars(self._optimizer)
 
         def get(trial: Any, name: str) -> Any:
-            """Return an attribute of the stand-in; of an option, the value or its own stand-in."""
+            """Return an attribute of the optimizer's stand-in; an option goes through :meth:`_option`, and its guard is
+            recorded.
+            """
             value = object.__getattribute__(trial, name)
             return self._option(name, value) if name in options or name == "__dict__" else value
 
@@ -205,7 +215,9 @@ class _Recorder:
         return value
 
     def answer(self, text: str) -> bool:
-        """Return whether a number is true, and record a guard; _Question for one of the step without an answer yet."""
+        """Return whether a number is true. One of the step has its answer on this way, or raises _Question. Another is
+        computed from the options, and a guard recorded.
+        """
         # The factor of the sum changes with batches and ranks: it counts as a number of the step.
         if re.search(r"\bs\.|\bo\.rescale\b|\bweight\b|\bgradient\b", text):
             if text not in self._answers:
@@ -225,7 +237,9 @@ class _Recorder:
         return self.assign(out, OPERATIONS[operation].format(*map(self.operand, inputs)))
 
     def assign(self, target: Any, text: str) -> _Array:
-        """Record that C++ text is written to an array, or (None) to a new one; return that array; or _Refusal."""
+        """Record that C++ text is written to ``target``, or for None to a new array; return its stand-in; _Refusal for
+        an array from elsewhere.
+        """
         target = _Array(self, f"new{len(self._lines)}") if target is None else target
         if not isinstance(target, _Array):
             raise _Refusal("it writes to an array that is not of its block")

@@ -76,7 +76,9 @@ class Assign:
         self.bind(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
-        """Return a function that copies the sum to the value, rounded if need be; no-op if both are the same memory."""
+        """Return a function that copies the sum to the value, rounded if need be; one that does nothing if both are the
+        same memory.
+        """
         # By address: the store passes another view over the value's memory, not the same object.
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return lambda step: None  # the sum was made in its place
@@ -114,7 +116,8 @@ class CallableUpdater:
         return key
 
     def update(self, step: Key, total: Array | RowSparse, value: Array, state: Mapping[str, Array]) -> None:
-        """Call the user's function, and store its changes or its result in ``value``; raise if they do not fit.
+        """Call the user's function, and store its changes or its result in ``value``; may log once. An error of its
+        own, or one for a misfit, may leave ``value`` changed.
 
         It gets an array, or rows, which are of the value's dtype here.
 
@@ -143,7 +146,9 @@ class CallableUpdater:
         self._unproven = False
 
     def _warn_unchanged(self, step: Key, received: Array | RowSparse) -> None:
-        """Log, once, that the function changed nothing, and compare no more; do neither while its input is zero."""
+        """If an element of ``received`` is not zero, log that the function changed nothing, and let later updates
+        compare no more. Otherwise do nothing.
+        """
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
             log(

@@ -115,8 +115,8 @@ class Transport(Protocol):
         """Fill ``buffer`` on every rank, in place: its r-th part, of ``counts[r]`` elements, comes from rank r.
         Collective.
 
-        It is the same range of allocated memory on every rank, or private memory on every rank. In shared
-        memory, no rank may still read values that the last fence has shown.
+        It is the same range of allocated memory on every rank, or private memory on every rank. In shared memory, no
+        rank may still read values that the last fence has shown.
         """
 
     def broadcast(self, buffer: Array, root: int) -> None:
