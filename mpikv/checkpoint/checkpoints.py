@@ -58,7 +58,7 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool, wait: bool, state: Any) -> PreparedCall:
-        """Return a Call and a function to save store and ``state``; Unsupported if a Trainer has the weights. Local."""
+        """Pack ``state``; return (call, run) to save it and the store; Unsupported if a Trainer has weights. Local."""
         self._check_weights()
         return self.save_rest(path, bool(residuals), wait, {} if state is None else state)
 
@@ -70,7 +70,9 @@ class Checkpoints:
         return self._prepare_save("save", path, updater, True, residuals, wait, pack_state(state))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
-        """Return a Call and a function to save optimizer state, with options if ``dump_optimizer``; or raise. Local."""
+        """Return (call, run) to save optimizer state, with options if ``dump_optimizer``; or raise. Local; run() is
+        collective.
+        """
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)

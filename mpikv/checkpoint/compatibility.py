@@ -166,7 +166,8 @@ def check_dumpable(optimizer: Optimizer) -> None:
 
 
 def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
-    """Return a file's updater, new or the present one if that fits; CheckpointError if neither does. Local.
+    """Return a new updater if the file has its options, else the present one; CheckpointError if the kind of the
+    present one does not fit. Local.
 
     Raises:
         CheckpointError: the store has an updater of another kind, or lacks one that a file cannot hold.

@@ -149,7 +149,7 @@ class Draft:
             os.close(file)
 
     def _lock(self, file: int) -> bool:
-        """Lock a draft, or return False if the file system has no locks; CheckpointError if a job holds it. Local."""
+        """Lock a draft's open file, return True; False without locks there; CheckpointError if a job has it. Local."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -38,9 +38,8 @@ class Gathering:
         self._rows = cycle(room.reshape(-1, CHUNK))
 
     def prepare(self, window: slice, pieces: list[Piece]) -> Callable[[], object]:
-        """Append this rank's chunks of the next window to ``pieces``; return a collective function to fill them. Local.
-
-        For all windows in their order.
+        """Append this rank's chunks of the next window to ``pieces``, not yet filled; return a collective function to
+        fill them. Call it for all windows in their order. Local.
         """
         placement, transport, writers = self._exchange.placement, self._exchange.transport, self._writers(window)
         rows = {number: next(self._rows) for number, each in enumerate(writers, window.start) if each == self._rank}

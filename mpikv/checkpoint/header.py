@@ -158,7 +158,7 @@ class Header:
 
     @cached_property
     def blobs(self) -> Mapping[str, Array]:
-        """By name, byte offsets of the parts of program state, and their end. They follow the arrays, not aligned."""
+        """By name in the program's state: byte offsets of its parts and their end, from the first array on."""
         edges, end = {}, self.nbytes_of_arrays
         for name, sizes in self.program.items():
             edges[name] = end + np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))

@@ -35,7 +35,8 @@ def pack_state(state: Any) -> dict[str, Array]:
 
 
 def add_program(transport: Transport, header: Header, packed: Mapping[str, Array]) -> tuple[Header, list[Piece]]:
-    """Compare states by digests; return the header with their sizes, and this rank's pieces to write. Collective.
+    """Compare ranks' states by digests; return a new header with their sizes, and this rank's pieces to write.
+    Collective.
 
     Rank 0 writes what is alike on all ranks.
     """
