@@ -90,6 +90,7 @@ class TwoBit(_Codes):
     per_byte: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
+        """Store the threshold as a float, not rounded to float32; ConfigError for a bad one."""
         object.__setattr__(self, "threshold", check_float32("2bit: threshold", self.threshold, "(0, inf)"))
 
     def values(self) -> tuple[float, ...]:
@@ -147,6 +148,7 @@ class OneBit(_Codes):
     per_byte: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
+        """Store the threshold as a float, not rounded to float32; ConfigError for a bad one."""
         object.__setattr__(self, "threshold", check_float32("1bit: threshold", self.threshold, "(-inf, inf)"))
 
     def values(self) -> tuple[float, ...]:

@@ -53,6 +53,7 @@ class _Feedback(Generic[_Inner]):
     feedback: ClassVar[Literal[True]] = True
 
     def __init__(self, codec: _Inner) -> None:
+        """Keep the codec, unchecked."""
         self.codec = codec
 
     def settings(self) -> str:
@@ -67,12 +68,15 @@ class ElementwiseFeedback(_Feedback[ElementwiseCodec], SamePayloads):
     """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
 
     def __init__(self, codec: ElementwiseCodec) -> None:
+        """Keep the codec, unchecked. Each thread allocates memory for decoded values at its first :meth:`encode`."""
         super().__init__(codec)
         # Of each thread, so a codec can work in several stores at once.
         self._own = threading.local()
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Write residual plus gradient, encoded, to the payload; leave the encoding error in the residual."""
+        """Add the gradient to the residual, in place; write its encoding to the payload; leave the encoding error in
+        the residual.
+        """
         assert residual is not None
         np.add(residual, gradient, out=residual)
         self.codec.encode(residual, payload, None)

@@ -47,6 +47,7 @@ class LowRank:
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
+        """Check both options; ConfigError for a bad one."""
         store_checked_fields(self, "lowrank: ")
 
     def settings(self) -> str:

@@ -44,6 +44,7 @@ class TopK:
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
+        """Check the ratio, and store it as a float; ConfigError for a bad one."""
         store_checked_fields(self, "topk: ")
 
     def settings(self) -> str:

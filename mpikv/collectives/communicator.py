@@ -58,12 +58,13 @@ class Communicator(Standing):
     """Makes the calls of a group of ranks, for one thread at a time. All methods are collective."""
 
     def __init__(self, collectives: Collectives, agreement: Agreement, group: Group) -> None:
-        """Keep the parts, and a copy of the present context variables, in which all calls run. Local."""
+        """Keep the parts. Calls will run with a copy of the present context variables, without numpy's warnings."""
         super().__init__(agreement, group)
         self.collectives, self._quietly = collectives, quiet()
 
     def call(self, call: Call, run: Callable[[bool], Result], *message: Array) -> Result:
-        """Agree on a call over ranks, and return ``run(staged)``; a failure here alone ends later calls. Collective.
+        """Agree on a call over ranks, and return ``run(staged)``; a failure here alone ends later calls. Never nest it.
+        Collective.
 
         Args:
             call: ranks compare its token. The bytes of the message, and all that ``run`` does, follow from it.

@@ -58,7 +58,7 @@ def suffixes(*default: str) -> Any:
 
 
 def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
-    """Return the error text for an unknown option, with the name here of another library's option.
+    """Return the error text for an unknown option; for another library's option it tells the name here.
 
     >>> unknown_option("SGD", "lr", ["learning_rate", "momentum"])
     "unknown option of SGD 'lr' (known: learning_rate, momentum); did you mean 'learning_rate'?"

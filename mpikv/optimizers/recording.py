@@ -128,6 +128,7 @@ class _Recorder:
     """Runs parts of an optimizer along all of their ways."""
 
     def __init__(self, optimizer: Optimizer, corrections: int, parts: tuple[str, ...]) -> None:
+        """Begin an empty record of these methods, for steps with so many ``corrections``; run nothing yet."""
         self._optimizer, self._corrections, self._parts = optimizer, corrections, parts
         self.guards = {f"len(s.correction) == {corrections}": None}
         self.numbers, self._bits, self._used = dict[str, int](), dict[str, int](), set[str]()
@@ -266,6 +267,7 @@ class _Symbol:
     """An array or a number while a rule is recorded; numpy's functions report here."""
 
     def __init__(self, recorder: _Recorder, text: str) -> None:
+        """Keep the recorder, and the C++ or Python text that stands for the array or number; record nothing."""
         self.recorder, self.text = recorder, text
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (None,), **options: Any) -> Any:

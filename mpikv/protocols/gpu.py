@@ -37,10 +37,11 @@ class Stream(Protocol):
         """Wait, on the host, until all queued work is done."""
 
     def begin_capture(self) -> None:
-        """Record the work that this thread queues on the stream from now on, instead of running it.
+        """Record the work that this thread queues on the stream from now on, instead of running it. It must not
+        allocate memory.
 
         Until :meth:`end_capture` nobody may wait for the stream, query an event recorded meanwhile, or make the stream
-        wait for another one. Recorded work must not allocate memory, or move pageable memory of the host.
+        wait for another one. Nor must the work move pageable memory of the host.
         """
 
     def end_capture(self) -> Graph:
@@ -101,14 +102,15 @@ class Gpu(Protocol):
         """Return whether the current stream, CuPy's or torch's, records its work instead of running it."""
 
     def zeros(self, nbytes: int) -> Array:
-        """Return new zeroed bytes (uint8), aligned to 256 bytes, or raise MemoryError.
+        """Return so many new zeroed bytes (uint8), aligned to 256 bytes, allocated on the current stream; or raise
+        MemoryError.
 
         Raises:
             MemoryError: the GPU has too little memory.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, or raise MemoryError."""
+        """Return a new array of any content, allocated on the current stream, or raise MemoryError."""
 
     def release(self, stream: Stream) -> None:
         """Free the unused memory that the library keeps for a stream, so that other libraries can allocate it."""
@@ -123,8 +125,8 @@ class Gpu(Protocol):
         """Return values' addresses if all are plain arrays of the library on this GPU; else, or for no values, None."""
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
-        """Return an array over another library's array on this GPU, or raise Unsupported. Its work is ordered after
-        that library's; with ``ordered`` the caller sees to that.
+        """Return an array over another library's array on this GPU, or raise Unsupported. Queue a wait for that
+        library's work, unless ``ordered``: the caller sees to it.
 
         By DLPack. ``ordered``: the caller orders the work of the library's current stream itself, so no wait for that
         is needed.
@@ -157,9 +159,8 @@ class Gpu(Protocol):
         """Queue a multiplication of arrays of floats in place, in float64, rounded once."""
 
     def kernels(self) -> GpuKernels:
-        """Return the kernels that run optimizers' rules on arrays of the library.
-
-        Bind and run them while this is the thread's current GPU.
+        """Return the kernels that run optimizers' rules on arrays of the library. Bind and run them only with this GPU
+        current.
         """
 
     def address(self, array: Array) -> int:

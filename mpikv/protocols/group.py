@@ -48,7 +48,9 @@ class Group(Protocol):
         """
 
     def announce_end(self, why: str) -> None:
-        """Tell the other ranks why this one will take part in nothing more. Local; does not wait."""
+        """Tell the other ranks why this one will take part in nothing more: their :meth:`find_end` returns it. Local;
+        does not wait.
+        """
 
     def find_end(self) -> str:
         """Return a text: one other rank that has left, and why; "" if none has. Local; any thread may ask."""

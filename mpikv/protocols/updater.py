@@ -46,7 +46,8 @@ class Updater(Protocol):
         """
 
     def step(self, key: Key, count: int) -> Any:
-        """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first).
+        """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first); None
+        if there are none.
 
         One call may update keys with equal steps.
         """
