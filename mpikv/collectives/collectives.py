@@ -96,7 +96,9 @@ class Collectives:
             self._sum_on_gpus(pairs, op)
 
     def reduce(self, array: Array, op: Op, root: int, staged: bool = False) -> None:
-        """Reduce every rank's array, in place at the root; the others' stay as they are. Collective."""
+        """Reduce every rank's array, in place at the root; the others' arrays stay as they are. Return when they may be
+        changed. Collective.
+        """
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             part = array[low : low + step]
@@ -144,12 +146,10 @@ class Collectives:
             array.view(_BYTES)[:] = row
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> None:
-        """Send ``sends[r]`` to rank r, fill ``receives[r]`` from there; ValueMismatch if sizes differ. Collective.
+        """Send ``sends[r]`` to rank r, fill ``receives[r]`` from there; ValueMismatch on every rank if sizes differ.
+        Collective.
 
-        Both may be one array.
-
-        Raises:
-            ValueMismatch: on every rank, if one sends another number of bytes than the receiver expects.
+        ``sends[r]`` and ``receives[r]`` may be one array.
         """
         notes = [array.nbytes for array in (*sends, *receives)]
         received, table = self._alltoallv.send([[send] for send in sends], "all_to_all", notes)
@@ -266,8 +266,8 @@ class Collectives:
                 out[...] = whole[end - out.size : end]
 
     def _sum_on_gpus(self, pairs: Sequence[Pair], op: Op) -> None:
-        """Sum each pair's first array over ranks, into the second, on GPUs: by one call or by messages. No other
-        ``op``. Collective.
+        """Sum each pair's first array over ranks, into the second, on GPUs: by one call or by messages. ``op`` must be
+        SUM. Collective.
         """
         transport = self._transport
         assert op is Op.SUM
@@ -305,7 +305,9 @@ class Collectives:
         return [row.view(send.dtype) for row in self._transport.all_to_all(send.view(_BYTES), nbytes)]
 
     def _room_of(self, send: Array) -> Array:
-        """Return a part of the receive buffer, for the sum of a message in the dtype of sums."""
+        """Return the beginning of the receive buffer, as long as a message, in the dtype of sums. The next use
+        overwrites it.
+        """
         dtype = accumulator(send.dtype)
         return self._received[: send.size * dtype.itemsize].view(dtype)
 

@@ -50,8 +50,8 @@ def check_reduction(op: Op, dtype: np.dtype[Any]) -> None:
 
 
 def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool = False) -> None:
-    """Write the reduction of terms to ``out``, maybe one of them; half precision by float32. A mean is their sum over
-    ``size``.
+    """Write the reduction of terms to ``out``, half precision by float32; a mean is their sum over ``size``. Of a sum's
+    terms, only one of the first two may be ``out``.
 
     It is rounded once. Terms have the dtype of ``out``. Those of half precision may be float32, if the first is not or
     all are. Sums go from the first term to the last, or ``in_pairs``.
@@ -72,7 +72,7 @@ def combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: boo
 
 
 def _combine(terms: Sequence[Array], out: Array, op: Op, size: int, in_pairs: bool) -> None:
-    """Write the reduction of terms to ``out``, maybe one of them, in its dtype; a mean is their sum over ``size``."""
+    """Write the reduction of terms to ``out``, in its dtype, as :func:`combine`; a mean is their sum over ``size``."""
     if op.adds:
         (add_in_pairs if in_pairs else add)(terms, 0, out.size, out)
         if op is Op.MEAN:
