@@ -449,7 +449,9 @@ class AsyncKVStore(KVStore):
         return True
 
     def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None, tick: Tick | None) -> None:
-        """Run a request of this rank to itself; waits for the lock, and raises Stalled. Local."""
+        """Run a request of this rank to itself, and answer its ticket now or later, also by an updater's error; a tick
+        goes on to the keeper's rank. Wait for the lock, else Stalled; may raise HalfUpdated, too. Local.
+        """
         with self._held(PATIENCE if kind == Kind.WHO else self._config.timeout):
             self._act(self.rank, kind, ticket, number, body, tick)
 

@@ -212,11 +212,8 @@ class Source(NamedTuple):
 
 
 def inspect(path: str) -> Source:
-    """Return a checkpoint's Source: its header and checksums, read now, and its identity; or CheckpointError. Local.
-
-    Raises:
-        CheckpointError: the file is no whole checkpoint.
-        OSError: it cannot be read.
+    """Return a checkpoint's Source: header, checksums and identity, read now; CheckpointError if it is no whole
+    checkpoint, OSError if it cannot be opened or read. Local.
     """
     file = _open(path)
     try:

@@ -355,7 +355,9 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
 def _parse_kinds(
     trees: Sequence[Any], kind_of: Sequence[Any], keys: Sequence[Key]
 ) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
-    """Return the kinds of keys, and the number of each key's kind; CheckpointError, or KeyError, if they are none."""
+    """Return the kinds of keys, and the number of each key's kind; CheckpointError, or KeyError for a missing field, if
+    they are invalid.
+    """
     if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
         raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
     # Reversed, so that the first key of each kind stays, and is named in an error.

@@ -88,7 +88,9 @@ class Agreement:
         return int(numbers.min())
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
-        """Count a call, tell ranks in :meth:`begin` that this one cannot make it, and raise the error. Collective."""
+        """Count a call, and take part in the other ranks' :meth:`begin` only to refuse it: raise the error here, with
+        verb and rank in its text, and PeerFailed there; Stalled if a rank does not come. Collective.
+        """
         self.record.begin(call.note)
         self._tell_failure(call, error)
         self.record.met = self.record.clock()

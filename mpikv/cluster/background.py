@@ -85,12 +85,11 @@ class Work:
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the call; return its result, or raise its error, now seen; TimeoutError after ``timeout`` s. Local.
+        """Wait for the call, on a GPU until it is queued; return its result, or raise its error, now seen; TimeoutError
+        after ``timeout`` s. On a GPU the current stream waits for the rest. Local.
 
         Local: every rank may wait at any time, more than once, or not at all. An error that nobody has seen is logged,
         and raised by the next blocking call, in its place.
-
-        On a GPU it waits until the call is queued, and makes this thread's current stream wait for the call's work.
 
         Args:
             timeout: seconds; None waits until the call has completed. The store's own timeout bounds that, unless an

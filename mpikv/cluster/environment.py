@@ -65,7 +65,8 @@ def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def launch_by_mpi(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch if MPI can join its ranks; None without one, under torchrun and under srun without PMI.
+    """Return the launch if MPI can join its ranks, of size 0 if the launcher does not say; None without one, under
+    torchrun and under srun without PMI; ConfigError for a malformed variable.
 
     >>> launch_by_mpi({"PMI_SIZE": "4", "PMI_RANK": "1"}).rank
     1

@@ -381,7 +381,9 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of keys that owners changed in place; all rows may be nonzero now. Collective."""
+        """Give every rank the values that owners changed in place, and end with a fence. Forget the numbers of nonzero
+        rows: any row may be nonzero now. Collective.
+        """
         for entry in plan.row_sparse:
             entry.nonzero = None
         if not self.current:

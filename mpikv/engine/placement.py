@@ -72,7 +72,9 @@ class Owners(Sharded):
     name = "owners"
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int], number: int) -> Shard:
-        """Return how many of ``[start, stop)`` each rank owns by ``bounds``, and this rank's range, less ``start``."""
+        """Return how many of ``[start, stop)`` each rank owns, this rank's range, less ``start``, and the owner if one
+        rank has all. Rank r owns from ``bounds[r]`` to ``bounds[r + 1]``; ``cell`` and ``number`` are not used.
+        """
         # A message may hold values of several owners, and none of some.
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         low, high = edges[self._transport.rank : self._transport.rank + 2]

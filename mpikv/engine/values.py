@@ -258,7 +258,8 @@ class Values:
         return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return arrays for a later :meth:`write`: on a GPU's root, copies of those in the memory of values. Local.
+        """Return the arrays, for a later :meth:`write`; on a GPU's root, with a copy in place of each that begins in
+        the memory of values. Copies are only queued. Local.
 
         The host's root copies in :meth:`write`; a GPU's now, before the call, as its memory may be short.
         """

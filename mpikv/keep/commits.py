@@ -334,7 +334,9 @@ class Commits:
         slots.write(epoch, step, self._collect())
 
     def _collect(self) -> list[memoryview]:
-        """Return the bytes of a commit: its text, and views of the memory of store and objects, not copies. Local."""
+        """Call the kept objects' ``get``; return the bytes of a commit: a text, then arrays, as views of the memory of
+        store and objects. Copied are counts, tensors of a GPU and arrays that are not contiguous. Local.
+        """
         return list_parts({"store": self._contents.collect(), **self._get_objects()}, "state")
 
 

@@ -105,7 +105,9 @@ class LARS(WithMomentum, Layerwise):
         return (0.0, 0.0) if step.correction[0] else super().norms(step, blocks)  # a skipped key saves the pass
 
     def adapt(self, step: Step, weight_norm: float, gradient_norm: float) -> float:
-        """Return the rate times the trust ratio of both norms; the rate alone for a skipped key, or if a norm is 0."""
+        """Return the rate times the trust ratio; the rate alone for a skipped key, or if a norm is 0. The gradient's
+        norm is that of the sum before rescaling.
+        """
         # The norm of the rescaled sum: one multiplication here saves a pass over the gradient.
         gradient_norm = gradient_norm * abs(self.rescale)
         if step.correction[0] or not weight_norm or not gradient_norm:

@@ -54,8 +54,6 @@ class Workspace(Protocol):
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
         """Overwrite the table's rows of these numbers by rows, cast where dtypes differ, or by zeros if None. Each
         number occurs once.
-
-        Each number occurs once.
         """
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:

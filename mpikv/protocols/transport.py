@@ -84,29 +84,33 @@ class Transport(Protocol):
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         """Return terms, valid until the next sum: the root adds them up to the sum of all ranks' ``send``. They may be
-        ``recv``, filled with that sum. Elsewhere they mean nothing. Collective.
+        ``recv``, filled with that sum; or one may be a view of ``send``, and the class says when that may change.
+        On other ranks they mean nothing. Collective.
 
         ``recv`` is ignored on other ranks.
         """
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         """Return terms, valid until the next sum: each rank adds them up to the sum of all ranks' ``send``. They may be
-        ``recv``, filled with that sum. Collective.
+        ``recv``, filled with that sum; or one may be a view of ``send``, and the class says when that may change.
+        Collective.
         """
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         """Return terms, valid until the next sum: each rank adds them up to its part of the sum of all ranks' ``send``.
-        They may be ``recv``, filled with that part. Collective.
+        They may be ``recv``, filled with that part; or one may be a view of ``send``, and the class says when that may
+        change. Collective.
 
         Rank r's part has ``counts[r]`` elements.
         """
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send the r-th part of ``send`` to rank r, or with ``counts`` None all of it to every rank; return an array
-        from each rank, valid until the next exchange. Collective.
+        """Send the r-th part of ``send``, of ``counts[r]`` elements, to rank r, or with ``counts`` None all of it to
+        every rank; return an array from each rank, valid until the next exchange. All ranks pass the same ``counts``.
+        Collective.
 
-        ``send`` is uint8, equally long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank
-        receives all bytes of every rank.
+        ``send`` is uint8, equally long on every rank, and at most ``limit`` bytes. So rank r receives ``counts[r]``
+        bytes from each rank.
 
         Returns the received bytes of each rank, in rank order.
         """

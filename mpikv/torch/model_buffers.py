@@ -83,7 +83,9 @@ def _length(buffer: Any) -> int:
 
 
 def _check_apart(name: str, buffer: Any) -> None:
-    """Raise Unsupported if several elements of this one buffer lie in one place: torch cannot fill it. Local."""
+    """Raise Unsupported if a dimension of this buffer, longer than 1, has stride 0, as after expand(): torch cannot
+    fill it. Local.
+    """
     if any(length > 1 and not stride for length, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise Unsupported(
             f"the buffer {name!r} has strides {buffer.stride()} for shape {tuple(buffer.shape)}, so that elements "

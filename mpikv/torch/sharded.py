@@ -230,7 +230,9 @@ class ShardedStep:
     # --- State
 
     def part_state(self) -> dict[str, Any]:
-        """Return the optimizer's options and the state of this rank's part: own tensors, not copies. Local."""
+        """Return the optimizer's options and the state of this rank's part, for :meth:`take_part_state`; the tensors
+        are those that it goes on using. Before, cut state of whole parameters to this rank's part. Local.
+        """
         groups = [
             {name: one for name, one in group.items() if name != "params"} for group in self.optimizer.param_groups
         ]

@@ -575,9 +575,10 @@ class Trainer:
         self._optimizer = present
 
     def _stored(self) -> dict[str, Parameter]:
-        """Return the parameters kept by the store: without frozen ones that its optimizer cannot update. Local.
+        """Return by name the parameters that the store keeps, in a dict not to be changed: all, or with an optimizer
+        there, without frozen ones of dtypes that it cannot update. May log a warning once. Local.
 
-        These are integers, such as counts of batches. A store without an optimizer keeps all.
+        Such dtypes are integers, as of counts of batches.
         """
         if not self._on_store:
             return self._own

@@ -211,8 +211,8 @@ class HierarchicalTransport:
     # --- Other exchanges
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or everything with ``counts`` None; return an array from each rank, valid until
-        the next exchange. Collective.
+        """Send rank r the r-th part, of ``counts[r]`` elements, or with ``counts`` None everything; return an array
+        from each rank, valid until the next exchange. All ranks pass the same ``counts``. Collective.
         """
         # Nothing is summed, so a step inside of the host would only add a copy. The fence as in allreduce.
         self._inner.fence()

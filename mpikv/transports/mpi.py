@@ -145,8 +145,8 @@ class MpiTransport(Unshared):
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or everything with ``counts`` None; return an array from each rank, valid until
-        the next exchange. Collective.
+        """Send rank r the r-th part, of ``counts[r]`` elements, or with ``counts`` None everything; return an array
+        from each rank, valid until the next exchange. All ranks pass the same ``counts``. Collective.
         """
         if counts is None:
             nbytes, starts = [send.nbytes] * self.size, [0] * self.size

@@ -332,8 +332,9 @@ class NcclTransport(Unshared):
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Queue an exchange; return arrays of every rank's part for this one, valid until the next. The first may
-        allocate, and raise MemoryError on all ranks. Collective.
+        """Queue an exchange, of ``counts[r]`` elements from each rank to rank r, or with ``counts`` None of everything;
+        return arrays of every rank's part for this one, valid until the next. All ranks pass the same ``counts``. The
+        first may allocate, and raise MemoryError on all ranks. Collective.
         """
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]

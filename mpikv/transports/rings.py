@@ -31,7 +31,8 @@ _NAP = 1e-3
 
 
 def ring_bytes(size: int) -> int:
-    """Return the bytes of each ring if so many ranks have one to each: fewer with more ranks. Local.
+    """Return the bytes of a ring where each of ``size`` ranks has one to every rank: fewer with more ranks, within
+    bounds. Local.
 
     >>> [ring_bytes(size) for size in (2, 16, 100)]
     [262144, 65536, 4096]

@@ -174,8 +174,8 @@ class ShmTransport(Arrivals):
         return self._read_pieces(send, addresses, *_part(self.rank, tuple(counts), send.size))
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Send rank r the r-th part, or everything with ``counts`` None; return a view from each rank, valid until the
-        next exchange. Collective.
+        """Send rank r the r-th part, of ``counts[r]`` elements, or with ``counts`` None everything; return a view from
+        each rank, valid until the next exchange. All ranks pass the same ``counts``. Collective.
         """
         # The terms of a sum are every rank's part, not yet added: just an exchange.
         return self._staged_terms(send, None if counts is None else tuple(counts))
@@ -267,10 +267,10 @@ class ShmTransport(Arrivals):
         return terms
 
     def _expose(self, whole: Array, offers: bool = True) -> list[int] | None:
-        """Show this array's address, meet, and return all ranks' addresses; None if any shows none. Collective.
+        """Show this array's address, meet, and return all ranks' addresses; None if any shows none. Return None without
+        meeting if the array is small, or ranks cannot read each other. Collective.
 
-        None without meeting if the array is small, or ranks cannot read each other. A rank shows its own if it
-        ``offers`` it and others can read it.
+        A rank shows its own if it ``offers`` it and others can read it.
         """
         if self._attached is None or whole.size < self._large:
             return None

@@ -133,7 +133,9 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
 
 
 def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
-    """Return a new optimizer of this name, or the given object, with its ``average`` set if given; or raise. Local."""
+    """Return a new optimizer for a name; or the given object itself, its ``average`` changed if that is in
+    ``arguments``. Raise for other arguments, and for anything else than a name or an optimizer. Local.
+    """
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
     if not isinstance(optimizer, Optimizer):

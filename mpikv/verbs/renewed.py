@@ -19,8 +19,8 @@ class Renewed:
     """A caller's structure with arrays of numpy in place of those that cannot be written, until they are filled."""
 
     def __init__(self, given: Any, stand_in: Callable[[Any], Array | None]) -> None:
-        """Set ``arrays`` to a copy of a structure, each leaf replaced by ``stand_in(leaf)`` unless that is None; it may
-        raise. Local.
+        """Set ``arrays`` to a copy of a structure: a leaf becomes ``stand_in(leaf)``, or stays itself where that is
+        None. Raise as ``stand_in`` does. Local.
         """
         self._stand_in = stand_in
         self._originals: dict[int, Any] = {}

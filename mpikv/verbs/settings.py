@@ -56,7 +56,9 @@ class SettingVerbs:
         return text_call("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _implement(self, codec: Codec) -> Codec:
-        """Return a codec for this memory, itself or a GPU's version; may log; Unsupported if there is none. Local."""
+        """Return the codec, or its compiled or GPU version. On a GPU a tensor codec without one runs on the host, and
+        that is logged. Unsupported for an elementwise one without, or if messages are too small for it. Local.
+        """
         check_payloads(codec, self._exchange.transport)
         # It has the same payloads as the codec, so ranks compare the codec's own settings.
         found = self._exchange.values.planner.kernels.codec(codec)

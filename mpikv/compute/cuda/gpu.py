@@ -332,7 +332,9 @@ class CupyGpu:
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return the arrays' addresses if all are plain arrays of CuPy on this GPU; else, or for none, None. Local."""
+        """Return the arrays' addresses if all are of CuPy's own class and on this GPU, contiguous or not; else, or for
+        none, None. Local.
+        """
         if set(map(type, values)) != {self.kind} or set(map(_device_of, values)) != {self.ordinal}:
             return None
         return list(map(_address_of, values))

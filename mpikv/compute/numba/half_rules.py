@@ -65,7 +65,9 @@ def _bits(value: Array) -> Array:
 
 
 def _converting(given: Any, wanted: Any, build: Callable[[Any, Any], Any]) -> Any:
-    """Return a function for loops that converts a number by LLVM's instructions."""
+    """Return a function for compiled loops: it converts a number of numba's type ``given`` to ``wanted``, by the
+    instructions that ``build(builder, number)`` emits.
+    """
 
     def convert(_: Any, number: Any) -> Any:
         """Return the conversion's signature and code generator, as numba's ``intrinsic`` asks for."""
