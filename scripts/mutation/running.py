@@ -31,16 +31,16 @@ LONG = ("store/test_training", "store/test_scale")
 
 
 def sessions(area: str) -> list[list[str]]:
-    """Return the arguments of pytest in four sessions: the tests of an area, all that scripts/test runs, on two ranks
-    first, and those for GPUs.
+    """Return the arguments of pytest in four sessions: the tests of an area, of stores on two ranks, all that
+    scripts/test runs, and those for GPUs.
     """
     # A copy has no history, which the test of sizes reads.
-    left_out = [f"--ignore=tests/{name}.py" for name in ("docs/test_size", *LONG)]
-    folders = ("unit", "docs", "simulation", "store", "contract")
-    whole = ["--simulate", *left_out, *(f"tests/{folder}" for folder in folders)]
-    first = ["--simulate", "--ranks=1,2,3", *(f"tests/{file}.py" for file in FIRST[area].split())]
+    left_out = ["--simulate", *(f"--ignore=tests/{name}.py" for name in ("docs/test_size", *LONG))]
+    first = [f"tests/{file}.py" for file in FIRST[area].split()]
+    stores, others = ["tests/contract", "tests/store"], ["tests/simulation", "tests/unit", "tests/docs"]
     on_gpus = ["--ranks=2", "tests/gpu/real", "tests/gpu/emulated"]
-    return [first, ["--ranks=2", *whole], ["--ranks=1,3", *whole], on_gpus]
+    on_some, on_all = ["--ranks=2", *left_out], ["--ranks=1,2,3", *left_out]
+    return [[*on_all, *first], [*on_some, *stores], [*on_all, *others, *stores], on_gpus]
 
 
 def examine(tree: Tree, mutant: Mutant) -> str:
