@@ -131,10 +131,9 @@ class RowSparse:
         array([[0., 0.],
                [1., 1.]])
         """
-        if self.on_host:
-            dense = np.zeros(self.shape, self.dtype)  # pages that nobody writes take no memory
-        else:
-            dense = self._tables.empty(self.shape, self.dtype)
+        # numpy's zeros take no memory in pages that nobody writes.
+        dense = np.zeros(self.shape, self.dtype) if self.on_host else self._tables.empty(self.shape, self.dtype)
+        if not self.on_host:
             dense.fill(0)
         self._tables.put_rows(dense, self.indices, self.values)
         return dense

@@ -41,7 +41,8 @@ class ControlVerbs:
 
     def any_rank(self, flag: bool) -> PreparedCall:
         """Return (call, run); run() returns whether any rank passed True. Local; run() is collective."""
-        return _VOTE, lambda: not self._agreement.least(int(not flag))
+        against = int(not flag)
+        return _VOTE, lambda: not self._agreement.least(against)
 
     def mean(self, value: Any) -> PreparedCall:
         """Return (call, run) for the mean of all ranks' numbers, or of those by name. Local; run() is collective."""

@@ -96,10 +96,10 @@ def test_check_equal(kv):
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 def test_any_rank(comm, transport):
     with mpikv.create(comm=comm, transport=transport, timeout=5) as kv:
-        for culprit in range(kv.size):
-            assert kv.any_rank(kv.rank == culprit) is True
-        assert kv.any_rank(False) is False
-        assert kv.any_rank(True) is True
+        assert [kv.any_rank(kv.rank == culprit) for culprit in range(kv.size)] == [True] * kv.size
+        with pytest.raises(ValueError if kv.is_root else PeerFailed, match="truth value"):
+            kv.any_rank(np.zeros(2) if kv.is_root else True)
+        assert [kv.any_rank(False), kv.any_rank(True)] == [False, True]
 
 
 def test_raise_on_all_ranks(kv):
