@@ -158,6 +158,14 @@ class StoreContract:
         value[:] = 9
         same(kv.pull("w"), full(1))
 
+    def test_a_value_that_memory_cannot_hold(self, kv: KVStore) -> None:
+        kv.init("w", ones())
+        with pytest.raises(MemoryError):
+            kv.init("huge", np.broadcast_to(np.float64(0), 2**50))
+        kv.push("w", full(2))
+        same(kv.pull("w"), full(2 * kv.size))
+        assert kv.keys() == ("w",)
+
     def test_init_twice(self, kv: KVStore) -> None:
         kv.init("w", full(1))
         with pytest.raises(KeyAlreadyInitialized, match="'w'"):
