@@ -15,7 +15,7 @@ LIMIT = 3600.0
 LATE = re.compile("did not finish in|did not start")
 """What is said of a test that takes too long, or a job."""
 FIRST = {
-    "transports": "contract/test_transports contract/test_lending unit/test_mailbox unit/test_routes store/test_hosts",
+    "transports": "contract/test_transports unit/test_mailbox unit/test_routes store/test_hosts store/test_store",
     "agreement": "unit/test_status_board unit/test_waiting unit/test_meeting store/test_errors store/test_async",
     "engine": "unit/test_arena unit/test_plan unit/test_background store/test_differential store/test_join",
     "placement": "contract/test_placements store/test_trainer",
