@@ -372,9 +372,9 @@ class CupyGpu:
             here = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         except RuntimeError:  # a sparse tensor, or one without memory: DLPack's error says it better
             return self._adopt(tensor.detach())
-        _, where, known = self._tensors.get(id(tensor), (None, None, None))
-        if where == here and (ordered or self._shares_stream()):
-            return known  # type: ignore[return-value]  # None is nowhere
+        known = self._tensors.get(id(tensor))
+        if known and known[1] == here and (ordered or self._shares_stream()):
+            return known[2]
         array = self._adopt(_Ordered(tensor.detach()) if ordered else tensor.detach())
         # When the tensor is gone, the entry is removed; pop's second argument is the reference, and not used.
         gone = ref(tensor, partial(self._tensors.pop, id(tensor)))
