@@ -342,6 +342,7 @@ directory, rank, dies = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "
 hold_pipe(directory, int(rank))
 (directory / f"{PREFIX}{rank}").write_text(f"{os.getpid()} {os.uname().nodename}")
 def close():
+    while dies and "FDSize:\\t0\\n" not in pathlib.Path("/proc/self/status").read_text(): pass
     os.closerange(3, 2000)
     os.kill(other, 9)
     select.select([os.pidfd_open(other)], [], [])

@@ -1,6 +1,5 @@
 """What goes wrong in kv.join(), and what lies in it; random programs compare the values, see test_differential.py."""
 
-import time
 
 import numpy as np
 import pytest
@@ -194,9 +193,9 @@ def test_a_pending_call_that_ends_the_store_before_the_block(comm):
 @SEVERAL
 def test_an_error_of_the_script_while_others_have_left(comm, transport, simulate_ranks_per_host):
     """They wait for the rank in vain, and are told where it is. Uncaught, the error would have ended the job."""
-    kv = mpikv.create(comm=comm, transport=transport, timeout=0.4, warn_after=100)
+    kv = mpikv.create(comm=comm, transport=transport, timeout=1.0, warn_after=100)
     kv.init("w", np.zeros(2))
-    last, started = kv.size - 1, time.monotonic()
+    last = kv.size - 1
     if kv.rank == last:
         with pytest.raises(ArithmeticError, match="mine"), kv.join():
             raise ArithmeticError("mine")
@@ -210,7 +209,6 @@ def test_an_error_of_the_script_while_others_have_left(comm, transport, simulate
         with pytest.raises(Stalled, match=rf"^join: waited .*{told}") as caught:
             in_block(kv)
         assert caught.value.missing == (last,)
-        assert time.monotonic() - started < 5
         comm.Barrier()
     with pytest.raises(Closed, match="the store ended in an earlier call"):
         kv.pull("w")
@@ -276,7 +274,7 @@ def test_a_closed_store(comm, transport):
 @pytest.mark.processes
 @SEVERAL
 def test_a_store_that_ended_in_the_block(comm, transport):
-    kv = mpikv.create(comm=comm, transport=transport, timeout=0.3, warn_after=100)
+    kv = mpikv.create(comm=comm, transport=transport, timeout=1.0, warn_after=100)
 
     def work():
         if is_last(kv):
