@@ -1,6 +1,5 @@
 """What goes wrong in kv.join(), and what lies in it; random programs compare the values, see test_differential.py."""
 
-
 import numpy as np
 import pytest
 from support.oracle import swap
