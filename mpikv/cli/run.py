@@ -104,11 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         type=parse_hosts,
         help="hosts, each with the most ranks it may take (default: an equal share)",
     )
-    add(
-        "--check",
-        action="store_true",
-        help="compare the ranks' calls of mpi4py's COMM_WORLD, with deadlines; the script stays as it is",
-    )
+    add("--check", action="store_true", help="compare the ranks' calls of mpi4py's COMM_WORLD, with deadlines")
     add("--tag", action="store_true", help="begin each line of output with its rank")
     add("--launcher", metavar="PATH", help="the mpiexec to use, instead of looking for it")
     add(

@@ -131,9 +131,7 @@ class Contents:
             np.copyto(array, before)
         values.table.counts[self._rows], values.table.earlier[self._rows] = kept["counts"]
         if isinstance(exchange.updater, Optimizer):
-            updater = restore_updater(kept["updater"], exchange.updater)
-            assert isinstance(updater, Optimizer)
-            exchange.updater.take_options(updater)
+            exchange.updater.take_options(restore_updater(kept["updater"], exchange.updater))
 
     def publish(self) -> None:
         """Give every rank the values that their owners have put back. Collective."""

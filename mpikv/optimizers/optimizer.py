@@ -15,7 +15,7 @@ from ..arrays.arrays import accumulator
 from ..cluster.printing import log
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
-from ..protocols import Array, Key, Slots
+from ..protocols import Array, Key, Slots, Updater
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
 
 BLOCK = 1 << 16
@@ -277,8 +277,9 @@ class Optimizer:
         self._derive()
         self._steps.clear()
 
-    def take_options(self, other: Optimizer) -> None:
+    def take_options(self, other: Updater) -> None:
         """Overwrite all options by those of another optimizer of the same kind, unchecked; take a new revision."""
+        assert isinstance(other, Optimizer)
         self._restore(other.chosen())
         self._change()
 

@@ -7,8 +7,6 @@ from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ..arrays.arrays import castable
 from ..checkpoint.checkpoints import KeptState, load_states, save_states
 from ..checkpoint.compatibility import describe_updater, is_dumpable, restore_updater
@@ -468,17 +466,22 @@ class Trainer:
         return ObjectState(self._state, self._take_state, self._token, self._pull_trained)
 
     def _state(self) -> dict[str, Any]:
-        """Return weights, counts, state that the store lacks, uncopied on the host; ConfigError before start. Local."""
+        """Return weights, counts and state that the store lacks: a host's own arrays, copies of a GPU's. Local.
+
+        Raises:
+            ConfigError: the Trainer has not started.
+        """
         if not self._started:
             raise ConfigError("a kept Trainer has not started; call its start() before kv.steps")
         optimizer, states = self.optimizer, self._local.states
         kept = {name: self._local.state_on_host(optimizer, name, self._own[str(name)]) for name in states}
+        weights = {name: one for name, one in self._own.items() if not self._is_pulled(name)}
         return {
             "updates": self._updates,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "optimizer": None if self._on_store else describe_updater(optimizer),
             # Also those that are not trained, as running means.
-            "weights": {name: one.data for name, one in self._own.items() if not self._is_pulled(name)},
+            "weights": {name: one.gpu.download(one.data) if one.gpu else one.data for name, one in weights.items()},
             "states": {name: (one.count, one.state) for name, one in kept.items()},
         }
 
@@ -490,11 +493,10 @@ class Trainer:
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
         if state["optimizer"] is not None:
-            restored = restore_updater(state["optimizer"], self.optimizer)
-            assert isinstance(restored, Optimizer)
-            self.optimizer.take_options(restored)
+            self.optimizer.take_options(restore_updater(state["optimizer"], self.optimizer))
         for name, weight in state["weights"].items():
-            np.copyto(self._own[name].data, weight)
+            own = self._own[name]
+            own.memory.copy((own.data,), (own.gpu.upload(weight) if own.gpu else weight,))
         self._local.states = {
             name: place_state(KeptState(arrays, count), self._own[name])
             for name, (count, arrays) in state["states"].items()

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 20_226,
-    "lines of code in tests, scripts and commands": 39_308,
+    "lines of code in the core": 20_224,
+    "lines of code in tests, scripts and commands": 39_306,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,
     "relative words per 100 sentences of decisions": 2,

@@ -41,11 +41,7 @@ def test_the_first_turns_in_which_memory_gets_its_pages_do_not_count():
 
 def test_one_late_turn_does_not_count_much_and_many_do():
     choice = tried(1.0, 1.5)
-    choice.took(0, 1000.0, 1)
-    assert choice.next() == 0
-    for _ in range(10):
-        choice.took(0, 3.0, 1)
-    assert choice.next() == 1
-    for _ in range(30):
-        choice.took(0, 1.0, 1)
-    assert choice.next() == 0
+    for turns, seconds, better in ((1, 1000.0, 0), (10, 3.0, 1), (30, 1.0, 0)):
+        for _ in range(turns):
+            choice.took(0, seconds, 1)
+        assert choice.next() == better

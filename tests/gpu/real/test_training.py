@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 
 import numpy as np
 import pytest
@@ -185,7 +185,7 @@ def test_what_cannot_be_clipped(cupy):
 @pytest.mark.ranks(1, 2, 3)
 @BOTH
 def test_states_go_on(cupy, comm, store, on_store, folder):
-    """From a Trainer over a GPU to one over the host, and to another over a GPU."""
+    """From a Trainer over a GPU to one over the host, to another over a GPU, and in a kept one that starts again."""
     options = {"learning_rate": 0.1, "momentum": 0.5, "multi_precision": True}
     rank, results = comm.rank if comm else 0, []
     first = {name: cupy.asarray(of_rank(99, 0, name)) for name in SHAPES}
@@ -203,6 +203,13 @@ def test_states_go_on(cupy, comm, store, on_store, folder):
             trainer.load_states(folder / "states")
             train(trainer, rank, upload, 2, 4)
             results.append(params)
+    for last in (1, 3):
+        params = {name: cupy.asarray(of_rank(99, 0, name)) for name in SHAPES}
+        with store() as kv:
+            trainer = Trainer(params, "sgd", options, kvstore=kv, update_on_kvstore=on_store)
+            for step in takewhile(last.__ge__, trainer.steps(4, path=folder / "kept", save_every=1e-9)):
+                train(trainer, rank, cupy.asarray, step, step + 1)
+    results.append(params)
     for name in SHAPES:
         for result in results[1:]:
             np.testing.assert_array_equal(cupy.asnumpy(result[name]), cupy.asnumpy(first[name]), err_msg=name)
