@@ -148,15 +148,15 @@ class StatusBoard:
         late = late or self._find_away(lambda rank, slot: rank != self._rank and not slot["over"])
         # A late rank may wait for an owner whose thread is in an updater, and that owner may be the one that asks.
         updating = self._find_away(lambda _, slot: bool(slot["updating"]))
-        who = list(dict.fromkeys((*updating[:1], *late)))
+        who = [rank for rank in dict.fromkeys((*updating[:1], *late)) if rank in self._ranks]
         texts = self.describe(who)
         if rest := len(who[_MOST_ASKED:]):
             texts.append(f"{rest} more {'rank is' if rest == 1 else 'ranks are'} late")
         return Answer(late, "; ".join(texts))
 
     def describe(self, ranks: Sequence[int]) -> list[str]:
-        """Ask the first four ranks, if on this host, for their lines of code; return a text each. Local; may wait."""
-        return [self._describe(rank) for rank in ranks[:_MOST_ASKED] if rank in self._ranks]
+        """Ask the first four of these ranks on this host for their lines of code; return a text each. May wait."""
+        return [self._describe(rank) for rank in list(filter(self._ranks.__contains__, ranks))[:_MOST_ASKED]]
 
     def give_up(self) -> None:
         """Show that this rank is in no call any more, and send other hosts the late ranks here. Local; may wait."""
