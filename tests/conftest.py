@@ -135,9 +135,7 @@ def ranks() -> int:
 @pytest.fixture
 def comm(ranks: int) -> Any:
     """Return COMM_WORLD, or None on one rank, where no MPI library is loaded."""
-    if ranks == 1:
-        return None
-    return world_of_this_rank()
+    return None if ranks == 1 else world_of_this_rank()
 
 
 @pytest.fixture

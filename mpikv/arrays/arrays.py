@@ -204,8 +204,7 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 @cache
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype. Cached: numpy builds the text each time."""
-    name: str = dtype.name
-    return name
+    return str(dtype.name)
 
 
 @cache

@@ -219,9 +219,7 @@ def _launcher_version(path: Path, environ: Mapping[str, str]) -> str:
 def _launcher_kind(version: str) -> str | None:
     if re.search(r"Open MPI|OpenRTE|PRRTE|prterun", version):
         return OPENMPI
-    if re.search(r"HYDRA|Intel\(R\) MPI|MPICH", version):
-        return MPICH
-    return None
+    return MPICH if re.search(r"HYDRA|Intel\(R\) MPI|MPICH", version) else None
 
 
 def _mismatch(path: Path, version: str, library: Library) -> str:

@@ -47,9 +47,7 @@ def make_compression(codec: Codec, transport: Transport, in_pairs: bool) -> Comp
     Raises:
         MemoryError: on every rank, if the GPU of one has too little.
     """
-    if codec.elementwise:
-        return RangeCompression(codec, transport)
-    return ValueCompression(codec, transport, in_pairs)
+    return RangeCompression(codec, transport) if codec.elementwise else ValueCompression(codec, transport, in_pairs)
 
 
 def check_payloads(codec: Codec, transport: Transport) -> None:

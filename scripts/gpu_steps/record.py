@@ -132,9 +132,7 @@ def judge(step: Step, status: int | None, output: str, errors: str) -> Record:
     if found is None or status:
         why = ": ".join(filter(None, [f"exit status {status}", cause(said)]))
         return {"status": "fail", "reason": why, "numbers": found, "output": said}
-    if "skip" in found:
-        return {"status": "skip", "reason": found["skip"]}
-    return {"status": "ok", "numbers": found}
+    return {"status": "skip", "reason": found["skip"]} if "skip" in found else {"status": "ok", "numbers": found}
 
 
 def cause(said: str) -> str:

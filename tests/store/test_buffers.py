@@ -125,10 +125,7 @@ def test_buffers_may_be_filled_again_at_once(comm, over, placement):
             Dawdling.late = kv.rank == turn % kv.size
             for buffer in buffers:
                 buffer.fill((turn + 1) * (kv.rank + 1))
-            if turn % 2:
-                kv.pushpull(list(shapes))
-            else:
-                kv.push(list(shapes))
+            kv.pushpull(list(shapes)) if turn % 2 else kv.push(list(shapes))
             for buffer in buffers:
                 buffer.fill(-1e6)
             if turn % 2 == 0:

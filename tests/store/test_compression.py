@@ -31,9 +31,7 @@ NAMES = ("2bit", "1bit", "fp16", "bf16", {"type": "topk", "ratio": 0.1}, {"type"
 
 def of_one_rank(comm):
     """Return a store of this rank alone."""
-    if comm is None:
-        return mpikv.create()
-    return mpikv.create(comm=library_of(comm).COMM_SELF)
+    return mpikv.create() if comm is None else mpikv.create(comm=library_of(comm).COMM_SELF)
 
 
 def gradients(size, step, ranks, positions=1, scale=0.4):

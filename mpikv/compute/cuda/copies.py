@@ -89,6 +89,4 @@ def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
 @cache
 def _cast_kernel_name(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
     """Return the name of the kernel for a cast; empty if there is none. Local."""
-    if dtype.name in _CAST and wanted.name in _CAST:
-        return f"cast<{dtype.name}_kind, {wanted.name}_kind>"
-    return ""
+    return f"cast<{dtype.name}_kind, {wanted.name}_kind>" if dtype.name in _CAST and wanted.name in _CAST else ""

@@ -209,10 +209,7 @@ def test_what_cannot_be_recorded_is_pushed_plainly(make: Any, lack: str) -> None
     step = other or both.capture()
     for _ in range(4):
         version = both.here.version("w")
-        if other:
-            step()
-        else:
-            both.step(step)
+        step() if other else both.step(step)
         assert both.here.version("w") == version + 1
         assert not step.captured
         assert any(each in step.reason for each in reason.split("|")), step.reason

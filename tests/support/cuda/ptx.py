@@ -141,9 +141,7 @@ class Entry:
             return f"({text})"
         if stored in ("f32", "f64"):
             text, stored = f"bits_{stored}({text})", "u"
-        if kind in ("f32", "f64", "f16", "bf16"):
-            return f"{kind}_bits({text})"
-        return f"(({kind}){text})"
+        return f"{kind}_bits({text})" if kind in ("f32", "f64", "f16", "bf16") else f"(({kind}){text})"
 
     def address(self, name: str) -> str:
         space, place = self.symbols[name]
