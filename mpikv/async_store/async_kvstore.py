@@ -90,8 +90,8 @@ class AsyncKVStore(KVStore):
     _in_rounds = False
 
     def __init__(self, group: Any, *parts: Any, staleness: int | None = None, **options: Any) -> None:
-        """Use :func:`mpikv.create`. Duplicates the communicator, and starts the thread that answers other ranks; other
-        options as for :class:`mpikv.KVStore`. Collective.
+        """Use :func:`mpikv.create`. Duplicates the communicator, and starts the thread that answers other ranks, if
+        there are any; other options as for :class:`mpikv.KVStore`. Collective.
         """
         # First, as it may fail: then the store is among the open ones. Collective: it duplicates the communicator.
         self._endpoint = Endpoint(group, self._serve) if group.size > 1 else None
@@ -323,8 +323,7 @@ class AsyncKVStore(KVStore):
             """Receive answers, then run the call in stream order; at the end send what is collected."""
             with self._asking():
                 self._client.receive()
-                result: Result = self._memory.order.run(run, *arguments)
-                return result
+                return self._memory.order.run(run, *arguments)
 
         # Before the door is taken: an updater that calls the store runs in the thread of a call that has it.
         self._check_caller(verb)

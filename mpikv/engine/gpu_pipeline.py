@@ -48,8 +48,7 @@ class GpuPipeline(TransferPipeline):
         by_array = self._compression is not None and self._compression.codec.elementwise
         if by_array or are_plain(sources) or all(len(group) == 1 for group in sources):
             return sources
-        added: Arrays = self._order.run(run_quietly, self._local_sums, plan, sources)
-        return added
+        return self._order.run(run_quietly, self._local_sums, plan, sources)
 
     def _local_sums(self, plan: Plan, sources: Arrays) -> Arrays:
         """Return for each key its list's sum, or only array, in a tuple of one; () for an empty list. Local."""
@@ -60,8 +59,7 @@ class GpuPipeline(TransferPipeline):
         """Copy residuals and codec state now, on the store's stream; return ``confirm`` wrapped to put them back if it
         raises. Uncompressed, return the given one. Local.
         """
-        kept: Confirm | None = self._order.run(super().restoring, plan, confirm)
-        return kept
+        return self._order.run(super().restoring, plan, confirm)
 
     # --- Push and pull
 

@@ -265,8 +265,7 @@ class Values:
         """
         if self._memory.is_host or not self.at_root or not any(map(self.is_view, arrays)):
             return arrays
-        kept: Sequence[Array] = self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
-        return kept
+        return self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
 
     def fillable(self, out: Array, entry: Entry) -> Array:
         """Return the array to fill: ``out``, or the entry's read-only view if ``out`` is the value itself; raise

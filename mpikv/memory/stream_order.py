@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -29,6 +29,7 @@ from ..cluster.printing import log
 from ..errors import MPIKVError, TransportError, Unsupported
 from ..protocols import Array, Event, Gpu, Graph, Stream
 
+Result = TypeVar("Result")
 Door: TypeAlias = "Callable[[str, Callable[[Any], Any]], Any]"
 """Runs a function that queues work, with the transport's argument, and returns its result. The text names the call in
 errors.
@@ -64,7 +65,7 @@ class HostOrder:
         self._fills.append(fill)
         self.needed = True
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call ``function``, then the noted functions that fill GPU arrays; forget these; return the result. Local."""
         try:
             result = function(*arguments)
@@ -191,7 +192,7 @@ class GpuOrder:
                 "another thread; pass arrays to fill, or leave wait=False out"
             )
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Run a function on the store's stream, between the caller's earlier and later work; return its result."""
         if self.thread.on_worker:  # on_worker() has made the store's stream current
             if (call := self.thread.call) is not None:
@@ -285,10 +286,8 @@ class GpuOrder:
 
     def sent(self) -> Event | None:
         """Record and return an event after the last transfer; None if the store's stream runs the transfers. Local."""
-        if self.lane is self.stream:
-            return None
-        self._last_sent = event = self.lane.record()
-        return event
+        self._last_sent = None if self.lane is self.stream else self.lane.record()
+        return self._last_sent
 
     def wait_for(self, sent: Event | None) -> None:
         """Make the store's stream, not the host, wait for a transfer and all before it; for None do nothing. Local."""
@@ -376,7 +375,7 @@ class Issued:
         self.done: Event | None = None
         """Recorded after the work of the call; None if the call was not made."""
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[[], Result]) -> Result:
         """Run ``call()`` as this call; return its result; keep its arrays alive until the GPU is done. Local."""
         order, thread = self._order, self._order.thread
         # Calls nest: an updater may call another store on this GPU.
@@ -387,8 +386,10 @@ class Issued:
             thread.call = outer
             # A push that only reads lets the caller go on after the last read, before the update.
             self.done = self.read or order.stream.record()
-            # Keep the arguments even if the call failed or was refused: queued work may still read them.
+            # Keep the arguments even if the call failed or was refused: queued work may still read them. But no longer
+            # than that: the caller may keep a Work, which keeps this.
             order._keep(self.done, (call, self.made))
+            self.made = []
 
     def rejoin(self) -> None:
         """Queue a wait on the current stream for this call, if it was made. Local."""

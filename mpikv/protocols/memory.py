@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from .arrays import Array
+
+Result = TypeVar("Result")
 
 
 class Workspace(Protocol):
@@ -164,7 +166,7 @@ class StreamOrder(Protocol):
         caller's stream.
         """
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call ``function(*arguments)`` and return its result. On a GPU its work is queued on the store's stream,
         between the earlier and the later work of the caller's. On the host, copies that :meth:`Memory.target` has noted
         follow.
@@ -207,7 +209,7 @@ class StreamOrder(Protocol):
 class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
-    def run(self, call: Callable[[], Any]) -> Any:
+    def run(self, call: Callable[[], Result]) -> Result:
         """Run ``call()`` as the issued call, and return its result; keep its arrays alive until the GPU is done. Only
         inside :meth:`StreamOrder.on_worker`.
         """

@@ -303,8 +303,7 @@ class AllReduce(RankedStore):
                     f"{array.dtype.name}{list(array.shape)}; those of one list are alike"
                 )
         add = partial(local_sum, [first, *others], first.dtype, self._store._config.deterministic)
-        total: Array = memory.order.run(run_quietly, lambda: add().astype(first.dtype, copy=False))
-        return total
+        return memory.order.run(run_quietly, lambda: add().astype(first.dtype, copy=False))
 
     def _plan_work(self, sources: Sequence[Array], outs: Arrays, memory: Memory) -> _Work:
         """Return a call's copies and sums, none made yet; allocate arrays for those not fit to send or fill. Local."""

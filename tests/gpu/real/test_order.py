@@ -291,10 +291,10 @@ def test_arrays_are_let_go_of_without_another_call(kv, cupy, stream, wait):
     kv.init("w", cupy.zeros(3, np.float32))
     given, out = cupy.ones(3, np.float32), cupy.ones(3, np.float32)
     lives = [weakref.ref(array) for array in (given, out)]
-    work = kv.pushpull("w", given, out, wait=wait)
+    works = [kv.push("w", given, wait=wait), kv.pull("w", out, wait=wait)]
     if not wait:
-        work.wait()
-    del given, out, work
+        works[1].wait()
+    del given, out, works[1]  # that of a push may stay
     for _ in range(1000):
         gc.collect()
         if all(life() is None for life in lives):
