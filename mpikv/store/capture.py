@@ -8,7 +8,7 @@ and whether they queue, record or launch: NCCL requires that all of them do the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from ..protocols import Graph, StepTable, Updater
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
-from ..verbs.renewed import Renewed, map_leaves
+from ..verbs.renewed import Renewed
 from ..verbs.row_arguments import Brought
 from .door import Door, State
 
@@ -245,8 +245,8 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
     if verbs.push_pull.check_finite:
         raise Unsupported("captured steps look at no values: create the store without check_finite, or use pushpull")
     # The arrays stay the caller's; of the lists around them later changes would pass unnoticed.
-    copied = partial(map_leaves, change=lambda array: array)
-    given = Fixed(copied(key), copied(value), copied(out), given_to_fill(key, value, out))
+    names = key if isinstance(key, tuple) else _copy(key)  # without values their views come in the form of the keys
+    given = Fixed(names, _copy(value), _copy(out), given_to_fill(key, value, out))
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # raises for every mistake in them
     plan, _, _, result = _bind(verbs, given)
     if type(result) is Renewed:
@@ -255,6 +255,13 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
         )
     verbs.give_up()  # it was prepared for its checks alone
     return verbs.comparison.plan_call("capture", plan), lambda: given
+
+
+def _copy(given: Any) -> Any:
+    """Return arguments with mappings copied as dicts, lists and tuples as lists, but the same arrays. Local."""
+    if isinstance(given, Mapping):
+        return {key: _copy(each) for key, each in given.items()}
+    return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:

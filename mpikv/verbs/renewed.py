@@ -24,13 +24,13 @@ class Renewed:
         """
         self._stand_in = stand_in
         self._originals: dict[int, Any] = {}
-        self.arrays = map_leaves(given, self._take_stand_in)
+        self.arrays = _map_leaves(given, self._take_stand_in)
 
     def finish(self) -> Any:
         """Once the stand-ins are filled, return a structure like the caller's, of its library's arrays. Local."""
         try:
             of = self._originals
-            return map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
+            return _map_leaves(self.arrays, lambda leaf: as_of_library(leaf, of[id(leaf)]) if id(leaf) in of else leaf)
         except Exception as error:
             mark(error, "settled")  # the ranks have made their call, and each makes its own arrays
             raise
@@ -60,12 +60,12 @@ def make_sequence(like: Sequence[Any], leaves: list[Any]) -> Any:
     return type(like)(*leaves) if hasattr(like, "_fields") else type(like)(leaves)  # type: ignore[call-arg]
 
 
-def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return a new structure of the same types of mapping, list and tuple, with ``change(leaf)`` per leaf. Local."""
     if isinstance(tree, Mapping):
-        return _make_mapping(tree, {key: map_leaves(leaf, change) for key, leaf in tree.items()})
+        return _make_mapping(tree, {key: _map_leaves(leaf, change) for key, leaf in tree.items()})
     if isinstance(tree, (list, tuple)):
-        return make_sequence(tree, [map_leaves(leaf, change) for leaf in tree])
+        return make_sequence(tree, [_map_leaves(leaf, change) for leaf in tree])
     return change(tree)
 
 

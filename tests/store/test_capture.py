@@ -16,9 +16,17 @@ from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, Un
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
 New = Callable[[Any], Any]
+
+
+class Row(list[Any]):
+    def __init__(self, *arrays: Any) -> None:
+        super().__init__(arrays)
+
+
 FORMS: dict[str, Callable[[Any, New], tuple[Any, Any, Any]]] = {
     "one key": lambda kv, new: ("a", new(1), new(0)),
     "lists": lambda kv, new: (["a", "b"], [new(1), new(1)], [new(0), new(0)]),
+    "lists of a class": lambda kv, new: (["a", "b"], Row(new(1), new(1)), Row(new(0), new(0))),
     "two outs": lambda kv, new: (["a", "b"], [new(1), new(1)], [[new(0), new(0)], new(0)]),
     "dicts": lambda kv, new: ({"a": new(1), "b": new(1)}, None, {"b": new(0), "a": new(0)}),
     "a dict": lambda kv, new: ({"a": new(1), "b": new(1)}, None, None),
