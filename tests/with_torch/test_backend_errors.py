@@ -130,6 +130,16 @@ def test_a_failed_future_says_why(group: Any) -> None:
     dist.barrier()
 
 
+def test_a_mistake_in_a_function_of_a_future_has_its_own_line(group: Any) -> None:
+    def differ(_: Any) -> int:
+        with pytest.raises(RankMismatch, match=r"is at .* in differ, rank"):
+            dist.all_reduce(torch.ones(2 + (group.rank() == 1)))
+        return 1
+
+    works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(2)]
+    assert works[1].get_future().then(differ).wait() == 1
+
+
 def test_a_function_of_a_future_cannot_wait_for_a_later_call(group: Any) -> None:
     issued = threading.Event()
 

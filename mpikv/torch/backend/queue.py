@@ -234,15 +234,18 @@ class Queue:
                 if not self._calls:
                     return
                 self._busy, call = True, self._calls.popleft()
-            here.place = call[0].place
             self._make(*call)
             del call  # it holds the caller's tensors
             self._free()
 
     def _make(self, work: Work, run: Callable[[], object]) -> None:
         """Make a call and complete its handle; an error goes to the handle, noted as unseen, and is not raised."""
+        before, here.place = here.place, work.place or here.place
         try:
-            run()
+            try:
+                run()
+            finally:
+                here.place = before  # functions of its future run next, and have lines of their own
         except BaseException as error:
             if isinstance(error, Exception):
                 self._unseen = error, work.text()
