@@ -99,6 +99,8 @@ class Collectives:
         """Reduce every rank's array, in place at the root; the others' arrays stay as they are. Return when they may be
         changed. Collective.
         """
+        if self._size == 1:  # it may be read-only, or hold NaNs whose bits stay
+            return
         step = self._transport.limit // array.itemsize
         for low in range(0, array.size, step):
             part = array[low : low + step]

@@ -62,6 +62,7 @@ def test_all_reduce_and_reduce(world, kind, size, seed, root, staged):
     world.call("all_reduce_each", [(mine, mine)], op, message=[mine] * staged)
     assert mine.tobytes() == expected.tobytes()
     mine, root = arrays[world.rank].copy(), root % world.size
+    mine.flags.writeable = world.rank == root and world.size > 1
     world.call("reduce", mine, op, root, message=[mine] * staged)
     assert mine.tobytes() == (expected if world.rank == root else arrays[world.rank]).tobytes()
 
