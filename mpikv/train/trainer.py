@@ -7,6 +7,8 @@ from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..arrays.arrays import castable
 from ..checkpoint.checkpoints import KeptState, load_states, save_states
 from ..checkpoint.compatibility import describe_updater, is_dumpable, restore_updater
@@ -458,8 +460,7 @@ class Trainer:
                 f"the store {store.type!r} has no steps(); use 'dist_sync', or give the Trainer to a store's keep()"
             )
         store.keep(trainer=self, **kept)
-        steps: Iterator[int] = store.steps(total, path=path, save_every=save_every)
-        return steps
+        return iter(store.steps(total, path=path, save_every=save_every))
 
     def object_state(self) -> ObjectState:
         """Return the functions by which :meth:`mpikv.KVStore.keep` reads and restores this Trainer. Local."""
@@ -495,8 +496,11 @@ class Trainer:
         if state["optimizer"] is not None:
             self.optimizer.take_options(restore_updater(state["optimizer"], self.optimizer))
         for name, weight in state["weights"].items():
-            own = self._own[name]
-            own.memory.copy((own.data,), (own.gpu.upload(weight) if own.gpu else weight,))
+            own, gpu = self._own[name].data, self._own[name].gpu
+            there = gpu.download(own) if gpu else own
+            np.copyto(there, weight)  # it refuses what has another shape or kind
+            if gpu:
+                gpu.upload(there, own)
         self._local.states = {
             name: place_state(KeptState(arrays, count), self._own[name])
             for name, (count, arrays) in state["states"].items()
@@ -737,8 +741,7 @@ class Trainer:
     def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
         """Return whether a gradient of any rank holds an inf or a nan. Collective."""
         assert self._scaler is not None
-        overflow: bool = self._kvstore.any_rank(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
-        return overflow
+        return bool(self._kvstore.any_rank(self._attempt(verb, self._scaler.has_overflow, list(ready.values()))))
 
     # --- State that is saved here
 

@@ -41,7 +41,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
     sums = allocate_floats(2 * PIECES * sum(counts))
     firsts = accumulate(counts, initial=0)
     facts = new_facts()
-    for array, dtype, first in zip(arrays, dtypes, firsts, strict=False):
+    for array, dtype, first in (each for each in zip(arrays, dtypes, firsts, strict=False) if each[0].size):
         there = gpu_pointer(sums) + 2 * PIECES * sums.itemsize * first
         facts[f"measure<{_kind(array.dtype)}, {_kind(dtype)}>"].append((gpu_pointer(array), there, array.size))
     launch_parts("norms.cu", facts, CELL, blocks=PIECES)
@@ -68,7 +68,7 @@ def scale(arrays: Sequence[Array], factor: float) -> None:
     On the current stream, with one launch for up to 127 arrays of a dtype. Arrays and errors as in :func:`measure`.
     """
     facts = new_facts()
-    for array in arrays:
+    for array in (one for one in arrays if one.size):
         address = gpu_pointer(array)
         facts[f"scale<{_kind(array.dtype)}>"].append((address, address, array.size))
     launch_parts("norms.cu", facts, SCALED_PART, factor)
