@@ -127,8 +127,7 @@ def unpack(memory: Array, name: str, copies: bool = True) -> Any:
     Its arrays are ``copies``, or else views of the memory, at any address there.
 
     Raises:
-        CheckpointError: they are not those of a state.
-        ConfigError: it has tensors, and torch is not imported.
+        CheckpointError: they are not those of a state, or it has tensors, and torch is not imported.
     """
     at = 8 + int.from_bytes(memory[:8].tobytes(), "little")
 
