@@ -99,10 +99,7 @@ def run_job(task: Task, folder: Path) -> Job:
     command = [sys.executable, "-m", "mpikv", "run", "-n", str(task.size), str(Path(__file__).with_name("chaos"))]
     with (folder / "output").open("wb") as file:
         process = subprocess.Popen(
-            [*command, "inside", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            [*command, "inside", str(folder)], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
     hung = not _wait(process, task, folder)
     ended = time.monotonic()

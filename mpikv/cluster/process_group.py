@@ -19,15 +19,7 @@ from .mpi_library import TranslatedErrors, library_of
 from .printing import log
 from .runtime import OfMessages, present
 from .shared_memory import allocate_shared
-from .shutdown import (
-    PATIENCE,
-    abandon,
-    announce_shutdown,
-    await_shutdown,
-    end_job,
-    receive_shutdowns,
-    wait_or_abandon,
-)
+from .shutdown import PATIENCE, abandon, announce_shutdown, await_shutdown, end_job, receive_shutdowns, wait_or_abandon
 from .waiting import Waiting
 
 # Message tags: a rank has given up a call; a rank has ended the store while others may be in a call; questions and

@@ -9,16 +9,7 @@ from weakref import ref
 
 import numpy as np
 
-from ..arrays.arrays import (
-    address_of,
-    disjoint,
-    is_immutable,
-    lies_elsewhere,
-    local_sum,
-    run_quietly,
-    source,
-    storable,
-)
+from ..arrays.arrays import address_of, disjoint, is_immutable, lies_elsewhere, local_sum, run_quietly, source, storable
 from ..cluster.calls import Call, PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..collectives.collectives import Collectives, Pair

@@ -329,11 +329,7 @@ def test_a_commit_of_another_version_is_refused(tmp_path: Path, name: str, text:
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda content: content[:-1] + b"\7",
-        lambda content: content[:-8],
-        lambda content: b"\7" + content[1:],
-    ],
+    [lambda content: content[:-1] + b"\7", lambda content: content[:-8], lambda content: b"\7" + content[1:]],
     ids=["array", "end", "header"],
 )
 def test_damaged_and_missing_commits_of_a_rank_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
