@@ -77,6 +77,7 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
     assert _ask(told) == []  # that thread is no more
     told["thread"] = os.getpid()
     assert "test_only_the_thread_that_makes_the_calls_answers" in [function for _, _, function in _ask(told)]
+    assert f"is now at {__file__}:" in board.whereabouts(told)
 
 
 def test_a_process_of_another_container_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
