@@ -64,6 +64,7 @@ def test_neighbours_are_one_message():
     plan = plan_of(made)
     assert len(plan.buckets) == 1
     assert len(plan.buckets[0].pieces) == 20
+    assert plan.rows == plan.buckets[0].items == slice(0, 20)
     assert plan.buckets[0].gapless
     assert len(plan.buckets[0].updates) == 20
     assert len(plan.buckets[0].joint_updates) == 1
