@@ -80,6 +80,7 @@ def test_a_pushpull_of_a_list_reads_all_before_it_fills(kv):
     if kv.is_root:
         one, ten, six = (np.full(2, number) for number in (1.0, 10.0, 6.0))
         kv.pushpull(["a", "b", "c"], [one, ten, six], out=[ten, six, one])
+        assert [ten[0], six[0], one[0]] == [1, 10, 6]
     kv.barrier()
     assert [kv.pull(key)[0] for key in "abc"] == [1, 10, 6]
 
