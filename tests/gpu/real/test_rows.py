@@ -69,23 +69,25 @@ def test_half_precision_is_added_in_single_precision(cupy):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize(
     ("placement", "optimizer"), [("sharded", "adagrad"), ("root", None), ("replicated", "sgd"), ("sharded", None)]
 )
-def test_the_bits_are_those_of_the_host(cupy, placement, optimizer):
-    shape = (3001, 33)
+def test_the_bits_are_those_of_the_host(cupy, placement, optimizer, dense):
+    shape = (3001, 32 if dense else 33)  # pieces of rows have several elements, or one
     options = {"placement": placement, "bucket_bytes": 1 << 16}
     with mpikv.create("nccl", **options) as kv:
         host = mpikv.create("dist_sync", transport="local" if kv.size == 1 else "mpi", **options)
         random = np.random.default_rng(kv.rank)
         for each in (kv, host):
-            each.init("w", RowSparse([], np.zeros((0, 33), np.float32), shape))
+            zeros = RowSparse([], np.zeros((0, shape[1]), np.float32), shape)
+            each.init("w", zeros.to_dense() if dense else zeros)
             if optimizer:
                 each.set_optimizer(optimizer, learning_rate=0.1)
         for _ in range(3):
             ids = random.integers(0, 3001, int(random.integers(0, 400)))
             ids = np.unique(ids)
-            values = random.standard_normal((ids.size, 33)).astype(np.float32)
+            values = random.standard_normal((ids.size, shape[1])).astype(np.float32)
             host.push("w", RowSparse(ids, values, shape))
             kv.push("w", RowSparse(cupy.asarray(ids), cupy.asarray(values), shape))
             wanted = random.integers(0, 3001, 100)
