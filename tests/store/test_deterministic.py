@@ -20,10 +20,8 @@ def gradient(shard, step, key, dtype=np.float32):
 
 def paired(arrays):
     """The order, written down once more."""
-    if len(arrays) == 1:
-        return arrays[0]
     half = len(arrays) // 2
-    return paired(arrays[:half]) + paired(arrays[half:])
+    return paired(arrays[:half]) + paired(arrays[half:]) if half else arrays[0]
 
 
 def trained(terms, dtype):

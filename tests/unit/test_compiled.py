@@ -13,7 +13,7 @@ from mpikv.testing import KernelsContract
 
 WHY = "numba is not installed: pip install 'mpikv[numba]'"
 numba = pytest.importorskip("numba", reason=WHY)
-compiled = pytest.importorskip("mpikv.compute.numba.rules", reason=WHY)
+compiled, codecs = (pytest.importorskip(f"mpikv.compute.numba.{name}", reason=WHY) for name in ("rules", "codecs"))
 
 FLOATS = ("float32", "float64")
 
@@ -108,6 +108,10 @@ def test_a_push_finds_everything_compiled():
             kv.push(["a", "b"], [np.ones(3, np.float32), np.ones(300_000)])
         # An array that differs in anything would have been compiled for.
         assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 1)
+
+
+def test_a_codec_without_a_loop_stays():
+    assert codecs.codec(given := mpikv.codecs.TopK(ratio=0.5)) is given
 
 
 def test_without_a_directory_for_what_was_compiled(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store.test_deterministic import paired
 
 from mpikv import RowSparse, ValueMismatch
 from mpikv.memory.row_sparse import sum_rows
@@ -37,11 +38,10 @@ def test_it_is_the_sum_of_what_was_given(rows):
 
 @given(st.lists(st.lists(st.integers(0, 6), unique=True).map(sorted), min_size=1, max_size=6), st.booleans())
 def test_sums_of_several(every, in_pairs):
-    terms = [(np.array(ids, np.int64), np.full((len(ids), 2), number + 1.0)) for number, ids in enumerate(every)]
+    terms = [(np.array(ids, np.int64), np.full((len(ids), 2), (number + 1) / 7)) for number, ids in enumerate(every)]
     ids, total = sum_rows(terms, np.dtype(np.float64), in_pairs)
-    dense = np.zeros((7, 2))
-    for one, rows in terms:
-        dense[one] += rows
+    whole = [RowSparse(*term, (7, 2)).to_dense() for term in terms]
+    dense = paired(whole) if in_pairs else sum(whole)
     assert ids.tolist() == sorted({each for one in every for each in one})
     np.testing.assert_array_equal(total, dense[ids])
     assert not any(np.shares_memory(total, rows) for _, rows in terms)
