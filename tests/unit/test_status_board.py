@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,14 +81,19 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
     assert f"is now at {__file__}:" in board.whereabouts(told)
 
 
-def test_a_process_of_another_container_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may mean another process here, or none."""
+def test_what_is_said_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of one in another container may mean another process here, or none."""
     ended = SimpleNamespace(process=1 << 22, peer=lambda _: None)  # above every number of the system
     monkeypatch.setattr(board, "present", lambda: ended)
     shown = StatusBoard(ProcessGroup())
     assert shown.gone() == (0,)
     monkeypatch.setattr(board, "_pid_space", lambda: 1)
     assert shown.gone() == ()
+    started = str(Path(board.__file__).parents[1] / "cli" / "rank.py")  # which mpikv run starts, by a line of its own
+    for first, text in ((os.__file__, "has reached the end of its program"), ("train.py", "is now at train.py:1 in f")):
+        frames = [(file, "1", "f") for file in (first, started, "<string>")]
+        ended.peer = lambda _, frames=frames: SimpleNamespace(state=lambda: "running", frames=lambda _: frames)
+        assert board.whereabouts({"pid": 1, "thread": 1, "answers": 1}) == text
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGWINCH, signal.SIGXFSZ, signal.SIGRTMAX])

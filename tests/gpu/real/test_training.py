@@ -276,14 +276,8 @@ def test_weights_and_gradients_of_all_kinds(cupy, store, on_store):
 
 def test_mistakes(cupy):
     weight = Parameter(cupy.ones(3))
-    with pytest.raises(
-        ValueMismatch, match="the gradient is on the host and a parameter on cuda:0; copy the gradient there first"
-    ):
-        weight.grad = np.ones(3)
-    with pytest.raises(ValueMismatch, match=r"a gradient of shape \(2,\)"):
-        weight.grad = cupy.ones(2)
     mpikv.Trainer({"w": weight}, "sgd")
-    with pytest.raises(ValueMismatch, match="and parameter 'w' on cuda:0; copy"):
+    with pytest.raises(ValueMismatch, match="host and parameter 'w' on cuda:0; copy the gradient there first"):
         weight.grad = np.ones(3)
     with pytest.raises(ValueMismatch, match=r"of shape \(2,\) does not fit parameter 'w' of shape \(3,\)"):
         weight.grad = cupy.ones(2)
