@@ -31,16 +31,16 @@ LONG = ("store/test_training", "store/test_scale")
 
 
 def sessions(area: str) -> list[list[str]]:
-    """Return the arguments of pytest in four sessions: the tests of an area, of stores on two ranks, all that
-    scripts/test runs, and those for GPUs.
+    """Return the arguments of pytest in five sessions: the tests of an area, of stores on two ranks, all that
+    scripts/test runs, those for GPUs, and those with torch.
     """
     # A copy has no history, which the test of sizes reads.
     left_out = ["--simulate", *(f"--ignore=tests/{name}.py" for name in ("docs/test_size", *LONG))]
     first = [f"tests/{file}.py" for file in FIRST[area].split()]
     stores, others = ["tests/contract", "tests/store"], ["tests/simulation", "tests/unit", "tests/docs"]
-    on_gpus = ["--ranks=2", "tests/gpu/real", "tests/gpu/emulated"]
+    on_gpus, with_torch = ["--ranks=2", "tests/gpu/real", "tests/gpu/emulated"], ["--ranks=2", "tests/with_torch"]
     on_some, on_all = ["--ranks=2", *left_out], ["--ranks=1,2,3", *left_out]
-    return [[*on_all, *first], [*on_some, *stores], [*on_all, *others, *stores], on_gpus]
+    return [[*on_all, *first], [*on_some, *stores], [*on_all, *others, *stores], on_gpus, with_torch]
 
 
 def examine(tree: Tree, mutant: Mutant) -> str:
@@ -72,7 +72,7 @@ def noticed(tree: Tree, arguments: Sequence[str]) -> str:
 
 def session(tree: Tree, arguments: Sequence[str]) -> Outcome:
     """Return how a session of pytest ends."""
-    library = "emulated" if any("tests/gpu/" in word for word in arguments) else "mpich"
+    library = {"gpu": "emulated", "with_torch": "torch"}.get(arguments[-1].split("/")[1], "mpich")
     return tree.run_on(library, ["-x", "--tb=no", *arguments], LIMIT)
 
 
