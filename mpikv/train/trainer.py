@@ -7,8 +7,6 @@ from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ..arrays.arrays import castable
 from ..checkpoint.checkpoints import KeptState, load_states, save_states
 from ..checkpoint.compatibility import describe_updater, is_dumpable, restore_updater
@@ -496,11 +494,11 @@ class Trainer:
         if state["optimizer"] is not None:
             self.optimizer.take_options(restore_updater(state["optimizer"], self.optimizer))
         for name, weight in state["weights"].items():
-            own, gpu = self._own[name].data, self._own[name].gpu
-            there = gpu.download(own) if gpu else own
-            np.copyto(there, weight)  # it refuses what has another shape or kind
-            if gpu:
-                gpu.upload(there, own)
+            own = self._own[name]
+            was, now = (f"{array.dtype.name}{list(array.shape)}" for array in (weight, own.data))
+            if weight.shape != own.data.shape or not castable(weight.dtype, own.data.dtype):
+                raise ValueMismatch(f"the kept weight {name!r} was {was}, and is {now} now; give it as it was")
+            own.memory.copy((own.data,), (own.gpu.upload(weight) if own.gpu else weight,))
         self._local.states = {
             name: place_state(KeptState(arrays, count), self._own[name])
             for name, (count, arrays) in state["states"].items()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
 LIMITS = {
-    "lines of code in the core": 20_207,
+    "lines of code in the core": 20_206,
     "lines of code in tests, scripts and commands": 39_305,
     "longest chain of imports in the core": 20,
     "relative words per 100 sentences of docstrings": 4,

@@ -52,9 +52,9 @@ def check_form(kv: mpikv.KVStore, form: str, new: New, captured: bool) -> None:
     plain = out if out is not None else value if value is not None else key if pushed else None
     filled = list(leaves(kv.view("a") if plain is None else plain))
     step = kv.capture(key, value, out)
-    for arrays in (value, out):
-        if isinstance(arrays, list):
-            arrays.append("changed")
+    for arrays in (key, value, out):
+        if isinstance(arrays, (dict, list)):
+            arrays.clear()
     for number in range(5):
         for array in pushed:
             array.fill(number + 1)

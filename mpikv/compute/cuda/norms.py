@@ -34,7 +34,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
         cells, one after the other, is its result.
 
     Raises:
-        Unsupported: an array has another dtype.
+        Unsupported: an array with elements has another dtype.
         TransportUnavailable: the kernels cannot be compiled here.
     """
     counts = [cells_of(array.size) for array in arrays]
