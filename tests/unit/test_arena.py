@@ -7,6 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+import mpikv
+from mpikv.arrays.arrays import address_of
 from mpikv.engine.arena import Arena
 from mpikv.transports.local import LocalTransport
 
@@ -47,12 +49,8 @@ def arena(transport):
 
 def spans(places):
     """Return the bytes of each place."""
-    result = []
-    for place in places:
-        values = place.block.values[place.start : place.start + place.size]
-        low = values.__array_interface__["data"][0]
-        result.append((low, low + values.nbytes))
-    return result
+    every = (place.block.values[place.start : place.start + place.size] for place in places)
+    return [(address_of(values), address_of(values) + values.nbytes) for values in every]
 
 
 def test_small_values_of_a_dtype_lie_side_by_side(arena):
@@ -65,8 +63,7 @@ def test_a_value_gets_the_smallest_hole_that_fits(arena):
     places = arena.place([(FLOAT, size) for size in (300, 1, 200, 1, 250, 1, 900)])
     before = spans(places)
     arena.release(places[::2])
-    (fits,) = arena.place([(FLOAT, 220)])
-    assert spans([fits])[0][0] == before[4][0]
+    assert spans(arena.place([(FLOAT, 220)]))[0][0] == before[4][0]
     assert arena.place([(FLOAT, 260)])[0].start == places[0].start
 
 
@@ -88,8 +85,7 @@ def test_a_new_block_has_nothing_of_the_one_before(arena):
     arena.release([place])
     (again,) = arena.place([(FLOAT, 1 << 17)])
     assert spans([again]) == where
-    assert again.block.state == {}
-    assert again.block.residuals == []
+    assert (again.block.state, again.block.residuals) == ({}, [])
 
 
 def test_what_lacks_memory_changes_nothing(arena, transport):
@@ -123,7 +119,7 @@ def test_values_that_come_and_go(seed):
             for place in places:
                 values = place.block.values[place.start : place.start + place.size]
                 assert place.block.old or not values.any()
-                assert place.block.values.__array_interface__["data"][0] % 64 == 0
+                assert address_of(place.block.values) % 64 == 0
                 values[:] = step % 97
         else:
             arena.release(given)
@@ -133,8 +129,7 @@ def test_values_that_come_and_go(seed):
             assert (place.block.values[place.start : place.start + place.size] == content).all(), f"seed {seed}"
         taken = sorted(spans(place for place, _ in live.values()))
         assert all(high <= low for (_, high), (low, _) in pairwise(span for span in taken if span[0] < span[1]))
-        needed = sum(high - low for low, high in taken)
-        most = max(most, needed)
+        most = max(most, sum(high - low for low, high in taken))
         assert transport.held() <= 3 * most + (4 << 20), f"seed {seed}"
     arena.release([place for place, _ in live.values()])
     live.clear()
@@ -143,6 +138,14 @@ def test_values_that_come_and_go(seed):
     del place, places, values
     assert transport.held() <= 8 << 20
     assert arena._load == [0] * 4
+
+
+def test_a_value_that_grows_leaves_its_memory():
+    with mpikv.create() as kv:
+        kv.init("w", np.zeros(1 << 20))
+        before = weakref.ref(kv.view("w").base.base)
+        kv.init("w", np.zeros(1 << 22), overwrite=True)
+        assert before() is None
 
 
 def test_many_values_are_few_segments(arena, transport):
