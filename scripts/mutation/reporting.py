@@ -15,19 +15,19 @@ def write(mutants: Sequence[Mutant], records: Iterable[Mapping[str, Any]], page:
     found = {record["mutant"]: record for record in records}
     run, reasons = [mutant for mutant in mutants if mutant.key in found], json.loads(REASONS.read_text())
     head, title = page.read_text().partition("<!-- results -->")[0], "| area | mutants | noticed |\n|---|---:|---:|\n"
-    text = f"{head}<!-- results -->\n{len(run)} of {len(mutants)} drawn were run.\n\n{title}"
+    missed = [mutant for mutant in run if not found[mutant.key]["noticed"]]
+    equal = sum(reasons.get(mutant.key, "").startswith("equivalent") for mutant in missed)
+    text = f"{head}<!-- results -->\n{len(run)} of {len(mutants)} drawn were run. {len(missed)} were missed; {equal} of"
+    text += f" these are equivalent.\n\n{title}"
     for area in [*AREAS, ""]:
-        those = [mutant for mutant in run if area in ("", mutant.area)]
-        noticed = sum(bool(found[mutant.key]["noticed"]) for mutant in those)
-        text += f"| {area or 'together'} | {len(those)} | {noticed} |\n"
+        those, others = ([each for each in every if area in ("", each.area)] for every in (run, missed))
+        text += f"| {area or 'together'} | {len(those)} | {len(those) - len(others)} |\n"
     text += "\n## Mutants that the tests miss\n\n"
     text += "| number | place | before | after | reason |\n|---:|---|---|---|---|\n"
-    for mutant in run:
-        if not found[mutant.key]["noticed"]:
-            place = f"{mutant.path}:{mutant.line} {mutant.function}"
-            changed = " | ".join(f"`{short(cell)}`" for cell in (place, mutant.before, mutant.after))
-            reason = reasons.get(mutant.key, "not looked at yet")
-            text += f"| {mutant.number} | {changed} | {reason} |\n"
+    for mutant in missed:
+        place = f"{mutant.path}:{mutant.line} {mutant.function}"
+        changed = " | ".join(f"`{short(cell)}`" for cell in (place, mutant.before, mutant.after))
+        text += f"| {mutant.number} | {changed} | {reasons.get(mutant.key, 'not looked at yet')} |\n"
     page.write_text(text)
 
 
