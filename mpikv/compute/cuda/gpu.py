@@ -482,7 +482,7 @@ class CupyGpu:
         """Return for each array if it has NaN or a magnitude above ``bound``; wait for the GPU. Local."""
         flags = self.zeros(len(arrays))
         copies.flag_exceeding(arrays, flags, bound)
-        return [bool(flag) for flag in self.download(flags)]
+        return list(map(bool, self.download(flags).tolist()))
 
     def workspace(self) -> Workspace:
         """Return a new object that moves and sums rows of this GPU's arrays, for one thread at a time. Local."""
